@@ -126,7 +126,7 @@ def test_layers_of_one_sequential_work_in_pairs(seed: int) -> None:
 
 
 class Attends(nn.Module):
-    """Attention of torch in all its ways."""
+    """Uses torch's attention in all supported ways."""
 
     def __init__(self, batch_first: bool, **options: Any) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def test_what_no_rule_knows_is_computed_in_full(way: int, seed: int) -> None:
 
 
 class TakesOtherWays(nn.Module):
-    """In evaluation mode it takes a way that training did not show."""
+    """Takes a branch that the traced call did not show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def test_ways_that_no_call_showed_are_right_too(seed: int) -> None:
 
 
 class LooksAtClasses(nn.Module):
-    """Its result depends on the class of a layer, which no derivation can know."""
+    """Its result depends on the class of a layer, which no derived plan can know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ def lifted_call(model: Any, inputs: dict[str, Tensor]) -> Any:
 
 
 def architecture(name: str, seed: int) -> tuple[Any, Any, dict[str, Tensor]]:
-    """A class, its configuration and a batch."""
+    """Return a class, its configuration and a batch."""
     torch.manual_seed(seed)
     cls, config = ARCHITECTURES[name]()
     for key, value in vars(config).items():
@@ -396,7 +396,7 @@ def test_architectures_that_the_zoo_lacks_train_as_on_one_process(name: str, see
 
 
 def with_code(folder: Path, model: Any) -> Any:
-    """The model again, made by transformers from code beside its checkpoint, which ``auto_map`` names."""
+    """Load the model again through transformers, from ``auto_map`` code beside its checkpoint."""
     model.save_pretrained(folder)
     shutil.copy(derived_models.__file__, folder / "modeling_tiny.py")
     cls, config = type(model).__name__, folder / "config.json"
@@ -409,7 +409,7 @@ def with_code(folder: Path, model: Any) -> Any:
 
 
 def test_code_of_an_encoder(tmp_path: Path, seed: int) -> None:
-    """With torch's attention, convolutions and a fused gate; a padded batch."""
+    """An encoder with torch's attention, convolutions and a fused gate, on a padded batch."""
     torch.manual_seed(seed)
     full = with_code(tmp_path, randomized(derived_models.GatedForTokenClassification, derived_models.GatedConfig()))
     ids, mask = torch.randint(3, 41, (3, 7)), torch.ones(3, 7)
@@ -430,7 +430,7 @@ def test_code_of_an_encoder(tmp_path: Path, seed: int) -> None:
 
 
 def test_code_of_a_checkpoint(tmp_path: Path, seed: int) -> None:
-    """A model that transformers makes from code beside the checkpoint, which ``auto_map`` names."""
+    """transformers makes this model from ``auto_map`` code beside the checkpoint."""
     torch.manual_seed(seed)
     model = randomized(derived_models.TinyForCausalLM, derived_models.TinyConfig())
     full = with_code(tmp_path, model)
@@ -469,7 +469,7 @@ def test_a_subclass_of_a_class_of_the_zoo(seed: int) -> None:
 
 
 def parallel_state(cls: Any, config: Any, weights: Any, inputs: Any, how: str, n: int) -> dict[str, Tensor]:
-    """Logits, and the full weights after a step, on a rank."""
+    """Return logits, and the full weights after a step, on a rank."""
     if how == "initialize":
         model = cls(config).double()
         model.load_state_dict(weights)
@@ -519,7 +519,7 @@ def test_ranks_of_a_launcher_train_as_one_process(
 
 
 def parallel_module(name: str, seed: int, n: int) -> dict[str, Tensor]:
-    """The weights of a plain module, initialised on the ranks of a launcher, after a step with dropout."""
+    """Shard a plain module on the ranks of a launcher; return its weights after a step with dropout."""
     model, inputs = derived_models.plain(name, seed)
     config = {"model_parallelism": {"tensor_parallel_size": n}}
     with pytest.raises(ValueError, match="pass plan="):

@@ -63,7 +63,7 @@ def test_a_model_with_a_policy_answers_as_before(case: str, seed: int) -> None:
     model, batch = random(make, seed)
     options = {} if case == "own" else {"output_attentions": True}
     if options:
-        model.set_attn_implementation("eager")  # others give no attention weights
+        model.set_attn_implementation("eager")  # other implementations return no attention weights
     with torch.no_grad():
         expected = model(**batch, **options)
         tokens = model.generate(**batch, max_new_tokens=5, do_sample=False) if model.can_generate() else None
@@ -96,7 +96,7 @@ def test_replaced_methods_run_with_the_group_of_the_ranks(seed: int) -> None:
         expected = louder(**batch).logits
     with oslo_models.parallelize(model, num_gpus=2, custom_policies=LouderPolicy):
         torch.testing.assert_close(model(**batch).logits, expected, rtol=0, atol=1e-10)
-    assert NoteAttention.forward.__qualname__ == "NoteAttention.forward"  # of the application, as before
+    assert NoteAttention.forward.__qualname__ == "NoteAttention.forward"  # the application's class is unchanged
 
 
 def test_the_plan_of_a_policy() -> None:

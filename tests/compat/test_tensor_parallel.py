@@ -101,7 +101,7 @@ def test_clip_grad_norm_counts_each_parameter_once(seed: int) -> None:
 
 
 class RecorderOfThreads(Recorder):
-    """Notes the masks of each thread apart."""
+    """Records the masks of each thread separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_tensor_parallel_generation_matches_transformers(variant: str, seed: int
 
 
 def test_key_value_cache_is_passed_between_calls(seed: int) -> None:
-    """A cache goes from call to call; one of another model is refused."""
+    """Calls pass a cache on; a cache of another model is refused."""
     model = transformers_model("llama", seed).eval()
     other, ids = (
         tensor_parallel_model(model),
@@ -218,7 +218,7 @@ def test_key_value_cache_is_passed_between_calls(seed: int) -> None:
 
 
 def test_rank_threads_inherit_autocast_and_inference_mode(seed: int) -> None:
-    """Autocast and inference mode hold for all ranks."""
+    """Autocast and inference mode apply to all ranks."""
     model = transformers_model("gpt2", seed, dtype=torch.float32).eval()
     other, ids = (
         tensor_parallel_model(model),
@@ -268,7 +268,7 @@ def _interrupt(*_: Any) -> None:
 
 @pytest.fixture(scope="module")
 def broken_now_and_then(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
-    """Calls a model with something wrong, and then as it should be; no thread may be left."""
+    """Return a check: a wrong call raises, the next call is right, and no extra thread remains."""
     seed = request.config.option.seed
     model = transformers_model("gpt2", seed)
     other, batch = tensor_parallel_model(model, 3), zoo.batch("GPT2LMHeadModel", model.config, seed)
@@ -306,7 +306,7 @@ def test_model_works_after_bad_input(broken_now_and_then: Any) -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_model_works_after_an_exception_on_one_rank(broken_now_and_then: Any, rank: int) -> None:
-    """In the middle of a forward or backward pass, where the others wait for it."""
+    """In the middle of a forward or backward pass, while other ranks wait for it."""
     block = broken_now_and_then.model.parts[rank].transformer.h[1]
     broken_now_and_then(_Broken, block.mlp.register_forward_hook(_raise))
     broken_now_and_then(_Broken, block.mlp.c_fc.weight.register_hook(_raise))
@@ -319,7 +319,7 @@ def test_call_inside_a_forward_is_rejected(broken_now_and_then: Any) -> None:
 
 
 def test_keyboard_interrupt_ends_a_call(broken_now_and_then: Any) -> None:
-    """Ctrl-C while the thread that called waits for others."""
+    """Ctrl-C while the calling thread waits for other ranks."""
     block = broken_now_and_then.model.parts[1].transformer.h[1]
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
@@ -329,7 +329,7 @@ def test_keyboard_interrupt_ends_a_call(broken_now_and_then: Any) -> None:
 
 
 def test_rank_thread_that_ends_releases_waiting_ranks() -> None:
-    """A rank that ends while others wait in a collective ends them, too."""
+    """A rank that ends while other ranks wait in a collective ends them, too."""
     threads = ThreadGroup([torch.device("cpu")] * 3)
     for leaving in range(3):
         with pytest.raises(RuntimeError, match="rank"):

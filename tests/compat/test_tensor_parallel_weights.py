@@ -54,7 +54,7 @@ def bytes_of_storages(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("variant", ["llama-one-kv", "gpt2", "qwen3"])
 def test_devices_hold_each_parameter_once(variant: str, seed: int) -> None:
-    """By default, and key-value heads that four devices share too: together they hold what one holds."""
+    """By default, all devices together hold each parameter once, including key-value heads shared by four devices."""
     model = transformers_model(variant, seed)
     assert bytes_of_storages(tensor_parallel_model(model, 4)) == bytes_of_storages(model)
     assert bytes_of_storages(tensor_parallel_model(model, 4, sharded=False)) > bytes_of_storages(model)

@@ -1,4 +1,4 @@
-"""Process groups are made in one module and collectives of torch.distributed are called in one module."""
+"""One module makes process groups, and one module calls collectives of torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLLECTIVES = {
 
 
 def calls_of_torch_distributed(source: str) -> Iterator[str]:
-    """The names of the functions of torch.distributed that a module calls, under whichever name it imports them."""
+    """Yield the torch.distributed functions that a module calls, under any imported name."""
     tree = ast.parse(source)
     modules, functions = {"torch.distributed"}, {}
     for node in ast.walk(tree):

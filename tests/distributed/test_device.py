@@ -70,7 +70,7 @@ def test_device_without_local_rank_is_the_current_one(
 def test_device_with_local_rank_is_that_of_the_launcher(
     gpus: dict[str, int], count: int, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where each process sees fewer GPUs than there are ranks."""
+    """Also if each process sees fewer GPUs than the number of ranks."""
     gpus["count"] = count
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert start_process_group() == torch.device("cuda", index)

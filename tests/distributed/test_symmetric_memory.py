@@ -47,7 +47,7 @@ class StandIn(SymmetricMemory):
 
 
 class Late(StandIn):
-    """Memory in which the last rank reads the parts of an earlier sum."""
+    """Memory with a fault: the last rank reads the parts of an earlier sum."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -138,7 +138,7 @@ def test_compiled_decoding_sums_through_the_memory(pool: Pool, seed: int) -> Non
 
 
 def check_kernel_arguments() -> None:
-    """With an operation of torch for the CPU in place of the GPUs' kernel."""
+    """A CPU operation of torch replaces the GPU kernel."""
     axis = ParallelMesh(2).tp
     seen: list[tuple[Any, ...]] = []
 
@@ -178,7 +178,7 @@ def test_kernel_gets_the_buffer_in_the_shape_of_the_part(pool: Pool) -> None:
 
 @pytest.mark.parametrize("name", ["TMPDIR", "TEMP"])
 def test_long_folder_for_sockets_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would write beyond the end of an array."""
+    """Without the check, torch would write beyond the end of an array."""
     for each in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setattr(_symmetric_memory, "empty", lambda *_, **__: "memory")

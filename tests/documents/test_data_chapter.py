@@ -179,7 +179,7 @@ def paste(block: str, names: dict[str, Any]) -> None:
 
 def test_data_processing_chapter_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the document sets it; it is put back afterwards
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the document sets it; the test restores it
     tok = tokenizer()
     tok.save_pretrained("tokenizer")
     lines = [line + "\n" for text in sources() for line in text.splitlines()]

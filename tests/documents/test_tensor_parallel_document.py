@@ -123,7 +123,7 @@ def test_tensor_parallel_dispatch_block_runs(hub: Any, monkeypatch: Any) -> None
 
 
 def test_notebook_guide_runs(hub: Any) -> None:
-    """The example of our documentation trains as one process does."""
+    """The example of our documentation matches training on one process."""
     example = (ROOT / "docs/guides/notebook.md").read_text().split("```python\n")[1].split("```")[0]
     example = example.replace('["cuda:0", "cuda:1"]', '["cpu", "cpu"]').replace("/path/to/merged", "merged")
     model, lines = hub().eval(), example.splitlines()

@@ -321,7 +321,7 @@ def test_training_chapter_with_pipeline_matches_one_process(pool: Pool, hub: Any
 
 
 def test_mixed_precision_chapter_runs_as_printed(pool: Pool, hub: Any) -> None:
-    """As near to the step in float32 as bfloat16 gets; the gradients are no longer scaled."""
+    """The step matches float32 to bfloat16 precision; the gradients are unscaled."""
     model = hub(torch.float32).eval()
     pool.run(4, check_training, MIXED_PRECISION, *reference_training(model, adam(model), 1), 0.03, env=True)
 
@@ -385,7 +385,7 @@ def check_activation_checkpointing() -> None:
 
 
 def test_activation_checkpointing_chapter_runs_as_printed(pool: Pool, hub: Any) -> None:
-    """Blocks are run again in the backward pass, as long as it is enabled."""
+    """The backward pass recomputes blocks while checkpointing is enabled."""
     hub(torch.float32)
     pool.run(4, check_activation_checkpointing, env=True)
 

@@ -216,7 +216,7 @@ ARCHITECTURES = {
     "RobertaForSequenceClassification": "roberta",
     "T5ForConditionalGeneration": "t5",
 }
-"""A class of each architecture that OSLO 2 had, with a test configuration."""
+"""One class of each OSLO 2 architecture, with a test configuration."""
 
 
 def check_architectures(cases: dict[str, tuple[Any, Weights, dict[str, Any], torch.Tensor]]) -> None:

@@ -101,7 +101,7 @@ LATENT: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", LATENT)
 def test_adapters_of_latent_attention_train_as_on_one_process(pool: Pool, seed: int, kind: str) -> None:
-    """The part of the latent projection that is the key's rotary one goes into the heads of each rank directly."""
+    """The rotary key part of the latent projection goes into the heads of each rank directly."""
     run = reference_run("DeepseekV3ForCausalLM", zoo.config("deepseek_v3"), LATENT[kind](), seed)
     pool.run(2, check_run, run, 2)
 
@@ -188,7 +188,7 @@ def test_adapters_train_on_pipeline_stages(pool: Pool, seed: int, kind: str, tp:
 @pytest.mark.parametrize(("tp", "pp"), [pytest.param(3, 1, marks=pytest.mark.zoo), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_many_adapters(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, use_dora: bool) -> None:
-    """Added, selected, disabled, saved, loaded, deleted, combined and merged as by plain ``peft``."""
+    """Adapters are added, selected, disabled, saved, loaded, deleted, combined and merged as in plain ``peft``."""
     options = {"task_type": "CAUSAL_LM", "init_lora_weights": False, "use_dora": use_dora}
     first, other = (
         peft.LoraConfig(r=3, target_modules=targets, **options)
@@ -227,7 +227,7 @@ def test_prompts_train_as_on_one_process(
 @pytest.mark.parametrize("rate", [0.0, RATE])
 @pytest.mark.parametrize("tp", [2, 3])
 def test_masks_of_dropout(pool: Pool, seed: int, tp: int, rate: float, use_dora: bool) -> None:
-    """Equal masks of replicated inputs, independent ones of sharded inputs; with and without the model's dropouts."""
+    """Masks are equal for replicated inputs and independent for sharded ones, with and without the model's dropout."""
     name, config = "LlamaForCausalLM", zoo.config("llama", dropout=rate)
     adapter = peft.LoraConfig(r=3, target_modules="all-linear", lora_dropout=RATE, use_dora=use_dora)
     run = reference_run(name, config, adapter, seed)
@@ -362,7 +362,7 @@ def test_adapters_of_biases_of_experts_are_refused(pool: Pool) -> None:
 
 
 def adapt_one_stage(config: Any, message: str) -> None:
-    """On each rank of two stages: the error, and then an adapter that all stages have."""
+    """On each of two stages: the adapter of one stage raises, an adapter of both stages works."""
     from oslo_models import LlamaForCausalLM
 
     model: Any = LlamaForCausalLM.from_config_with_parallel(pipelines.config("llama"), 1, 2)
@@ -390,7 +390,7 @@ def test_adapters_of_one_stage_are_refused_on_all(pool: Pool, targets: Any, laye
 
 
 def combine_whole_adapters(config: Any) -> None:
-    """On each rank: a combination that needs whole adapters is refused before anything is added."""
+    """On each rank: a combination that needs full adapters raises before it adds an adapter."""
     from oslo_models import LlamaForCausalLM
 
     model: Any = peft.get_peft_model(LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), 2), config)
@@ -406,7 +406,7 @@ def test_combinations_of_whole_adapters_are_refused(pool: Pool) -> None:
 
 
 def adapt_processes(run: Run) -> None:
-    """On each rank: adapters of a model that `tensor_parallel` has sharded over processes."""
+    """On each rank: adapters of a model sharded over processes by `tensor_parallel`."""
     from oslo_models.compat.tensor_parallel.api import tensor_parallel
 
     full = reference_model(run.name, run.config, run.seed)

@@ -83,7 +83,7 @@ def test_adapters_train_and_are_saved_as_by_plain_peft(
 
 
 def test_many_adapters(seed: int, tmp_path: Path) -> None:
-    """Added, selected, disabled, saved, loaded, deleted, combined and merged as by plain ``peft``."""
+    """Adapters are added, selected, disabled, saved, loaded, deleted, combined and merged as in plain ``peft``."""
     options = {"task_type": "CAUSAL_LM", "r": 3, "init_lora_weights": False}
     first, other = (
         peft.LoraConfig(target_modules=targets, **options)

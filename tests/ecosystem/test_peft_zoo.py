@@ -43,7 +43,7 @@ REFUSED = dict.fromkeys(("mamba", "mamba2", "falcon_h1", "falcon_mamba", "nemotr
     "llama4_text": ("router",),
     "phimoe": ("router",),
 }
-"""The ends of names of layers that have no adapters, by model type."""
+"""Name suffixes of layers without adapters, by model type."""
 FOUNDING = [*zoo.FOUNDING, "falcon", "bloom", "bart", "deberta-v2"]
 
 

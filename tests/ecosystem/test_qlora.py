@@ -54,7 +54,7 @@ BITSANDBYTES = {
     "int8": dict(load_in_8bit=True),
 }
 BLOCKS = dict(hidden_size=192, head_dim=32, intermediate_size=384)
-"""Sizes at which rows are whole blocks of 64; two ranks share one of the middle of each row of ``o_proj``."""
+"""Sizes with rows of whole blocks of 64; two ranks share the middle block of each row of ``o_proj``."""
 
 
 def over_bitsandbytes(directory: Path, seed: int, kind: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -84,9 +84,9 @@ def over_bitsandbytes(directory: Path, seed: int, kind: str, dtype: torch.dtype 
     "kind", ["nf4-double", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("nf4", "fp4", "int8"))]
 )
 def test_over_bitsandbytes(pool: Pool, tmp_path: Path, seed: int, kind: str) -> None:
-    """As they are loaded, and from a checkpoint of quantised weights."""
+    """Quantise while loading, and load a quantised checkpoint."""
     run = over_bitsandbytes(tmp_path, seed, kind)
-    # On one process, bitsandbytes also quantises outliers of activations to 8 bits, and here they stay as they are.
+    # On one process, bitsandbytes also quantises activation outliers to 8 bits; here they are not quantised.
     tolerance = 1e-5 if kind != "int8" else 3e-2
     for tp, pp in ((2, 1), (3, 1), (1, 2), (2, 2)):
         pool.run(tp * pp, qlora.train_on_ranks, run, tp, pp, tolerance)
@@ -97,7 +97,7 @@ def test_over_bitsandbytes(pool: Pool, tmp_path: Path, seed: int, kind: str) -> 
 
 
 def test_over_bitsandbytes_in_bfloat16(pool: Pool, tmp_path: Path, seed: int) -> None:
-    """Adapters are float32, with the same first values; results differ by the rounding of activations on each side."""
+    """Adapters are float32 with the same initial values; both results round activations differently."""
     run = over_bitsandbytes(tmp_path, seed, "nf4-double", torch.bfloat16)
     exact = LlamaForCausalLM.from_pretrained(tmp_path / "quantised")
     for module in exact.modules():  # transformers 5.24 keeps the dtype of a quantised checkpoint despite ``dtype``

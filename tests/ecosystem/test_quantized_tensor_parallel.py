@@ -42,7 +42,7 @@ def scales(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["int8", "float8", "int4 in groups"])
 def test_weights_of_torchao_are_sharded(kind: str, seed: int) -> None:
-    """Each device holds its part of the quantised weights, with the values that one process has."""
+    """Each device holds its part of the quantised weights, with the same values as one process."""
     model = llama(seed)
     torchao.quantize_(model.model, scales(kind))
     state = {name: tensor.dequantize() for name, tensor in model.named_parameters() if "proj" in name}
@@ -87,7 +87,7 @@ def test_scales_of_elements_on_several_devices_are_refused(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["Linear8bitLt", "Linear4bit"])
 def test_layers_of_bitsandbytes_are_refused_by_name(kind: str, seed: int) -> None:
-    """And `dequantize` is a way out."""
+    """`dequantize` is the way out."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = llama(seed)
     plain = copy.deepcopy(model)

@@ -29,7 +29,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def evaluate(trainer: Any, test_rows: trainers.Rows) -> tuple[dict[str, float], Any]:
-    """Evaluate before and while training, and predict after it."""
+    """Evaluate before and during training, and predict afterwards."""
     first = trainers.in_float64(trainer.evaluate)
     trainers.in_float64(trainer.train)
     logged = [log for log in trainer.state.log_history if "eval_loss" in log][-1]

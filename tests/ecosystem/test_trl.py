@@ -68,7 +68,7 @@ SAMPLED = {
     "shuffle_dataset": False,
 }
 REPLICAS = {**SAMPLED, "pad_to_multiple_of": 8}
-"""With prompts padded alike on all replicas: rotary frequencies are of float32, so results depend on positions."""
+"""With equal padding on all replicas: rotary frequencies are float32, so results depend on positions."""
 
 
 @pytest.mark.zoo
@@ -102,7 +102,7 @@ def test_completions_of_replicas(pool: Pool, tp: int, dp: int, scale: str, tmp_p
 @pytest.mark.zoo
 @pytest.mark.parametrize(("kind", "dp"), [("SFT", 1), ("DPO", 2), ("GRPO", 2)])
 def test_evaluation(pool: Pool, kind: str, dp: int, tmp_path: Path, seed: int) -> None:
-    """Of supervised training, TRL averages the means over the tokens of each replica, however many they are."""
+    """In supervised training, TRL averages the replicas' token means, regardless of their numbers of tokens."""
     args: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     args |= {**REPLICAS, "per_device_eval_batch_size": 8, "do_eval": True} if kind == "GRPO" else {}
     total = {"per_device_eval_batch_size": dp * args["per_device_eval_batch_size"]}

@@ -80,7 +80,7 @@ def _echo(value: object) -> object:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait long for ranks that are known to hang."""
+    """Shorten the wait for ranks that hang on purpose."""
     monkeypatch.setattr(pool_module, "TIMEOUT", 0.2)
     monkeypatch.setattr(pool_module, "GRACE", 3.0)
 
@@ -190,7 +190,7 @@ def test_workers_end_with_a_killed_session(tmp_path: Path) -> None:
         "    print(child.pid, flush=True)\n"
         "    child.wait()\n"
     )
-    folder = tmp_path / ("long" * 25)  # as the folders of job systems
+    folder = tmp_path / ("long" * 25)  # as in the folders of job schedulers
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "TMPDIR": str(folder)}
     command = [sys.executable, str(tmp_path / "victim.py")]
@@ -206,7 +206,7 @@ def test_workers_end_with_a_killed_session(tmp_path: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that waits for its parent does not."""
+    """Return whether a process runs; a zombie does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A copy that stands for a new Python process behaves like one: the same programs say the same in both."""
+"""A forked copy behaves like a new Python process: the same programs give the same output in both."""
 
 from __future__ import annotations
 
