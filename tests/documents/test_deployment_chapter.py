@@ -1,6 +1,6 @@
 """The chapter "Deployment Launcher" of OSLO's USAGE document (Apache-2.0) runs as printed; see `support.documents`.
 
-Its script with Flask is run by `test_serve.py`, as a script.
+`test_serve.py` runs its Flask script, as a script.
 """
 
 from __future__ import annotations

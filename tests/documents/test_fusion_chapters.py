@@ -1,6 +1,6 @@
 """The chapters "Kernel Fusion" and "Selective Kernel Fusion" of OSLO's USAGE document (Apache-2.0), run as printed.
 
-Only the name of the package is another, and the ``...`` of a call is replaced by arguments.
+Only the package name differs, and arguments replace the ``...`` of a call.
 """
 
 from __future__ import annotations

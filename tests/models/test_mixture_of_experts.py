@@ -165,9 +165,9 @@ def test_sizes_of_expert_parallelism_that_do_not_fit_are_refused(
 
 
 def check_grouped_products(expert_parallel_size: int) -> None:
-    """On every rank: by default and in bfloat16, products of local experts are torch's grouped ones, in training too.
+    """On every rank: local experts use torch's grouped matrix products by default and in bfloat16, also in training.
 
-    On a GPU the same code asks for its capability, which a stand-in answers; tensors are fake ones of a GPU there.
+    The GPU case uses fake GPU tensors and a stand-in for the device capability that the code queries.
     """
     for model_type in ("mixtral", "gpt_oss"):
         cls: Any = registry.find(zoo.lm_head(model_type))

@@ -1,6 +1,6 @@
 """Every model type matches transformers: its main class on two tensor-parallel ranks and on two pipeline stages.
 
-The other classes, other sizes and beams are marked ``zoo``; `make test-zoo` runs them.
+Other classes, other sizes and beams have the mark ``zoo``; `make test-zoo` runs them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training under a DeepSpeed engine matches training without it: losses, norms, parameters, every ZeRO stage.
 
-DeepSpeed clips gradients to a norm of 1 unless it is told otherwise, so each case also tests that its norm
+DeepSpeed clips gradients to a norm of 1 by default, so each case also tests that its norm
 counts sharded, replicated and tied parameters once.
 """
 

@@ -1,6 +1,6 @@
-"""Stages overlap: a step of idle stages takes the schedule's ideal time.
+"""Stages overlap: a step of stages without computation takes the schedule's ideal time.
 
-Measured by logical clocks, which messages carry along and no other load disturbs, and once by the real clock.
+Logical clocks measure it: messages carry the time, and no other load disturbs it. One test uses the real clock.
 """
 
 from __future__ import annotations
