@@ -107,7 +107,7 @@ def interrupt(*_: Any) -> None:
 
 
 def check_interruption(name: str, config: PreTrainedConfig, weights: Weights, batch: Batch, seed: int) -> None:
-    """After an exception anywhere in a forward, the shared random stream stays equal on all ranks, and the model works."""
+    """After an exception anywhere in a forward, ranks keep equal shared random streams, and the model works."""
     model = parallel_model(name, config, weights, 2, torch.float32, attn_implementation="eager")
     torch.manual_seed(seed)
     undisturbed = model(**batch).loss

@@ -265,7 +265,7 @@ def test_experts_cost_what_they_compute_for_a_token() -> None:
 
 @pytest.mark.parametrize("model_type", ["bamba", "jamba", "mamba2"])
 def test_configuration_of_a_stage_can_be_pickled_and_copied(model_type: str) -> None:
-    """Transformers derives the types of these blocks; the forward of a stage reads the types of its own blocks."""
+    """Transformers derives the types of these blocks; the forward of a stage reads the types of its local blocks."""
     own, full = (zoo.config(model_type, num_hidden_layers=4) for _ in range(2))
     model, stage = make_stage(zoo.main_head(model_type), own, 1, 2)
     with stage.reading_own_layers(model):
