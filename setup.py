@@ -1,7 +1,7 @@
-"""Two packages: ``oslo_models`` from the root, and ``oslo_kernels`` from ``kernels/``, which is no package itself.
+"""Installs two packages: ``oslo_models`` from the root, and ``oslo_kernels`` from ``kernels/``, which is no package.
 
-Where ``nvcc`` is found, what is written in CUDA is compiled at once; elsewhere, and if editable, on first use.
-``OSLO_BUILD_CUDA=0`` leaves it, ``1`` insists on it.
+If ``nvcc`` is found, CUDA code is compiled during installation. Otherwise, and in editable installations, it is
+compiled on first use. ``OSLO_BUILD_CUDA=0`` skips the compilation, and ``1`` makes it mandatory.
 """
 
 import os
@@ -19,18 +19,18 @@ CUDA = os.environ.get("OSLO_BUILD_CUDA", "auto")
 if CUDA not in ("auto", "0", "1"):
     raise ValueError(f"OSLO_BUILD_CUDA={CUDA!r} is none of 'auto', '0', '1'")
 build: dict[str, Any] = {"__file__": str(ROOT / "kernels/oslo_kernels/build.py"), "__name__": "build"}
-exec(Path(build["__file__"]).read_text(), build)  # importing the package would need torch
+exec(Path(build["__file__"]).read_text(), build)  # importing the package would require torch
 BUILDS_CUDA = CUDA == "1" or (CUDA == "auto" and build["find_nvcc"]() is not None)
 version: dict[str, Any] = {}
 exec((ROOT / "oslo_models" / "_version.py").read_text(), version)
 FIRST, LAST = (int(python.split(".")[1]) for python in version["PYTHON"])
 readme = ROOT / "README.md"
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
-TEST = [*SERVE, "accelerate>=1.10", "hypothesis", "pytest>=8", "pytest-xdist"]  # of `make test-stacks`
+TEST = [*SERVE, "accelerate>=1.10", "hypothesis", "pytest>=8", "pytest-xdist"]  # used by `make test-stacks`
 
 
 def long_description() -> str:
-    """The README without images, comments and links into the repository, none of which a package index can show."""
+    """Return the README without images, comments and repository links. A package index cannot show them."""
     if not readme.exists():
         return ""
     text = re.sub(r"<!--.*?-->\n|!\[[^\]]*\]\([^)]*\)\n", "", readme.read_text(), flags=re.DOTALL)
@@ -38,7 +38,7 @@ def long_description() -> str:
 
 
 class BuildWithCUDA(build_py):
-    """Also compiles for GPUs; a failure ends the installation only if that was insisted on."""
+    """Also compiles for GPUs. A failure ends the installation only if compilation is mandatory."""
 
     def run(self) -> None:
         super().run()
@@ -53,14 +53,14 @@ class BuildWithCUDA(build_py):
 
 
 class MaybeCompiled(Distribution):
-    """Compiled by other means than extension modules, if at all."""
+    """Distribution that may be compiled, but without extension modules."""
 
     def has_ext_modules(self) -> bool:
         return BUILDS_CUDA
 
 
 class Wheel(bdist_wheel):
-    """For any Python; for one platform if something was compiled."""
+    """Wheel for any Python, and for one platform if it contains compiled code."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
@@ -93,20 +93,20 @@ setup(
         "tqdm",
     ],
     extras_require={
-        # peers, or what they need: accelerate is for the tensor parallelism of transformers
+        # compared libraries and their requirements: transformers needs accelerate for tensor parallelism
         "bench": ["accelerate", "datasets"],
         "data": ["pyarrow", "zstandard"],  # to read .parquet and .zst
         "deepspeed": ["deepspeed>=0.19,<0.20"],
         "demo": ["matplotlib"],
         "docs": ["matplotlib", "mkdocs", "mkdocs-material", "mkdocstrings[python]"],
-        # libraries that handle sharded models in the tests: docs/ecosystem.md says how
+        # libraries that the tests run with sharded models, see docs/ecosystem.md
         "ecosystem": [
             "accelerate>=1.10",
             "lightning>=2.5",
             "peft>=0.18",
             "trl>=1.0",
         ],
-        # dequantize=True of their formats, TorchAoConfig
+        # for dequantize=True of their formats, and for TorchAoConfig
         "quantization": ["bitsandbytes>=0.48", "compressed-tensors>=0.13", "torchao>=0.15"],
         "grammar": ["llguidance>=1.2"],  # json_schema, regular expressions and grammars of the server
         "ray": ["ray>=2.40"],  # deploy_backend="ray"

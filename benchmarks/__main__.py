@@ -22,8 +22,8 @@ from benchmarks.records import RESULTS, append, number, stamp
 
 
 def main() -> int:
-    """Run the cases of the command line; the exit code is 1 when one failed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and checkpoints are removed
+    """Run the cases of the command line. Return 1 if a case failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes child processes and checkpoints
     if sys.argv[1:2] in (["compare"], ["load"], ["soak"]):
         command = importlib.import_module(f"benchmarks.{sys.argv[1]}")
         return int(command.main(sys.argv[2:]))
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _measure(case: Case, folder: Path, repeat: int, smoke: bool) -> dict[str, list[Result]]:
-    """The results of every peer, one per repetition; peers alternate, so that drift of the machine cancels."""
+    """Measure every peer once per repetition. Peers alternate, so that drift of the machine cancels."""
     print(f"{case.name}: {case.what}", flush=True)
     case.prepare(folder, smoke)
     results: dict[str, list[Result]] = {}
@@ -93,7 +93,7 @@ def _measure(case: Case, folder: Path, repeat: int, smoke: bool) -> dict[str, li
 
 
 def _rows(case: Case, results: dict[str, list[Result]]) -> list[dict[str, Any]]:
-    """A row of the CSV for every peer and metric; computed references count as peers without processes."""
+    """Return a CSV row for every peer and metric. Computed references count as peers without processes."""
     runs = {peer: [result.values for result in found] for peer, found in results.items()}
     for found in [results[name] for name in OWN if name in results][:1]:
         runs |= {name: [result.references[name] for result in found] for name in found[0].references}

@@ -1,4 +1,4 @@
-"""The registry of cases: what is measured, with which model, by which peers."""
+"""The registry of cases: each names a measurement, a model and the peers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Case:
     """One comparison.
 
     Attributes:
-        what: the label of its row in the documentation's tables.
-        runner: called in every process: ``runner(peer, cls, checkpoint, tiny_checkpoint, **options)``.
-        model: one of ``MODELS``, or none.
-        baseline: the peer, or the runner's reference, to which the ratios in the CSV are formed.
-        tolerance: how far the peers' results may differ, relatively; 0 for token ids.
-        smoke: replaces ``options`` in a smoke run.
-        limit: the ratio of pairs of calls above which the case fails, if the whole interval of their median is.
+        what: Label of its row in the documentation's tables.
+        runner: Function called in every process: ``runner(peer, cls, checkpoint, tiny_checkpoint, **options)``.
+        model: One of ``MODELS``, or none.
+        baseline: The peer, or the runner's reference, in the denominator of the ratios in the CSV.
+        tolerance: Maximum relative difference of the peers' results; 0 for token ids.
+        smoke: Replaces ``options`` in a smoke run.
+        limit: Maximum ratio. The case fails if the whole interval of the median ratio is above.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Case:
     limit: float | None = None
 
     def prepare(self, folder: Path, smoke: bool) -> None:
-        """Write the checkpoints that the peers load: a tiny one and, except in a smoke run, that of the model."""
+        """Write the checkpoints that the peers load: a tiny one and, except in a smoke run, the model's."""
         import torch
         import transformers as hf
 
@@ -183,7 +183,7 @@ def _fused_cases() -> list[Case]:
             name, what = f"decode-{model}-b{batch}", f"{label}, generate {batch} x 16 tokens"
             cases.append(_fused(name, what, fusing.decoding, **sizes))
             cases.append(_fused(f"{name}-tp2", f"{what}, tp=2", fusing.decoding, OURS, **sizes))
-            new = 64 if batch == 1 else 16  # with 16, half of the time of one text goes into its prompt
+            new = 64 if batch == 1 else 16  # with 16 tokens, the prompt takes half of the time of one text
             for weights in ("bfloat16", "int8") if batch < 32 else ():
                 narrow = f"{label}, generate {batch} x {new} tokens, weights={weights!r}"
                 options = {**sizes, "new": new, "weights": weights}

@@ -29,7 +29,7 @@ from benchmarks.definitions import more_is_better
 from benchmarks.records import ROOT
 
 RESAMPLES, LEVEL, FEWEST = 10_000, 0.95, 5
-"""Resamples of a bootstrap, the level of its interval, and the fewest pairs of which one means anything."""
+"""Resamples of a bootstrap, the level of its interval, and the minimum number of pairs for an interval."""
 
 Figures = dict[tuple[str, str, str], tuple[float, str]]
 """Values with their units, by case, peer and metric."""
@@ -39,11 +39,11 @@ Measure = Callable[[Path, str], Figures]
 
 @dataclass(frozen=True)
 class Change:
-    """How a figure differs between two commits.
+    """The change of a figure between two commits.
 
     Attributes:
-        ratio: the median of the pairs' ratios HEAD / BASE.
-        low, high: the interval of that median.
+        ratio: Median of the pairs' ratios HEAD / BASE.
+        low, high: Interval of that median.
     """
 
     ratio: float
@@ -52,7 +52,7 @@ class Change:
 
     @classmethod
     def of(cls, ratios: Sequence[float]) -> Change:
-        """The change that the ratios of pairs show; the same for the same ratios."""
+        """Compute the change from the ratios of pairs. It is deterministic."""
         draw = random.Random(0)
         medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
         outside = int(RESAMPLES * (1 - LEVEL) / 2)
@@ -60,18 +60,18 @@ class Change:
 
     @property
     def moved(self) -> bool:
-        """Whether it is more than noise."""
+        """Whether the change exceeds the noise."""
         return not self.low <= 1 <= self.high
 
     def verdict(self, unit: str) -> str:
-        """In a word: more is better of what is counted per second."""
+        """Return one word for the change. Higher is better for rates."""
         if not self.moved:
             return "noise"
         return "better" if (self.ratio > 1) == more_is_better(unit) else "WORSE"
 
 
 def compare(base: Path, head: Path, case: str, pairs: int, measure: Measure) -> dict[tuple[str, str, str], list[float]]:
-    """The ratios of all pairs, for the figures that both checkouts give."""
+    """Return the ratios of all pairs, for the figures of both checkouts."""
     ratios: dict[tuple[str, str, str], list[float]] = {}
     for pair in range(pairs):
         found = {folder: measure(folder, case) for folder in ((base, head) if pair % 2 else (head, base))}
@@ -83,10 +83,10 @@ def compare(base: Path, head: Path, case: str, pairs: int, measure: Measure) -> 
 
 @contextmanager
 def checkouts(repository: Path, *commits: str) -> Iterator[list[Path]]:
-    """Temporary folders with these commits.
+    """Check the commits out into temporary folders.
 
     Raises:
-        ValueError: git knows no such commit.
+        ValueError: git does not know a commit.
     """
     with tempfile.TemporaryDirectory() as folder:
         made = [Path(folder, str(number)) for number in range(len(commits))]
@@ -103,10 +103,10 @@ def checkouts(repository: Path, *commits: str) -> Iterator[list[Path]]:
 
 
 def measure(folder: Path, case: str) -> Figures:
-    """Run a case once in a checkout; of its peers, those that are ours count.
+    """Run a case once in a checkout and return the figures of our own peers.
 
     Raises:
-        RuntimeError: it failed there.
+        RuntimeError: The case failed in the checkout.
     """
     path = os.pathsep.join([str(folder), str(folder / "kernels")])
     with tempfile.TemporaryDirectory() as results:
@@ -122,7 +122,7 @@ def measure(folder: Path, case: str) -> Figures:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare two commits; the exit code is 1 when a figure became worse."""
+    """Compare two commits. Return 1 if a figure became worse."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__, formatter_class=form)
     parser.add_argument("base", metavar="BASE", help="a commit, branch or tag")

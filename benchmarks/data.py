@@ -30,7 +30,7 @@ VOCABULARY = 32000
 
 
 def preprocess(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, megabytes: int) -> Result:
-    """Tokens per second from JSON lines to a dataset on disk; all peers have to write the same bytes."""
+    """Tokens per second from JSON lines to a dataset on disk. All peers must write the same bytes."""
     from oslo_models.data.indexed_dataset import IndexedDataset
 
     folder = tiny.parent
@@ -123,7 +123,7 @@ def index_samples(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, documen
     size = sum(file.stat().st_size for file in Path(f"{name}.index").rglob("*.npy")) / 1e6
     chosen = random.Random(0).choices(range(len(dataset)), k=min(50_000, len(dataset)))
     batches = [chosen[start : start + 64] for start in range(0, len(chosen), 64)]
-    for batch in batches:  # maps the pages: the sparse file has no disk to read them from
+    for batch in batches:  # maps the pages, without disk reads: the file is sparse
         dataset.__getitems__(batch)
     start = time.perf_counter()
     for batch in batches:

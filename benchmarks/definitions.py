@@ -1,4 +1,4 @@
-"""What every benchmark is made of: peers, results and their units."""
+"""Building blocks of every benchmark: peers, results and their units."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TOKEN_PARTS = (
     *("products", "blocks in C++", "norms", "attention, the rest", "MLP, the rest"),
     *("model, the rest", "generate"),
 )
-"""What the CPU time of a token is divided into."""
+"""The parts of the CPU time of a token."""
 BY_MEMORY, BY_PRODUCTS = LIMITS = ("limit by memory", "limit by products")
-"""What `benchmarks.limits` measures; they stand among the peers of a row."""
+"""The measurements of `benchmarks.limits`, shown among the peers of a row."""
 UNITS = {
     "generation": "tokens/s",
     "training step": "s",
@@ -58,20 +58,20 @@ UNITS = {
 
 
 def more_is_better(unit: str) -> bool:
-    """Whether a figure is something per second, not a time, a size or a count."""
+    """Return whether a figure is a rate, not a time, a size or a count."""
     return unit.endswith(("s/s", "s/CPU s"))
 
 
 @dataclass
 class Result:
-    """What one process measured.
+    """The measurements of one process.
 
     Attributes:
-        values: by metric, in the units of ``UNITS``.
-        check: results that all peers have to agree on.
-        references: values to compare with that the runner itself provides, by name and metric. Only those that our
-            own peer measured get rows.
-        pairs: of values that are medians of ratios, all ratios.
+        values: Values by metric, in the units of ``UNITS``.
+        check: Results that must agree between all peers.
+        references: Values to compare with that the runner itself provides, by name and metric. Only values
+            measured by our own peer get rows.
+        pairs: All ratios of each value that is a median of ratios.
     """
 
     values: dict[str, float]
@@ -108,13 +108,13 @@ def adamw_trainer(load: Callable[..., Any], cls: str, checkpoint: Path, fused: b
 
 @dataclass(frozen=True)
 class Peer:
-    """A library, or a configuration of one, that is compared.
+    """A library, or a configuration of a library, under comparison.
 
     Attributes:
-        load: ``load(cls, checkpoint, **kwargs)`` returns a model; a peer of the data pipeline preprocesses and returns
-            the seconds that it took.
+        load: ``load(cls, checkpoint, **kwargs)`` returns a model. A peer of the data pipeline preprocesses and returns
+            its duration in seconds.
         trainer: ``trainer(load, cls, checkpoint)`` returns a model and its `Step`.
-        needs: packages without which the peer is skipped.
+        needs: Required packages; without them the peer is skipped.
     """
 
     name: str

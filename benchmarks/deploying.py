@@ -22,7 +22,7 @@ def start(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
     app = Path(__file__).parent / "applications" / "first_answer.py"
     how = "deployed" if peer.name.endswith("deploy") else "alone"
     command = [sys.executable, str(app), cls, str(checkpoint), how]
-    # Its threads are those that a user gets who sets nothing.
+    # Use the default number of threads, as for a user who sets no variables.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -30,17 +30,17 @@ def start(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
 
 
 def call_overhead(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int, row: int = 20) -> Result:
-    """How much longer a call of a deployed model takes than a call of the same model in this process.
+    """Overhead of a call of a deployed model over a call of the same model in this process.
 
-    Each model is called ``row`` times in a row, and these series alternate, so that a slow phase of the machine affects
-    both. Neighbours on a shared host slow single cores down by up to 1.7 times, so both series of a pair compute on the
-    same core, here and in the worker, and the next pair takes another one.
+    Each model is called ``row`` times in a row. These series alternate, so that a slow phase of the machine affects
+    both. Neighbours on a shared host slow single cores down by up to 1.7 times. So both series of a pair compute on the
+    same core, here and in the worker, and the next pair takes another core.
     """
     import torch
 
     import oslo_models
 
-    torch.set_num_threads(1)  # a tiny model gains nothing from a second one, which would have to be waited for
+    torch.set_num_threads(1)  # a tiny model gains nothing from a second thread, but would wait for it
     here = getattr(oslo_models, cls).from_pretrained_with_parallel(tiny)
     there = getattr(oslo_models, cls).from_pretrained_with_parallel(tiny, deploy=True)
     ids = tokens(here, 1, 4)
@@ -70,11 +70,11 @@ def call_overhead(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: 
 def call_of_generate(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int, ranks: int, threads: int, row: int = 20
 ) -> Result:
-    """How long ``generate`` of one token takes, called as applications call it.
+    """Duration of ``generate`` of one token, called as in applications.
 
-    So it is called by one or several threads that wait for their answers, on any core. A deployed model of one rank is
-    called in turn with one in this process; of several ranks, the peer that is not deployed has as many processes.
-    Several threads in one process take turns of several calls, so that their median says little: see the rate.
+    One or several threads call it and wait for their answers, on any core. A deployed model of one rank alternates with
+    a model in this process. For several ranks, the undeployed peer has the same number of processes. Several threads in
+    one process take turns of several calls, so their median is not meaningful: use the rate.
     """
     import torch
 
@@ -121,7 +121,7 @@ def _keep(process: int, cores: set[int]) -> None:
 
 
 def application_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
-    """Peak memory of the application while it deploys and calls a model, above that after a tiny one."""
+    """Peak memory of the application while it deploys and calls a model, above the memory after a tiny model."""
     from benchmarks.instruments import PeakMemory
 
     def answer(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The rows of ``benchmarks/faults.csv``: what each fault did to a model, a training script or the server."""
+"""The rows of ``benchmarks/faults.csv``: the effect of each fault on a model, a training script or the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIELDS = ("date", "commit", "machine", "versions", "workers", "fault", *FIGURES,
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows, each in the place of an earlier one of the same fault; the others stay."""
+    """Write rows. Each replaces the earlier row of the same fault; other rows stay."""
     kept = {row["fault"]: row for row in csv.DictReader(path.open())} if path.exists() else {}
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")

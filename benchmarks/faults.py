@@ -35,7 +35,7 @@ from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import EngineError
 
 LIMIT = 60.0
-"""Seconds after which something counts as a hang."""
+"""Seconds after which an operation counts as a hang."""
 WHENS = ("load", "call", "idle")
 
 
@@ -44,10 +44,10 @@ class Hang(BaseException):
 
 
 class Stand:
-    """A model on two workers, deployed when it is first asked for.
+    """A model on two workers, deployed on first use.
 
     Attributes:
-        ended: processes that should be gone after a fault.
+        ended: Processes that should be gone after a fault.
     """
 
     def __init__(self, folder: Path, seed: int | None = None) -> None:
@@ -88,7 +88,7 @@ class Stand:
 
     @contextmanager
     def raising(self, *kinds: type[BaseException], text: str = "") -> Iterator[None]:
-        """Something that has to raise one of ``kinds``, with ``text`` in its message."""
+        """Require that the block raises one of ``kinds``, with ``text`` in its message."""
         try:
             yield
         except kinds as error:
@@ -114,7 +114,7 @@ def killed_idle(stand: Stand) -> float:
     since = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     with stand.raising(EngineError, text=f"rank {victim} (pid {pid}) was killed by SIGKILL"):
-        while True:  # the first call may be faster than the news
+        while True:  # the first call may overtake the news of the death
             stand.model.generate(**stand.prompt(), max_new_tokens=1)
     return time.perf_counter() - since
 
@@ -204,7 +204,7 @@ def bad_argument(stand: Stand, what: str) -> float:
 
 
 def abandoned_stream(stand: Stand) -> float:
-    """Until the workers are free again: the whole text would take 20 seconds."""
+    """Seconds until the workers are free again. The whole text would take 20 seconds."""
     stand.answers()
     streamer = Collected(limit=stand.rng.randrange(8, 20))
     with stand.raising(BrokenPipeError):
@@ -217,7 +217,7 @@ def abandoned_stream(stand: Stand) -> float:
 
 
 def full_disk(stand: Stand) -> float:
-    """Load and answer while nothing can be written to standard output and error; until the answer."""
+    """Seconds to load and answer while writes to standard output and error fail."""
     engine = stand.model._engine
     engine.close()
     sys.stdout.flush(), sys.stderr.flush()
@@ -242,7 +242,7 @@ def full_disk(stand: Stand) -> float:
 
 
 def application_ends(stand: Stand, how: int) -> float:
-    """Until the application and its workers are gone."""
+    """Seconds until the application and its workers are gone."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     when = stand.rng.choice(WHENS)
@@ -286,7 +286,7 @@ ALL = FAULTS | {name: partial(training, name=name) for name in TRAINING_FAULTS}
 
 
 def gone(pids: list[int], seconds: float = LIMIT) -> bool:
-    """Whether these processes have ended, or do within so many seconds."""
+    """Return whether these processes end within ``seconds``."""
     deadline = time.monotonic() + seconds
     while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         if time.monotonic() > deadline:
@@ -297,10 +297,10 @@ def gone(pids: list[int], seconds: float = LIMIT) -> bool:
 
 
 def strike(stand: Stand, fault: Callable[[Stand], float]) -> tuple[float, bool]:
-    """One fault: the seconds to its end, and whether all that should have ended has.
+    """Inject one fault. Return the seconds to its end, and whether all expected processes have ended.
 
     Raises:
-        Hang: it took longer than `LIMIT`.
+        Hang: It took longer than `LIMIT`.
     """
 
     def give_up(*_: object) -> None:
@@ -318,12 +318,12 @@ def strike(stand: Stand, fault: Callable[[Stand], float]) -> tuple[float, bool]:
 
 
 def _shared() -> list[str]:
-    """What is in shared memory, but for locks of applications that are forked here: theirs go with this process."""
+    """List shared memory, except locks of applications forked here: their locks are removed with this process."""
     return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
 
 
 def main() -> int:
-    """Try all faults; the exit code is 1 if something hung, stayed, or was not as it should be."""
+    """Try all faults. Return 1 for any hang, remaining process or wrong result."""
     from benchmarks.records import stamp as _stamp
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)

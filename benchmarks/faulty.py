@@ -1,6 +1,6 @@
-"""What `benchmarks.faults` has workers and applications do; a module by itself, since they import it by name.
+"""Faulty workers and applications of `benchmarks.faults`. This is a separate module, since they import it by name.
 
-And workers of a launcher that start at once: a server that has imported torch forks them.
+It also starts workers of a launcher quickly: a server that has imported torch forks them.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ def _work(conn: Connection, local_rank: int, secret: str | None) -> None:
 
 
 def server_address() -> Any:
-    """Where the server that forks for this process can be reached."""
+    """Return the address of the fork server of this process."""
     multiprocessing.forkserver.ensure_running()
     return multiprocessing.forkserver._forkserver._forkserver_address
 
 
 def use_server(address: Any) -> None:
-    """Have the same server fork for this process, which it has forked itself; otherwise that starts one of its own."""
+    """Make this process use the fork server that forked it. Otherwise it would start a second server."""
     server = multiprocessing.forkserver._forkserver
     server._forkserver_address, server.ensure_running = address, lambda: None
 
 
 class Trouble(LogitsProcessor):
-    """On one rank, at every token: raises, or takes its time."""
+    """Raises or sleeps at every token, on one rank."""
 
     def __init__(self, what: str, rank: int) -> None:
         self.what, self.rank = what, rank
@@ -94,7 +94,7 @@ class Trouble(LogitsProcessor):
 
 
 class Collected:
-    """A streamer whose reader leaves after so many tokens."""
+    """A streamer with a reader that leaves after a given number of tokens."""
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.tokens: list[int] = []
@@ -110,9 +110,9 @@ class Collected:
 
 
 def application(said: Connection, checkpoint: Path, when: str) -> None:
-    """A program that deploys a model: tells the ids of the workers, then ``when``: is loading, in a call, or idle."""
+    """A program that deploys a model. It reports the ids of the workers, then ``when``: loading, in a call, or idle."""
     with suppress(PermissionError):
-        os.setpgid(0, 0)  # Ctrl-C in a terminal goes to all of a process group
+        os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the whole process group
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start(count: int) -> Any:

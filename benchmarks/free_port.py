@@ -7,15 +7,15 @@ import socket
 from pathlib import Path
 
 LEAST = 10000
-"""Ports below are those of services."""
+"""Lower ports belong to services."""
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A port of the loopback address on which nobody listens, and which the system does not give to connections.
+    """Return a free port of the loopback address outside the ephemeral range.
 
-    Between now and the moment at which somebody listens there, the system would take a port of its own choice for
-    another connection; or for one to that very port, which is then connected to itself.
+    The system could give an ephemeral port to another connection before the caller listens on it, or to a connection
+    to this very port, which would then be connected to itself.
     """
     first = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 0
     while True:

@@ -11,7 +11,7 @@ from benchmarks.definitions import Peer, Result
 from benchmarks.fusing import COMMON, FAMILIES, small_model
 from benchmarks.measure import tokens
 
-# torch is imported by the processes that measure, not by the one that only reads the registry.
+# Only the measuring processes import torch. The process that reads the registry does not need it.
 
 CHECKED: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: FAMILIES[name] for name in ("gpt2", "llama", "bert", "t5")},
@@ -20,18 +20,18 @@ CHECKED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BATCHES = (1, 8, 32)
 SLOWER = 1.02
-"""A ratio fused / unfused whose interval is above this fails the case."""
+"""Maximum ratio fused / unfused: a case fails if its whole interval is above."""
 FEWEST, MOST, BUDGET = 9, 61, 4.0
-"""Pairs of calls: at least, at most; and the seconds that they may take."""
+"""Minimum and maximum number of pairs of calls, and their budget in seconds."""
 
 
 def slowdown(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, family: str, length: int, new: int, vocab: int, timed: int
 ) -> Result:
-    """The time of the fused model divided by that of the unfused one, for three batches, in pairs of calls.
+    """Measure the ratio of fused to unfused time for three batches, in pairs of calls.
 
     Args:
-        timed: the most pairs.
+        timed: Maximum number of pairs.
     """
     import torch
 
@@ -70,7 +70,7 @@ def _calls(model: Any, ids: Any, new: int) -> Iterator[tuple[str, Callable[[], A
 
 
 def _ratios(fused: Callable[[], Any], unfused: Callable[[], Any], clock: Callable[[], float], most: int) -> list[float]:
-    """The ratios of pairs of calls in alternating order, after a pair of warm-up; equally many on all ranks."""
+    """Return the ratios of pairs of calls in alternating order, after a warm-up pair; equally many on all ranks."""
 
     def ratio(order: tuple[Callable[[], Any], ...]) -> float:
         seconds = {}
@@ -88,7 +88,7 @@ def _ratios(fused: Callable[[], Any], unfused: Callable[[], Any], clock: Callabl
 
 
 def _least(count: int) -> int:
-    """The least number of all ranks."""
+    """Return the minimum over all ranks."""
     import torch
     import torch.distributed as dist
 

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.definitions import Peer, Result
 from benchmarks.measure import tokens
 
-# torch is imported by the processes that measure, not by the one that only reads the registry.
+# Only the measuring processes import torch. The process that reads the registry does not need it.
 
 COMMON = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 _GPT = {"n_embd": 512, "n_layer": 4, "n_head": 8}
@@ -51,9 +51,10 @@ def small_model(cls: str, sizes: dict[str, Any], processes: int, dtype: str = "f
 
 
 def _in_turn(runs: dict[str, Callable[[], Any]], timed: int, calls: int = 1) -> dict[str, float]:
-    """The median seconds per call of each, after a warm-up round; every round makes ``calls`` calls of each in turn.
+    """Return the median seconds per call of each function, after a warm-up round.
 
-    The order alternates between rounds, so that neither always comes first.
+    Every round makes ``calls`` calls of each in turn. The order alternates between rounds, so that neither always comes
+    first.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(timed + 1):
@@ -75,7 +76,7 @@ def _compare(metric: str, runs: dict[str, Callable[[], Any]], timed: int, scale:
 def loss(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, vocab: int, hidden: int, timed: int
 ) -> Result:
-    """Head and cross entropy, forward and backward: time, and peak memory above that of before."""
+    """Head and cross entropy, forward and backward: time, and peak memory above the memory before."""
     import torch
     import torch.nn.functional as F
 
@@ -110,7 +111,7 @@ def loss(
     runs: dict[str, Callable[[], Any]] = {"fused": fused, "unfused": unfused}
     result = _compare("head and loss", runs, timed)
     for name, run in runs.items():
-        ctypes.CDLL(None).malloc_trim(0)  # memory that the C library has kept would hide the peak
+        ctypes.CDLL(None).malloc_trim(0)  # memory kept by the C library would hide the peak
         memory = PeakMemory()
         with memory.watched():
             run()
@@ -221,7 +222,7 @@ def decoding(
     timed: int,
     weights: str | None = None,
 ) -> Result:
-    """Greedy generation by a loaded model and by another one that is fused with these weights."""
+    """Greedy generation by a loaded model and by a second model fused with these weights."""
     import torch
 
     unfused, fused = peer.load(cls, checkpoint).eval(), peer.load(cls, checkpoint).eval()
@@ -236,7 +237,7 @@ def decoding(
 
 
 def checking(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int) -> Result:
-    """What the check of ``fuse()`` adds to it, beside the time of loading the model from the page cache."""
+    """The time that the check adds to ``fuse()``, beside the time of loading the model from the page cache."""
 
     def fuse(check: bool) -> Any:
         model.unfuse()

@@ -1,8 +1,8 @@
-"""Four ranks of a training script, as a user starts them, and the load beside them: what `training_faults` kills.
+"""Four ranks of a training script, as a user starts them, and the load beside them: the victims of `training_faults`.
 
-``python -m benchmarks.gang`` is a server that has imported torch and forks a process for each line that it reads.
-Unlike those of `multiprocessing`, its children end as any Python script does: a traceback on standard error, the
-functions of `atexit`, and the end of the interpreter, in which threads of C++ may still abort it.
+``python -m benchmarks.gang`` is a server that has imported torch and forks a process for each line of its input.
+Unlike children of `multiprocessing`, its children end like any Python script: a traceback on standard error, the
+functions of `atexit`, and the shutdown of the interpreter, which C++ threads may still abort.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from benchmarks.launch import COMMON, ROOT
 
 PHASES = ("loading", "forward", "backward", "optimizer step", "generation", "saving")
 NOTE = 32
-"""Bytes of the note that says which phase a rank is in, and how many it has begun."""
+"""Bytes of the note with the current phase of a rank and the number of phases begun."""
 
 
 class Server:
-    """The process that forks ranks; it kills those that are left when it is closed."""
+    """The process that forks ranks. Closing it kills the remaining ranks."""
 
     def __init__(self) -> None:
         environment = {**os.environ, **COMMON, "OMP_NUM_THREADS": "1"}
@@ -56,7 +56,7 @@ class Server:
 
 
 def serve() -> list[str]:
-    """The life of the server. In each process that it forks, this returns what the script is to be called with."""
+    """Run the server. In each forked process, return the arguments of the script."""
     codes: dict[int, int | None] = {}
     for line in sys.stdin:
         request = json.loads(line)
@@ -85,7 +85,7 @@ def serve() -> list[str]:
 
 
 def train(checkpoint: str, folder: str, timeout: str) -> None:
-    """Train, generate and save, again and again. It catches nothing, as users' scripts do not."""
+    """Train, generate and save in a loop. Like users' scripts, it catches no exceptions."""
     import torch
 
     from oslo_models import GPT2LMHeadModel
@@ -115,7 +115,7 @@ def train(checkpoint: str, folder: str, timeout: str) -> None:
 
 
 def noting(path: Path) -> Callable[[str], None]:
-    """What a rank calls when it begins a phase."""
+    """Return the function that a rank calls at the beginning of a phase."""
     file, begun = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), 0
 
     def note(phase: str) -> None:
@@ -127,7 +127,7 @@ def noting(path: Path) -> Callable[[str], None]:
 
 
 def noted(path: Path) -> tuple[int, str]:
-    """How many phases a rank has begun, and the one that it is in."""
+    """Return the number of phases that a rank has begun, and its current phase."""
     with suppress(FileNotFoundError, ValueError):
         begun, phase = path.read_text().split(maxsplit=1)
         return int(begun), phase.strip()
@@ -135,7 +135,7 @@ def noted(path: Path) -> tuple[int, str]:
 
 
 class Load:
-    """Processes that keep every core busy, unless others do."""
+    """Processes that keep every idle core busy."""
 
     def __init__(self) -> None:
         loop = [sys.executable, "-c", "import os\nwhile os.getppid() == " + str(os.getpid()) + ": sum(range(10**5))"]

@@ -1,4 +1,4 @@
-"""Instruments for one process: its peak memory (Linux only) and the collectives that it takes part in."""
+"""Instruments for one process: its peak memory (Linux only) and its collectives."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 class PeakMemory:
     """Peaks of this process in MB (10^6 bytes), above its memory when this object was made.
 
-    ``peak memory`` is the growth of VmHWM: all pages, including those of mapped files, which the system may reclaim.
-    ``peak anonymous memory`` is that of RssAnon, sampled every 2 ms: pages that only the process itself can free.
+    ``peak memory`` is the growth of VmHWM: all pages, including pages of mapped files, which the system may reclaim.
+    ``peak anonymous memory`` is the peak of RssAnon, sampled every 2 ms: pages that only the process itself can free.
     """
 
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ def _status(name: str) -> float:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives while it is entered: DTensor's, functional ones and ours.
+    """Counts collectives within the context: DTensor's, functional collectives and ours.
 
-    Ours do not use shared memory meanwhile, where torch could not see them.
+    Within it, ours do not use shared memory, because torch could not see them there.
 
     Attributes:
-        all_reduces, others: the numbers of collectives.
-        megabytes: the size of this rank's inputs to them.
+        all_reduces, others: Numbers of collectives.
+        megabytes: Size of this rank's inputs to them.
     """
 
     def __init__(self) -> None:

@@ -33,10 +33,10 @@ class MeasurementError(Exception):
 
 
 def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
-    """Measure once, in fresh processes. Of the ranks' values, the worst one counts.
+    """Measure once, in fresh processes. The worst value of all ranks counts.
 
     Raises:
-        MeasurementError: a process failed or took too long.
+        MeasurementError: A process failed or took too long.
     """
     import torch.distributed as dist
 
@@ -58,7 +58,7 @@ def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
                 processes.append(subprocess.Popen([*command, *(["--smoke"] if smoke else [])], **options))
         failed = _wait(processes)
         for left in Path("/dev/shm").glob(f"deepspeed_*_{store.port}_*"):
-            left.unlink()  # which DeepSpeed does not do
+            left.unlink()  # DeepSpeed does not remove it
         if failed is not None:
             raise MeasurementError(f"{case.name}: {peer.name}, rank {failed}:\n{logs[failed].read_text()[-3000:]}")
         found = [Result(**json.loads(log.with_suffix(".json").read_text())) for log in logs]
@@ -72,7 +72,7 @@ def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all have finished or one has failed; kill the others; return the rank that failed, if any."""
+    """Wait until all have finished or one has failed. Kill the others and return the failed rank, if any."""
     deadline = time.monotonic() + LIMIT
     try:
         while None in (codes := [process.poll() for process in processes]) and not any(codes):

@@ -1,4 +1,4 @@
-"""What no implementation can go below on the machine at hand, measured in the processes that a peer runs in."""
+"""Lower bounds for any implementation on this machine, measured in the processes of a peer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from transformers.pytorch_utils import Conv1D
 from benchmarks.instruments import local
 
 _STREAM = 256 << 20
-"""Bytes that are read at once: far more than caches hold."""
+"""Bytes of one read: far more than the caches hold."""
 
 
 def has_limits(model: Any) -> bool:
-    """Whether the limits here are those of a model: of stacked experts, a token reads and multiplies some only."""
+    """Return whether these limits apply to a model. They exclude stacked experts: a token uses only some of them."""
     return all(param.dim() < 3 for param in model.parameters())
 
 
 def tokens_by_memory(model: Any, batch: int, length: int) -> float:
-    """Tokens per second if decoding took the time of reading its weights, and keys and values of ``length`` tokens.
+    """Tokens per second if decoding only had to read the weights, and the keys and values of ``length`` tokens.
 
-    Every rank reads its own at the speed at which it adds up a tensor while the others do the same. The embedding, of
-    which a token reads one row, counts only where the head has the same weight.
+    Each rank reads its shard at the measured speed of summing a tensor while all ranks do the same. A token reads
+    one row of the embedding, so the embedding counts only if the head shares its weight.
     """
     model = getattr(model, "module", model)  # of DeepSpeed's engine
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -42,9 +42,9 @@ def tokens_by_memory(model: Any, batch: int, length: int) -> float:
 
 
 def seconds_by_products(model: Any, rows: int) -> float:
-    """Seconds of the matrix products of a training step: of each linear layer, of its input's and weight's gradients.
+    """Seconds of the matrix products of a training step: outputs and both gradients of each linear layer.
 
-    They are torch's own, of this rank's shards, while the other ranks compute theirs.
+    torch computes the products of this rank's shards, while the other ranks compute theirs.
     """
     shapes: Counter[tuple[int, int]] = Counter()
     for module in model.modules():
@@ -63,7 +63,7 @@ def seconds_by_products(model: Any, rows: int) -> float:
 
 
 def _fastest(run: Callable[[], Any], times: int) -> float:
-    """The seconds of the fastest of these calls, which all ranks begin together, after one of warm-up."""
+    """Return the seconds of the fastest call after a warm-up call. All ranks begin each call together."""
     seconds = []
     for _ in range(times + 1):
         if dist.is_initialized():

@@ -1,7 +1,7 @@
 """llama.cpp as a peer: writes a checkpoint of Llama or GPT-2 as a GGUF file in float32, and generates from it.
 
-The keys and values are in float32 too, where llama.cpp's default is float16, so that its tokens are those of the other
-peers. Shapes: B rows, L tokens of the prompts, N new ones.
+The keys and values are in float32 too, so that its tokens equal the tokens of the other peers; llama.cpp's default is
+float16. Shapes: B rows, L tokens of the prompts, N new tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GPT2 = {
     "mlp.c_proj": "ffn_down",
 }
 _NAMES = {"llama": ("model.layers.", _LLAMA), "gpt2": ("transformer.h.", _GPT2)}
-"""By type of model: what the names of its blocks begin with, and llama.cpp's names of its layers."""
+"""By model type: the prefix of its block names, and llama.cpp's names of its layers."""
 
 
 def write_gguf(model: Any, path: Path) -> None:
@@ -99,7 +99,7 @@ class LlamaCpp:
     """A model in llama.cpp that generates greedily, with torch's number of threads.
 
     Attributes:
-        config: the configuration of transformers.
+        config: Configuration of transformers.
     """
 
     def __init__(self, model: Any, path: Path) -> None:
@@ -134,7 +134,7 @@ class LlamaCpp:
         return torch.cat(made, 1)
 
     def _decode(self, context: Any, batch: Any, ids_BL: Tensor, begin: int) -> None:
-        """Compute tokens at positions from ``begin`` on; of the last of each row, the logits."""
+        """Compute tokens at positions from ``begin`` on, with logits for the last token of each row."""
         rows, length = ids_BL.shape
         batch.n_tokens = rows * length
         for index, token in enumerate(ids_BL.flatten().tolist()):

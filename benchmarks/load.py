@@ -47,15 +47,15 @@ SERVERS = {"oslo": serving.ours_alone, "transformers": serving.continuous}
 
 @dataclass
 class Asked:
-    """One request, and what became of it.
+    """One request and its result.
 
     Attributes:
-        at: seconds from the start to its arrival.
-        words: of the prompt.
-        new: tokens of the answer.
-        moments: seconds from its arrival to each piece of the answer.
-        tokens: as the server counts them, or else pieces.
-        error: a status or an exception; empty if it was answered.
+        at: Seconds from the start to its arrival.
+        words: Words of the prompt.
+        new: Tokens of the answer.
+        moments: Seconds from its arrival to each piece of the answer.
+        tokens: Tokens counted by the server, or else the number of pieces.
+        error: Status or exception; empty if it was answered.
     """
 
     at: float
@@ -127,7 +127,7 @@ class Target:
 
 
 def run(target: Target, requests: list[Asked]) -> float:
-    """Make the requests when they are due; the seconds that all of it took."""
+    """Make the requests when they are due. Return the total seconds."""
     began, threads = time.monotonic(), []
     for asked in requests:
         time.sleep(max(0.0, began + asked.at - time.monotonic()))
@@ -139,7 +139,7 @@ def run(target: Target, requests: list[Asked]) -> float:
 
 
 def figures(requests: list[Asked], seconds: float) -> dict[str, tuple[float, str]]:
-    """What was measured, with its unit."""
+    """Return the measured values with their units."""
     answered = [asked for asked in requests if not asked.error]
     first = [asked.moments[0] * 1e3 for asked in answered]
     each = [(asked.moments[-1] - asked.moments[0]) / (asked.tokens - 1) * 1e3 for asked in answered if asked.tokens > 1]
@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the load; the exit code is 1 if a request was not answered."""
+    """Run the load. Return 1 if a request was not answered."""
     args = _parser().parse_args(argv)
     requests = draw(args.requests, args.rate, args.prompt, args.new, args.seed)
     key = args.api_key_file.read_text().split("\n")[0].strip() if args.api_key_file else None

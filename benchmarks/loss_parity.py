@@ -24,7 +24,7 @@ RUNS = {"one process": (1, 1), "tp=2 x pp=2": (2, 2)}
 
 
 def train(tensor: int, pipeline: int, output: Path) -> None:
-    """One process of a run; rank 0 writes the losses. The text is that of Python's standard library, byte by byte."""
+    """One process of a run; rank 0 writes the losses. The text is Python's standard library, byte by byte."""
     import torch
     from transformers import GPT2Config
 

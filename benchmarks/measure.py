@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.definitions import BY_MEMORY, BY_PRODUCTS, UNITS, Peer, Result
 
-# torch is imported by the processes that measure, not by the one that only reads the registry.
+# Only the measuring processes import torch. The process that reads the registry does not need it.
 
 
 def generate(
@@ -41,7 +41,7 @@ def serve(
 ) -> Result:
     """Greedy answers to ``requests`` prompts from each of ``clients`` threads, beside the same prompts one by one.
 
-    Every answer has to be that of transformers in one process.
+    Every answer must equal the answer of transformers in one process.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -78,7 +78,7 @@ def serve(
 
 
 def _steps(step: Callable[[Any], Any], ids: Any, timed: int) -> tuple[list[float], list[float]]:
-    """The seconds of each of ``timed`` steps after a warm-up step, and the losses of all, the warm-up step included."""
+    """Return the seconds of ``timed`` steps after a warm-up step, and all losses, including the warm-up step."""
     seconds, losses = [], []
     for _ in range(timed + 1):
         start = time.perf_counter()
@@ -103,7 +103,7 @@ def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, len
 def train_lora(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int, rank: int
 ) -> Result:
-    """As `train`, of LoRA adapters in all linear layers, which peft begins with the same values on all peers.
+    """As `train`, for LoRA adapters in all linear layers. peft initialises them equally for all peers.
 
     Memory counts from a process that has trained a tiny model, as in `train_in_stages`.
     """
@@ -132,7 +132,7 @@ def train_lora(
 def train_in_stages(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int
 ) -> Result:
-    """As `train`, with one micro-batch per row where there are stages, and the peak memory of one more step.
+    """As `train`, with one micro-batch per row if there are stages, and the peak memory of one more step.
 
     Memory counts from a process that has trained a tiny model: weights, gradients, AdamW's state and activations.
     """
@@ -152,7 +152,7 @@ def train_in_stages(
 
 
 def load_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
-    """Peak memory of loading a model and reading all weights, above that of a process that has loaded a tiny one."""
+    """Peak memory of loading a model and reading all weights, above a process that has loaded a tiny model."""
     from benchmarks.instruments import PeakMemory, local
 
     peer.load(cls, tiny)
@@ -165,7 +165,7 @@ def load_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
 
 
 def merge_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
-    """Peak memory while one merged checkpoint is saved, that of the model included."""
+    """Peak memory while one merged checkpoint is saved, including the model."""
     from safetensors import safe_open
 
     from benchmarks.instruments import PeakMemory, local
@@ -190,7 +190,7 @@ def merge_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
 def collectives(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int) -> Result:
     """Collectives of a training step with one and with two blocks: the difference is the cost of a block.
 
-    Megatron-LM's figures are those of Shoeybi et al., 2019: two all-reduces of the hidden states each way.
+    Megatron-LM's figures are from Shoeybi et al., 2019: two all-reduces of the hidden states each way.
     """
     from benchmarks.instruments import Collectives
 

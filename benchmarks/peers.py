@@ -40,7 +40,7 @@ def _native(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
 
 
 def _native_experts(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
-    """As `_native`, with the experts as a whole on one of the two ranks each."""
+    """As `_native`, with whole experts: each is on one of the two ranks."""
     from transformers import DistributedConfig
 
     return _alone(cls, checkpoint, distributed_config=DistributedConfig(tp_size=2, ep_size=2), **kwargs)
@@ -88,7 +88,7 @@ def _autotp(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
 
 
 def _preprocessed_by(name: str) -> Callable[..., float]:
-    """Preprocesses texts by this function of `preprocessing`, whose packages are imported when it runs."""
+    """Preprocesses texts by this function of `preprocessing`. Its packages are imported when it runs."""
 
     def load(cls: str, checkpoint: Path, **kwargs: Any) -> float:
         from benchmarks import preprocessing
@@ -120,7 +120,7 @@ def _micro_batches(load: Callable[..., Any], cls: str, checkpoint: Path) -> tupl
 
 
 def _rows_in_turn(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
-    """The micro-batches of one row of `_micro_batches` without stages: their gradients are added up."""
+    """As `_micro_batches`, without stages: the gradients of micro-batches of one row are accumulated."""
     import torch
 
     model = load(cls, checkpoint).train()

@@ -15,7 +15,7 @@ from benchmarks.table import RESULTS, latest
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 FEW = 3
-"""With fewer runs a panel says how many they were."""
+"""With fewer runs, a panel states their number."""
 OURS, THEIRS = "#2563a8", "#b0b4ba"
 THROUGHPUT = {
     "llama-100m-generate-b1": "generation",
@@ -25,7 +25,7 @@ THROUGHPUT = {
     "llama-100m-stages": "training",
     "gpt2-124m-stages": "training",
 }
-"""The metric of each case that is drawn."""
+"""The plotted metric of each case."""
 MEMORY = {
     "load-memory": "peak memory",
     "llama-100m-stages": "peak memory",
@@ -88,7 +88,7 @@ def _panel(axes: Any, case: str, unit: str, rows: list[dict[str, str]]) -> None:
 
 
 def main() -> int:
-    """Draw all; the same CSV files give the same bytes."""
+    """Draw all plots. The same CSV files give the same bytes."""
     images = {
         "loss_parity.png": draw_loss_parity(),
         "throughput.png": draw_bars(THROUGHPUT, "tokens/s, more is better", "Throughput on two CPU cores"),

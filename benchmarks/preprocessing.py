@@ -1,6 +1,6 @@
 """Three programs that tokenise JSON lines into a binarised dataset: ours, Megatron-LM's loop, and ``datasets.map``.
 
-Each returns the seconds that it took, with two processes. The datasets must be equal byte for byte.
+Each uses two processes and returns its duration in seconds. The datasets must be equal byte for byte.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROCESSES = 2
 
 
 def ours(tokenizer: Path, source: Path, output: Path) -> float:
-    """`DatasetPreprocessor` with two processes; returns the seconds that it took."""
+    """`DatasetPreprocessor` with two processes."""
     from oslo_models.data import DatasetPreprocessor
 
     preprocessor = DatasetPreprocessor(_load(tokenizer), num_workers=PROCESSES)

@@ -30,7 +30,7 @@ def number(value: float) -> str:
 
 
 def stamp() -> dict[str, str]:
-    """When, where and with which versions a measurement is made: the first fields of its rows."""
+    """Return the time, machine and versions of a measurement: the first fields of its rows."""
     versions = [f"python {platform.python_version()}, oslo_models {oslo_models.__version__}"]
     for package in ("torch", "transformers", "deepspeed", "llama_cpp_python"):
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -43,7 +43,7 @@ _PROGRAMS = {
 }
 _ROWS = ("--max-batch-size", "32", "--max-batch-length", "512", "--no-access-log")
 _PAGES = ("--cb-num-blocks", "64", "--cb-max-batch-tokens", "512")
-_ONE_THREAD = ("--threads-per-worker", "1")  # the other thread of two is that of the HTTP server, as documented
+_ONE_THREAD = ("--threads-per-worker", "1")  # the second core is for the HTTP server, as documented
 ours_alone = command("oslo", *_ROWS, *_ONE_THREAD)
 ours_alone_fused = command("oslo", *_ROWS, *_ONE_THREAD, "--fuse")
 ours = command("oslo", *_ROWS, "--tensor-parallel-size", "2")
@@ -67,11 +67,11 @@ def streams(
 ) -> Result:
     """``clients`` begin ``interval`` seconds one after the other; each streams ``requests`` answers, one by one.
 
-    CPU seconds are those of all processes of the server, between the first request and the last token.
+    CPU seconds count all processes of the server, between the first request and the last token.
 
     Args:
-        prompt: the bounds of a prompt's length, in tokens.
-        new: tokens of each answer.
+        prompt: Bounds of a prompt's length, in tokens.
+        new: Tokens of each answer.
     """
     _add_tokenizer(checkpoint)
     port = free_port()
@@ -108,20 +108,20 @@ def streams(
 
 
 class Timed(NamedTuple):
-    """An answer: seconds to its first token, and how many it has."""
+    """An answer: seconds to its first token, and its number of tokens."""
 
     first: float
     tokens: int
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """The value that so many percent do not exceed; NaN if there are none."""
+    """Return the percentile of the values; NaN if there are none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
 
 
 def _ask(port: int, name: str, new: int, prompt: str) -> Timed:
-    """Stream an answer. Its lines are parsed after the last one, which costs the server less of the machine."""
+    """Stream an answer. Lines are parsed after the last line, to leave more CPU time to the server."""
     message = {"role": "user", "content": prompt}
     body = {"model": name, "messages": [message], "stream": True, "max_tokens": new, "temperature": 0}
     url, headers = f"http://127.0.0.1:{port}/v1/chat/completions", {"Content-Type": "application/json"}
@@ -134,7 +134,7 @@ def _ask(port: int, name: str, new: int, prompt: str) -> Timed:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """What a process and its descendants have used, user and system; children that have ended count too."""
+    """CPU seconds of a process and its descendants, user and system, including children that have ended."""
     ticks, children = {}, dict[int, list[int]]()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
@@ -181,9 +181,9 @@ def _add_tokenizer(checkpoint: Path) -> None:
 
 
 def agreement(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, timed: int) -> Result:
-    """Half of the way there and back of a step with a token of each row, encoding included; then by gloo's broadcast.
+    """Half the round trip of a step with a token per row, encoding included; then the same by gloo's broadcast.
 
-    The median of ``timed`` round trips.
+    Returns the median of ``timed`` round trips.
     """
     import torch.distributed as dist
 

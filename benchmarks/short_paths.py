@@ -15,7 +15,7 @@ _kept = ExitStack()
 
 @contextmanager
 def short_path(folder: str | Path) -> Iterator[str]:
-    """Within the block, give a path of the folder that has some 20 characters.
+    """Within the block, return a path of some 20 characters to the folder.
 
     It leads through a descriptor of this process, so other processes of the user can use it too.
     """
@@ -30,7 +30,7 @@ def short_path(folder: str | Path) -> Iterator[str]:
 
 
 def shorten_socket_paths() -> None:
-    """Have `multiprocessing` make the sockets of this process, and of its children, under a short path."""
+    """Make `multiprocessing` create the sockets of this process and its children under a short path."""
     folder, settings = util.get_temp_dir(), process.current_process()._config  # type: ignore[attr-defined]
     if not folder.startswith(f"/proc/{os.getpid()}/"):
         settings["tempdir"] = _kept.enter_context(short_path(folder))

@@ -37,7 +37,7 @@ RECOVERY = 60.0
 KILLED, ALL_KILLED, KILLED_AGAIN = "worker killed", "all workers killed", "worker killed, another one as it starts"
 STOPPED = "worker stopped for up to 6 s"
 FAULTS = {KILLED: 3, ALL_KILLED: 1, KILLED_AGAIN: 1, STOPPED: 2}
-"""And how often, relative to each other."""
+"""The relative frequencies of the faults."""
 
 
 class Server:
@@ -60,7 +60,7 @@ class Server:
     @property
     def workers(self) -> list[psutil.Process]:
         below = self.itself.children(recursive=True)
-        forking = {process.ppid() for process in below}  # the server that forks them is not one
+        forking = {process.ppid() for process in below}  # exclude their fork server
         return [process for process in below if process.pid not in forking]
 
     def get(self, path: str) -> str:
@@ -68,7 +68,7 @@ class Server:
             return str(answer.read().decode())
 
     def measure(self) -> dict[str, float]:
-        """What may leak."""
+        """Return the resources that may leak."""
         found: dict[str, float] = {"MB of the server": self.itself.memory_info().rss / 1e6}
         with contextlib.suppress(psutil.Error):  # a worker may be killed meanwhile
             found["MB of the workers"] = sum(worker.memory_info().rss for worker in self.workers) / 1e6
@@ -77,13 +77,13 @@ class Server:
 
 
 class Soak:
-    """The clients, the faults and what was seen.
+    """The clients, the faults and the observations.
 
     Attributes:
-        seconds: of the requests that were answered, by kind.
-        refused: how many were answered with 429 or 503.
-        wrong: what was wrong, by kind.
-        faults: moments at which workers were killed or stopped.
+        seconds: Durations of answered requests, by kind.
+        refused: Number of requests answered with 429 or 503.
+        wrong: Errors, by kind.
+        faults: Times at which workers were killed or stopped.
     """
 
     def __init__(self, server: Server, name: str, prompts: list[Prompt], seed: int) -> None:
@@ -214,8 +214,8 @@ def _served(checkpoint: Path, log: Path) -> Iterator[Server]:
 
 
 def _settled(server: Server) -> tuple[dict[str, float], str]:
-    """What is measured when nothing is asked any more, and what is still in flight."""
-    deadline = time.monotonic() + 45  # half a body is given up after 30 s
+    """Wait until the server is idle. Return its measurements, and the calls and connections still in flight."""
+    deadline = time.monotonic() + 45  # the server gives up on half a body after 30 s
     while True:
         time.sleep(1.0)
         busy = [line for line in server.get("/metrics").splitlines() if line.startswith("oslo_models_calls_in_flight")]
@@ -226,7 +226,7 @@ def _settled(server: Server) -> tuple[dict[str, float], str]:
 
 
 def _terminate(server: Server) -> tuple[int, int]:
-    """The exit code after SIGTERM, and how many processes stay."""
+    """Return the exit code after SIGTERM, and the number of remaining processes."""
     workers = server.workers
     server.process.send_signal(signal.SIGTERM)
     code = server.process.wait(LIMIT)

@@ -1,4 +1,4 @@
-"""What the clients of the soak test do: each kind of request knows its right answer, or what misbehaves how."""
+"""The clients of the soak test: each kind of request knows its correct answer, or misbehaves on purpose."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ NEW = 48
 
 
 class WrongAnswerError(Exception):
-    """The server answered something else than it should."""
+    """The server gave a wrong answer."""
 
 
 class UnavailableError(Exception):
-    """Status 429 or 503, or an event that says the same: right while the server is full, or has no workers."""
+    """Status 429 or 503, or an equivalent event: correct while the server is full, or has no workers."""
 
 
 @dataclass
 class Prompt:
-    """A prompt with what transformers computes for it, in words by their number."""
+    """A prompt with the answers of transformers, in words by their number."""
 
     ids: list[int]
     greedy: list[int]
@@ -42,7 +42,7 @@ def prepare(folder: Path, count: int, seed: int) -> list[Prompt]:
     """Save a model and its tokenizer, and compute the right answers for some prompts, all of them different."""
     from benchmarks.serving import _add_tokenizer
 
-    torch.set_num_threads(1)  # several would wait for each other on a busy machine
+    torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
     torch.manual_seed(seed)
     sizes = {"vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -72,10 +72,10 @@ def text(ids: list[int]) -> str:
 
 
 class Client:
-    """One client, which draws what it does next.
+    """A client that draws its next action at random.
 
     Args:
-        drawn: sampled answers by their prompt and seed, shared by all clients: a seed repeats its draw.
+        drawn: Sampled answers by prompt and seed, shared by all clients: a seed repeats its draw.
     """
 
     def __init__(self, port: int, name: str, prompts: list[Prompt], drawn: dict[Any, str], seed: int) -> None:
@@ -117,7 +117,7 @@ class Client:
         self._require(answer["choices"][0]["text"], expected[: expected.index(stop)])
 
     def sampled(self) -> None:
-        """The same seed draws the same, whatever else is computed."""
+        """Check that a seed repeats its draw, independently of concurrent requests."""
         prompt, seed = self._prompt()[0], self.draw.randrange(4)
         drawn = {"temperature": 1.3, "top_k": 50, "seed": seed, "max_tokens": 10}
         found = self._post("/v1/completions", {**self._asked(prompt), **drawn})["choices"][0]["text"]
@@ -186,7 +186,7 @@ class Client:
         return socket.create_connection(("127.0.0.1", self.port), timeout=LIMIT)
 
     def _exchange(self, data: bytes) -> tuple[int, bytes]:
-        """Send a request; the status and the body, which ends with the connection."""
+        """Send a request. Return the status and the body, which ends with the connection."""
         with self._connect() as connected:
             connected.sendall(data)
             answer = b""
@@ -246,4 +246,4 @@ KINDS: dict[str, tuple[Callable[[Client], None], float]] = {
     "half a request": (Client.half_sent, 1),
     "malformed request": (Client.malformed, 2),
 }
-"""By their names: what a client does, and how often."""
+"""The actions of a client by name, with their frequencies."""

@@ -16,7 +16,7 @@ from oslo_models.pipeline.partition import partition
 
 
 class Stage(nn.Module):
-    """One stage of a causal language model, partitioned as ours: by parameters, those of the head included."""
+    """One stage of a causal language model, partitioned like ours: by parameters, including the head."""
 
     def __init__(self, model: Any, index: int, count: int) -> None:
         super().__init__()

@@ -95,7 +95,7 @@ def _table(title: str, rows: list[Row]) -> str:
 
 
 def _ratio(cells: dict[str, Row]) -> str:
-    """Our median to that of the best other peer of a row, by name; the best is the one that is hardest to beat."""
+    """Return the ratio of our median to the strongest other peer of a row, with the name of the peer."""
     ours = next((cells[peer] for peer in OWN if peer in cells), None)
     others = {peer: float(row["value"]) for peer, row in cells.items() if peer not in (*OWN, *LIMITS)}
     if ours is None or not others:

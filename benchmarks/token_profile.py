@@ -1,4 +1,4 @@
-"""Where the time of a decoded token goes on a CPU: in products, or in what is called around them."""
+"""Profile of the CPU time of a decoded token: products, and the calls around them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def token(
 ) -> Result:
     """Milliseconds of CPU time of a token at batch 1, by part, of a fused model and of an unfused one.
 
-    Of ``timed`` runs of each, in turn, the fastest one counts: other programs fill the caches, which takes CPU time.
+    The fastest of ``timed`` runs of each, in turn, counts, since other programs that fill the caches cost CPU time.
     """
     unfused, fused = peer.load(cls, checkpoint).eval(), peer.load(cls, checkpoint).eval()
     fused.fuse(weights=weights)
@@ -72,7 +72,7 @@ def _profile(model: Any, new: int) -> dict[str, float]:
         begin, finish, threaded = decoder_block._library()
         library = (in_blocks(begin), in_blocks(finish), threaded)
         stack.enter_context(mock.patch.object(decoder_block, "_library", lambda: library))
-        # a hook inside of a block that is computed in C++ would have it computed layer by layer
+        # a hook inside a block would disable its computation in C++
         inside = {inner for module in model.modules() if hasattr(module, "decoding") for inner in module.modules()}
         for module in model.modules():
             part = MODEL if module is model else _part(type(module).__name__)

@@ -1,4 +1,4 @@
-"""Does every other rank name the one that died or stopped? Faults of a training script at tp=2 x pp=2, under load.
+"""Does every other rank name the failed rank? Faults of a training script at tp=2 x pp=2, under load.
 
 `benchmarks.faults` runs them. One rank is killed or stopped at a random moment of one phase. Every other rank has to
 end within `BOUND` seconds, with a `RankFailedError` that names that rank and no other.
@@ -28,18 +28,18 @@ RANKS = 4
 TIMEOUT = 4.0
 """Seconds that the script gives ``timeout=``."""
 BOUND = 2 * TIMEOUT + 32.0
-"""Seconds from the fault to the end of the last rank: the timeout, to find out who it was, and the end of Python, which
-takes a second of computing: many on a machine as busy as this one is made."""
+"""Maximum seconds from the fault to the end of the last rank: the timeout, the search for the failed rank, and the
+shutdown of Python. The shutdown takes a second of CPU time, which is long on a machine under this load."""
 SPANS = {"loading": 1.2, "forward": 0.06, "backward": 0.03, "optimizer step": 0.02, "generation": 0.3, "saving": 0.6}
-"""How long a phase takes on a busy machine, about."""
+"""Approximate seconds of a phase on a busy machine."""
 KINDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 class WrongEndError(Exception):
-    """Some ranks did not end with an error that names the one that failed.
+    """Some ranks did not end with an error that names the failed rank.
 
     Attributes:
-        ends: how every other rank ended, by its number: ``"named"``, ``"other"``, ``"abort"`` or ``"hang"``.
+        ends: How every other rank ended, by its number: ``"named"``, ``"other"``, ``"abort"`` or ``"hang"``.
     """
 
     def __init__(self, message: str, ends: dict[int, str]) -> None:
@@ -49,12 +49,12 @@ class WrongEndError(Exception):
 
 @dataclass
 class Training:
-    """What the faults need: the checkpoint, the server that forks ranks, and the load beside them.
+    """The setup of the faults: the checkpoint, the server that forks ranks, and the load beside them.
 
     Attributes:
-        rng: draws the moments.
-        count: how many faults there were; ranks fail in turn, and the store is in rank 0 or in the launcher in turn.
-        keep: where the logs of wrong ends are kept, if anywhere.
+        rng: Draws the times of the faults.
+        count: Number of faults so far. Ranks fail in turn, and the store is in rank 0 or in the launcher in turn.
+        keep: Folder for the logs of wrong ends, or ``None``.
     """
 
     checkpoint: Path
@@ -79,7 +79,7 @@ class Training:
 
 @dataclass
 class Gang:
-    """The ranks of one fault; rank 0 has the store of the process group, or the launcher has."""
+    """The ranks of one fault. Rank 0 or the launcher has the store of the process group."""
 
     training: Training
     folder: Path
@@ -110,7 +110,7 @@ class Gang:
         return self.training.server.status(self.pids[rank])
 
     def wait_for(self, rank: int, phase: str, times: int, seconds: float = 60.0) -> None:
-        """Wait until ``rank`` has begun ``phase`` so many times."""
+        """Wait until ``rank`` has begun ``phase`` for the given number of times."""
         seen, last, deadline = 0, 0, time.monotonic() + seconds
         while seen < times:
             begun, now = noted(self.folder / f"note-{rank}")
@@ -135,12 +135,12 @@ class Gang:
 
 
 def end_of(code: int | None, log: str, victim: int) -> str:
-    """How a rank ended, from its exit code and what it wrote."""
+    """Classify the end of a rank by its exit code and its log."""
     if code is None:
         return "hang"
     if code < 0 or "terminate called" in log:
         return "abort"
-    log = re.sub(r"^\[rank\d+\]: ?", "", log, flags=re.MULTILINE)  # which torch puts before every line
+    log = re.sub(r"^\[rank\d+\]: ?", "", log, flags=re.MULTILINE)  # torch puts this before every line
     errors = re.findall(
         r"^oslo_models\.distributed\.watchdog\.RankFailedError: (.*(?:\n.*)*?)\nrank \d+ waited", log, re.MULTILINE
     )
@@ -149,10 +149,10 @@ def end_of(code: int | None, log: str, victim: int) -> str:
 
 
 def one_fault(training: Training, phase: str, kind: str) -> float:
-    """One rank fails at a random moment of ``phase``: the seconds until the last of the others has ended.
+    """Make one rank fail at a random moment of ``phase``. Return the seconds until the last other rank has ended.
 
     Raises:
-        WrongEndError: some rank did not name it, or none, in time.
+        WrongEndError: Some rank did not name the failed rank in time.
     """
     number, rng = training.count, training.rng
     training.count += 1

@@ -46,7 +46,7 @@ _OWN = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class on first access: the zoo is large, and torch is slow to import."""
+    """Import a class on first access, since the zoo is large and torch is slow to import."""
     if name == "__all__":
         return __dir__()
     if name.startswith("_"):
@@ -80,7 +80,7 @@ def _auto_class(name: str) -> Any:
 
 
 def _is_from_import(frame: Any) -> bool:
-    """Whether a frame executes ``from ... import``, which replaces the message of an ``AttributeError`` by its own."""
+    """Return whether a frame executes ``from ... import``, which replaces the message of an ``AttributeError``."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 

@@ -1,4 +1,4 @@
-"""Auto classes: select the zoo class for a configuration by transformers' own mappings."""
+"""Auto classes: select the zoo class for a configuration by transformers' mappings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oslo_models.checkpoint import current_folder
 
 
 class _Auto:
-    """The base of the auto classes, each of which stands for one task."""
+    """Base of the auto classes. Each auto class represents one task."""
 
     mapping: ClassVar[str]
 
@@ -23,7 +23,7 @@ class _Auto:
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Raises ``TypeError``: the method of the auto classes here is `from_pretrained_with_parallel`."""
+        """Raise ``TypeError``: call `from_pretrained_with_parallel` on these auto classes."""
         raise TypeError(
             f"{cls.__name__}.from_pretrained is that of transformers: call from_pretrained_with_parallel for a sharded "
             f"model, or transformers.{cls.__name__}.from_pretrained for a full one"
@@ -31,10 +31,11 @@ class _Auto:
 
     @classmethod
     def class_for(cls, config: PreTrainedConfig) -> Any:
-        """The zoo class for ``config``.
+        """Return the zoo class for ``config``.
 
         Raises:
-            ValueError: the zoo has none; the message has the nearest model type, and lists those for this task.
+            ValueError: the zoo lacks a class. The message names the nearest model type, and lists the model types of
+                this task.
         """
         found = getattr(modeling_auto, cls.mapping).get(config.model_type)
         kind = registry.SAME_CLASSES.get(config.model_type, config.model_type)
@@ -45,7 +46,7 @@ class _Auto:
 
     @classmethod
     def _class_with_plan(cls, config: PreTrainedConfig, plan: Any) -> Any:
-        """The class for ``config``; where the zoo lacks one but a plan is given, transformers' own made parallel."""
+        """Return the class for ``config``. With a plan, parallelize transformers' class if the zoo lacks one."""
         try:
             return cls.class_for(config)
         except ValueError:
@@ -58,7 +59,7 @@ class _Auto:
 
     @classmethod
     def _unknown(cls, model_type: str) -> ValueError:
-        """The error for a model type without a class for this task."""
+        """Return the error for a model type without a class for this task."""
         if needed := registry.needed_release(model_type):
             return ValueError(f"{cls.__name__}: {needed}")
         known = [kind for kind in registry.ARCHITECTURES if kind in getattr(modeling_auto, cls.mapping)]
@@ -73,10 +74,10 @@ class _Auto:
 
     @classmethod
     def from_pretrained_with_parallel(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
-        """`ParallelModel.from_pretrained_with_parallel` of the class for the checkpoint's configuration.
+        """Call `ParallelModel.from_pretrained_with_parallel` of the class for the checkpoint's configuration.
 
-        With ``plan=``, also of classes that the zoo lacks: those of transformers, and those that were registered with
-        its auto classes.
+        With ``plan=``, this includes classes that the zoo lacks: transformers' classes, and classes that are registered
+        with transformers' auto classes.
         """
         hub = ("cache_dir", "force_download", "local_files_only", "revision", "token", "subfolder")
         known = {key: kwargs[key] for key in hub if key in kwargs}
@@ -86,7 +87,7 @@ class _Auto:
 
     @classmethod
     def _config_of(cls, source: str | Path, hub: dict[str, Any]) -> PreTrainedConfig:
-        """The configuration of a checkpoint, of whose class ``config.json`` names the model type."""
+        """Return the configuration of a checkpoint. The model type in ``config.json`` determines its class."""
         if Path(source, hub.get("subfolder", "")).is_dir():
             source, hub = current_folder(Path(source, hub.get("subfolder", "")), "config.json"), {}
         raw, _ = PreTrainedConfig.get_config_dict(source, **hub)
@@ -97,7 +98,7 @@ class _Auto:
 
     @classmethod
     def from_config_with_parallel(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
-        """`ParallelModel.from_config_with_parallel` of the class for ``config``."""
+        """Call `ParallelModel.from_config_with_parallel` of the class for ``config``."""
         return cls._class_with_plan(config, kwargs.get("plan")).from_config_with_parallel(config, *args, **kwargs)
 
 

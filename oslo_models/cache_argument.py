@@ -1,8 +1,8 @@
-"""The argument by which transformers passes a cache: releases and layers spell it differently.
+"""Name of the cache argument in transformers, which differs between releases and layers.
 
-Up to 5.23, most forwards call it ``past_key_values``; from 5.24 on they call it ``cache``. A few layers say
+Up to 5.23, most forwards call it ``past_key_values``. From 5.24 on, they call it ``cache``. A few layers call it
 ``layer_past``, and state-space models up to 5.23 ``cache_params``. The name is read from the signature of transformers'
-own method. A method with another spelling raises, because a cache that is ignored changes the results.
+method. A method with another spelling raises, because an ignored cache changes the results.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 NAMES = ("cache", "past_key_values", "cache_params", "layer_past")
-"""The known names of the argument."""
+"""Known names of the argument."""
 
 
 def cache_name(method: Callable[..., Any]) -> str:
-    """Return the name of the parameter by which a method of transformers takes the cache.
+    """Return the name of the cache parameter of a transformers method.
 
     Raises:
-        TypeError: it has no such parameter, or several.
+        TypeError: the method has no cache parameter, or several.
     """
     found = [name for name in _parameters(method) if name in NAMES]
     if len(found) != 1:
@@ -48,7 +48,7 @@ def name_in_model(forward: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     """
     known = _parameters(forward)
     if not any(name in NAMES for name in known):
-        # generate makes a cache for any model, and **kwargs take it
+        # generate creates a cache for any model, and **kwargs may swallow it
         _refuse_caches(forward, {name: value for name, value in arguments.items() if name in known})
         return None
     name = cache_name(forward)
@@ -69,11 +69,11 @@ def take_cache(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         forward: transformers' forward of the layer.
 
     Raises:
-        TypeError: the forward, or the caller, spells the argument in an unknown way.
+        TypeError: the forward or the caller uses an unknown name for the argument.
     """
     name = cache_name(forward)
     found = arguments.pop(name, None)
-    if name == "cache":  # transformers renames the former spellings, too
+    if name == "cache":  # transformers also accepts the former names
         for former in ("past_key_values", "cache_params"):
             given = arguments.pop(former, None)
             found = given if found is None else found
@@ -82,10 +82,10 @@ def take_cache(forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def update_cache(cache: Any, key: Any, value: Any, layer: int, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Append keys and values to one layer of a cache, as attention layers of the installed transformers do.
+    """Append keys and values to one layer of a cache, like the attention layers of the installed transformers.
 
     Args:
-        options: the arguments that the attention function will receive. A paged cache changes them, from 5.24 on.
+        options: arguments of the attention function. From 5.24 on, a paged cache changes them.
     """
     given = {"kwargs": options} if generation_name() == "cache" else {}
     updated: tuple[Any, Any] = cache.update(key, value, layer, **given)

@@ -14,11 +14,11 @@ from oslo_models._version import TESTED, __version__, requirement
 def check_versions(path: Sequence[str] | None = None) -> None:
     """Warn about versions of torch and transformers that are newer than the tested ones.
 
-    The check takes a millisecond, since it only reads the names of directories: importing `importlib.metadata` takes
+    The check takes a millisecond, since it only reads the names of directories. Importing `importlib.metadata` takes
     far longer.
 
     Args:
-        path: the directories of the installed libraries; ``sys.path`` by default.
+        path: directories of the installed libraries. Default: ``sys.path``.
 
     Raises:
         ImportError: a library is older than its first tested version.
@@ -61,6 +61,6 @@ def installed_version(library: str, path: Sequence[str] | None = None) -> str | 
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Return the first two numbers of a version: 2.16 for 2.16.0.dev1, which may already behave as 2.16 does."""
+    """Return the first two numbers of a version: 2.16 for 2.16.0.dev1, which may already behave like 2.16."""
     major, minor = re.findall(r"\d+", f"{version}.0")[:2]
     return int(major), int(minor)

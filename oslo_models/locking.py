@@ -1,4 +1,4 @@
-"""Attributes that threads compute once."""
+"""Attributes that are computed once across threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class locked_property(cached_property[T]):  # noqa: N801  a decorator
-    """``functools.cached_property`` with a lock, which Python 3.12 removed: all threads get one value.
+    """``functools.cached_property`` with the lock that Python 3.12 removed. All threads get one value.
 
     The lock is shared by all instances of the class.
     """

@@ -1,4 +1,4 @@
-"""The architectures of the zoo, one line each, and how to find their classes by name."""
+"""Architectures of the zoo, one line each, and lookup of their classes by name."""
 
 from __future__ import annotations
 
@@ -220,26 +220,26 @@ _SINCE = {
     **dict.fromkeys(("dots3_note_text", "inkling2_text", "internlm3", "iquestcoder", "lfm3"), (5, 23)),
     **dict.fromkeys(("exaone", "sarvam_mla"), (5, 24)),
 }
-"""The release of transformers that added a model type, if older releases are supported too."""
-_VERSION = installed_version("transformers") or "999"  # a source tree without metadata is taken for a new one
+"""Release of transformers that added a model type, if older releases are supported, too."""
+_VERSION = installed_version("transformers") or "999"  # assume that a source tree without metadata is new
 INSTALLED = release_of(_VERSION)
-"""The release of the installed transformers, such as ``(5, 24)``."""
+"""Release of the installed transformers, such as ``(5, 24)``."""
 
 ARCHITECTURES = {kind: prefix for kind, prefix in _ALL.items() if _SINCE.get(kind, ()) <= INSTALLED}
-"""The prefix of the class names of each model type that the installed transformers has."""
+"""Class name prefix of each model type in the installed transformers."""
 NEWER = {kind: prefix for kind, prefix in _ALL.items() if kind not in ARCHITECTURES}
-"""The same for the model types that only newer releases of transformers have."""
+"""Class name prefix of each model type that needs a newer release of transformers."""
 
 _ALL_SAME = {
     **dict.fromkeys(("exaone", "internlm3", "iquestcoder"), "llama"),
     "sarvam_mla": "deepseek_v3",
 }
 SAME_CLASSES = {kind: other for kind, other in _ALL_SAME.items() if _SINCE.get(kind, ()) <= INSTALLED}
-"""Model types with configurations of their own that transformers runs by the classes of another type."""
+"""Model types with a separate configuration class that share the model classes of another type."""
 
 
 def needed_release(model_type: str) -> str:
-    """Return a sentence with the release that a model type needs; empty for what the installed release has."""
+    """Return a sentence with the release that a model type needs, or "" if the installed release supports it."""
     if _SINCE.get(model_type, ()) <= INSTALLED:
         return ""
     release = ".".join(map(str, _SINCE[model_type]))
@@ -252,13 +252,13 @@ def load(model_type: str) -> ModuleType:
 
 
 def names(model_type: str) -> list[str]:
-    """The public names of an architecture: its classes, transformers' base of them, its configuration and layers."""
+    """Return the public names of an architecture: classes, their transformers base, configuration and layers."""
     prefix = ARCHITECTURES[model_type]
     return sorted(name for name in vars(load(model_type)) if name.startswith(prefix) and name != f"{prefix}Parallel")
 
 
 def model_classes(model_type: str) -> dict[str, type]:
-    """The model classes of an architecture by name, without transformers' base of them."""
+    """Return the model classes of an architecture by name, without their transformers base."""
     from transformers import PreTrainedModel
 
     base = f"{ARCHITECTURES[model_type]}PreTrainedModel"
@@ -267,18 +267,18 @@ def model_classes(model_type: str) -> dict[str, type]:
 
 
 ADDING = 'docs/develop/architecture.md ("Adding an architecture") says how another one is added'
-"""The last words of messages about architectures that the zoo lacks."""
+"""Last words of messages about architectures that the zoo lacks."""
 
 
 def find(name: str, others: Iterable[str] = ()) -> object:
-    """The object that the zoo exports as ``name``.
+    """Return the object that the zoo exports as ``name``.
 
     Args:
-        others: further names, from which the message may propose one.
+        others: further names that the message may propose.
 
     Raises:
-        AttributeError: there is none; the message has the nearest name, or lists the architectures, or says which
-            release of transformers has it.
+        AttributeError: the zoo has no such object. The message contains the nearest name, the list of architectures, or
+            the release of transformers that has it.
     """
     fitting = [kind for kind, prefix in ARCHITECTURES.items() if name.startswith(prefix)]
     for model_type in sorted(fitting, key=lambda kind: -len(ARCHITECTURES[kind])):
@@ -291,16 +291,16 @@ def find(name: str, others: Iterable[str] = ()) -> object:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean ...?"`` with the nearest of ``known``, in upper or lower case; empty if none is near."""
+    """Return ``"; did you mean ...?"`` with the nearest of ``known``, ignoring case, or "" if no name is near."""
     by_lower = {each.lower(): each for each in known}
     found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)
     return f"; did you mean {by_lower[found[0]]}?" if found else ""
 
 
 def _names_near(name: str) -> list[str]:
-    """The public names of the few architectures whose prefix is like the beginning of ``name``.
+    """Return the public names of the few architectures with a prefix similar to the beginning of ``name``.
 
-    Only those: importing all architectures takes seconds.
+    Importing all architectures would take seconds.
     """
     likeness = {
         kind: difflib.SequenceMatcher(None, prefix.lower(), name[: len(prefix)].lower()).ratio()

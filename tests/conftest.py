@@ -1,4 +1,4 @@
-"""What every test can use: the worker pool, the run's seed, the ``gpu`` marker."""
+"""Shared fixtures and hooks: the worker pool, the run's seed, the ``gpu`` marker."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ hypothesis.settings.load_profile("oslo")
 
 
 TURNS = Path(tempfile.gettempdir()) / f"oslo-models-tests-{os.getuid()}-{zlib.crc32(bytes(ROOT)):x}"
-"""A file that every process locks which runs a test of this checkout, of whichever command."""
+"""Lock file of this checkout. Every process locks it while it runs a test, for any command."""
 WARM = pytest.StashKey[WarmServer]()
 
 
 def seed_of_commit() -> int:
-    """The same for every run of a commit, another one for the next; drawn where there is no repository."""
+    """Return the seed of the current commit. Without a repository, draw a random seed."""
     try:
         commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError):
@@ -58,7 +58,7 @@ def seed_of_commit() -> int:
 
 
 def can_fork() -> bool:
-    """Whether a copy of a process that has imported torch can be used: asking for GPUs initialises their driver."""
+    """Return whether processes can fork after importing torch: a query for GPUs initialises their driver."""
     return sys.platform == "linux" and not torch.cuda.is_available()
 
 
@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # after pytest's own collections of garbage; libraries complain at the end of the process of what is still there
+    # after pytest's own garbage collections; libraries complain about live objects at the end of the process
     config.add_cleanup(gc.unfreeze)
     if config.option.seed is None:
         config.option.seed = seed_of_commit()
@@ -78,7 +78,7 @@ REFUSED_PEFT = "The version of PEFT you are using is not compatible"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Skip a test by name where transformers' own methods for adapters refuse the installed peft.
+    """Skip a test if transformers' adapter methods refuse the installed peft.
 
     transformers 5.24 wants peft 0.22, which is not released.
     """
@@ -99,7 +99,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where only tests of quantised weights are to run, modules that have none of them are not even imported."""
+    """For a run of quantisation tests only, do not import modules without such tests."""
     is_left_out = config.option.markexpr.startswith("quantization ") and collection_path.name.startswith("test_")
     return True if is_left_out and not mentions_quantization(collection_path) else None
 
@@ -130,7 +130,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
-    """The processes that run tests side by side begin with what all of them would import: it saves 20 s of CPU."""
+    """Start parallel test processes with the common imports done, which saves 20 s of CPU time."""
     if not (session.config.pluginmanager.has_plugin("dsession") and can_fork()):
         return (yield)
     with warm_interpreters(start_warm_server(dict(os.environ), PRELOAD), nested=False):
@@ -139,7 +139,7 @@ def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, obje
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Importing leaves hardly any garbage, and looking for it takes a fifth of the time."""
+    """Imports leave hardly any garbage, and the garbage collector takes a fifth of the time."""
     gc.disable()
     try:
         return (yield)
@@ -148,14 +148,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported and collected stays to the end, so no garbage collection need look at it again."""
+    """Freeze imported modules and collected tests. They live to the end, so later collections can skip them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Start the servers that tests need, before the first test; the output of the pool's is that of the tests."""
+    """Start the servers that tests need, before the first test. The pool server shares the output of the tests."""
     used = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if session.config.option.collectonly:
         return
@@ -170,9 +170,9 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where several processes run tests, one that is marked ``alone`` waits until no other runs, and holds them up."""
+    """Run a test marked ``alone`` while no other process runs a test; later tests wait for it."""
     with TURNS.open("a") as running, TURNS.with_suffix(".next").open("a") as following:
-        fcntl.flock(following, fcntl.LOCK_EX)  # who waits to be alone is not overtaken
+        fcntl.flock(following, fcntl.LOCK_EX)  # no test overtakes one that waits to run alone
         fcntl.flock(running, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(following, fcntl.LOCK_UN)
         yield
@@ -193,28 +193,28 @@ def warmed(config: pytest.Config, nested: bool) -> AbstractContextManager[None]:
 
 @pytest.fixture
 def warm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Python processes that the test starts begin with torch and transformers imported; see `support.warm`."""
+    """Start the test's Python processes with torch and transformers imported; see `support.warm`."""
     with warmed(request.config, nested=False):
         yield
 
 
 @pytest.fixture(scope="module")
 def warm_module(request: pytest.FixtureRequest) -> Iterator[None]:
-    """So do those of a module all tests of which use this fixture."""
+    """Like `warm`, for a module in which all tests use this fixture."""
     with warmed(request.config, nested=False):
         yield
 
 
 @pytest.fixture
 def warm_launchers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """So do those of the test and those that these start, such as the ranks of torchrun."""
+    """Like `warm`, also for processes that these processes start, such as the ranks of torchrun."""
     with warmed(request.config, nested=True):
         yield
 
 
 @pytest.fixture(scope="session")
 def forked(request: pytest.FixtureRequest) -> None:
-    """The server that forks the workers of deployments runs."""
+    """Start the server that forks deployment workers."""
     from oslo_models.deploy.forking import start_fork_server
     from oslo_models.deploy.process_executor import worker_environment
 
@@ -238,7 +238,7 @@ def stand(forked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Callable[..., Any]:
-    """Makes a tiny "gpt2" of a dtype in the working directory, which is that of the ranks too."""
+    """Return a function that saves a tiny "gpt2" of a dtype in the working directory, which the ranks share."""
     from support.documents import tiny_gpt2
 
     monkeypatch.chdir(tmp_path)
@@ -247,6 +247,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Callable[
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A number for random generators, another one for every commit, or that of ``--seed``."""
+    """Seed for random generators: ``--seed``, or a number that changes with every commit."""
     value: int = request.config.option.seed
     return value

@@ -1,1 +1,1 @@
-"""Everything worth knowing about one GPU, measured by one command in minutes: ``python -m benchmarks.rehearse``."""
+"""All measurements of one GPU by one command, in minutes: ``python -m benchmarks.rehearse``."""

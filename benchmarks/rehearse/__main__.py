@@ -23,11 +23,11 @@ from benchmarks.rehearse.cases import LIMITS, PARTS, ROOT, Case, by_value, cases
 from benchmarks.rehearse.schedule import Report, Schedule
 
 RESERVE = 8
-"""Seconds before its limit at which a part ends its cases, to write what is known."""
+"""Seconds before its limit at which a part ends its cases, to write the results so far."""
 
 
 def main() -> int:
-    """The exit code is 1 if a case failed or did not run."""
+    """Run the command. Return 1 if a case failed or did not run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rehearse", description=__doc__)
     parser.add_argument("part", choices=[*PARTS, "all", "summary", "record"])
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="of summary and record: where rows are")
@@ -72,7 +72,7 @@ def main() -> int:
 
 @contextmanager
 def working_folder(folder: Path) -> Iterator[Path]:
-    """Where cases write; it is deleted afterwards."""
+    """The working folder of the cases, deleted afterwards."""
     work = folder / ".work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -84,7 +84,7 @@ def working_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def rows_to(folder: Path, parts: Iterable[str], header: dict[str, Any], mode: str) -> Iterator[Report]:
-    """What prints a row and writes it at once, to the file of its part."""
+    """Return a function that prints a row and writes it at once to the file of its part."""
     start = time.monotonic()
     with ExitStack() as stack:
         files = {part: stack.enter_context((folder / f"{part}.jsonl").open(mode)) for part in parts}
@@ -99,13 +99,13 @@ def rows_to(folder: Path, parts: Iterable[str], header: dict[str, Any], mode: st
 
 
 def _leave(*_: Any) -> None:
-    """End the processes on the way out, once."""
+    """Exit once, so that the processes are ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(143)
 
 
 def machine(dry: bool) -> tuple[dict[str, Any], bool, float]:
-    """What every row says of where it was measured; whether there is no GPU; gigabytes that cases may take."""
+    """Return the machine fields of every row, whether it is a dry run, and the gigabytes available to cases."""
     import torch
 
     from benchmarks.records import stamp
@@ -122,13 +122,13 @@ def machine(dry: bool) -> tuple[dict[str, Any], bool, float]:
 
 
 def commit(found: str) -> str:
-    """The commit that ``$OSLO_COMMIT`` names, or else that of git, of the file ``COMMIT``, or "unknown"."""
+    """Return the commit: ``$OSLO_COMMIT``, or else git's, or else the content of the file ``COMMIT``, or "unknown"."""
     file = ROOT / "COMMIT"
     return os.environ.get("OSLO_COMMIT") or found or (file.read_text().strip() if file.exists() else "unknown")
 
 
 def surroundings(work: Path, dry: bool) -> dict[str, str]:
-    """The environment of cases: everything that they write lies in ``work``, and nothing is downloaded."""
+    """Return the environment of the cases: they write only to ``work``, and download nothing."""
     here = {name: str(work / name.lower()) for name in ("TMPDIR", "HF_HOME", "XDG_CACHE_HOME")}
     for path in here.values():
         Path(path).mkdir(exist_ok=True)
@@ -139,7 +139,7 @@ def surroundings(work: Path, dry: bool) -> dict[str, str]:
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Unpack the wheels of a folder, if there are any, to where only the cases find them; after what is installed."""
+    """Unpack the wheels of a folder, if any, for the cases only. Installed packages take precedence."""
     found = sorted(map(str, wheels.glob("*.whl")))
     if found:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]

@@ -1,4 +1,4 @@
-"""`Bench`: what a case uses, in its own process, to say when it is ready, to measure, and to report rows."""
+"""`Bench`: the interface of a case, in its own process, to announce readiness, to measure, and to report rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TRACE = 4000
 
 
 class CompilerWatch(logging.Handler):
-    """Notices what torch.compile gives up on without an exception: recompilation, and CUDA graphs.
+    """Detects silent fallbacks of torch.compile: recompile limits and skipped CUDA graphs.
 
-    It counts since the last `reset`.
+    Counts start at the last `reset`.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class CompilerWatch(logging.Handler):
 
     @staticmethod
     def _count(kind: str, name: str) -> int:
-        module = sys.modules.get("torch._dynamo.utils")  # to import it takes seconds
+        module = sys.modules.get("torch._dynamo.utils")  # importing it takes seconds
         return 0 if module is None else int(module.counters[kind][name])
 
     @property
     def skips(self) -> int:
-        """CUDA graphs that Inductor left out."""
+        """CUDA graphs that Inductor skipped."""
         return self._count("inductor", "cudagraph_skips") - self._skips
 
     @property
@@ -56,7 +56,7 @@ class CompilerWatch(logging.Handler):
         return self._count("stats", "unique_graphs") - self._graphs
 
     def trouble(self) -> str:
-        """What makes a figure worthless; empty if nothing does."""
+        """Return the reason why a figure is invalid, or an empty string."""
         found = [*self.limits[:1], *([f"{self.skips} CUDA graphs were skipped"] if self.skips else [])]
         return "; ".join(found)
 
@@ -65,10 +65,10 @@ class Bench:
     """The connection of a case with the process that started it.
 
     Attributes:
-        device: where tensors go; the CPU in a dry run.
-        dry: whether sizes are tiny and figures meaningless, because there is no GPU.
-        timer: measures on this device.
-        watch: what torch.compile did.
+        device: Device of the tensors; the CPU in a dry run.
+        dry: Whether sizes are tiny and figures meaningless, because there is no GPU.
+        timer: Timer for this device.
+        watch: Log of torch.compile.
     """
 
     def __init__(self, rows: IO[str], turn: IO[str], dry: bool) -> None:
@@ -83,11 +83,11 @@ class Bench:
         return tiny if self.dry else real
 
     def compiled(self, function: Callable[..., Any], **options: Any) -> Any:
-        """``torch.compile`` by Inductor; in a dry run without Inductor, whose compiler takes long."""
+        """``torch.compile`` by Inductor; in a dry run without it, since Inductor compiles slowly."""
         return torch.compile(function, **({"backend": "aot_eager"} if self.dry else options))
 
     def ready(self) -> None:
-        """Wait until nothing else runs on the machine. What takes long and is not measured comes before this."""
+        """Wait until nothing else runs on the machine. Call it after slow work that is not measured."""
         if not self._is_ready:
             self.timer.synchronize()
             self._say({"kind": "ready"})
@@ -96,17 +96,17 @@ class Bench:
             self._is_ready = True
 
     def end(self) -> None:
-        """Everything is said: the process may be killed."""
+        """Report that all rows are written, so the process may be killed."""
         self._say({"kind": "end"})
 
     def row(
         self, peer: str, metric: str, value: float | None, unit: str, *, target: float | None = None, **more: Any
     ) -> None:
-        """Report a figure. It counts as failed if torch.compile gave up on something for this peer.
+        """Report a figure. It counts as failed if torch.compile hit a limit or skipped CUDA graphs for this peer.
 
         Args:
-            target: what the figure should reach: at least this, or at most this if the unit is a time or a memory.
-            more: further fields of the row.
+            target: Target of the figure: a minimum, or a maximum if the unit is a time or a memory.
+            more: Further fields of the row.
         """
         state, trouble = "measured", self.watch.trouble()
         if trouble:
@@ -115,18 +115,18 @@ class Bench:
                    **({} if target is None else {"target": target}), **more})  # fmt: skip
 
     def fail(self, peer: str, error: str, metric: str = "") -> None:
-        """Report that something does not work."""
+        """Report a failure."""
         self._say({"kind": "row", "peer": peer, "metric": metric, "value": None, "unit": "", "state": "failed",
                    "error": error[-TRACE:]})  # fmt: skip
 
     def skip(self, peer: str, reason: str) -> None:
-        """Report that something cannot be measured here."""
+        """Report that a peer cannot be measured here."""
         self._say({"kind": "row", "peer": peer, "metric": "", "value": None, "unit": "", "state": "skipped",
                    "error": reason})  # fmt: skip
 
     @contextmanager
     def attempt(self, peer: str, metric: str = "") -> Iterator[None]:
-        """Run the block; an exception becomes a row, and what follows the block goes on."""
+        """Run the block. An exception becomes a row, and the code after the block continues."""
         self.watch.reset()
         try:
             yield

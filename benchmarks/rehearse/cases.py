@@ -12,21 +12,21 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = "benchmarks.rehearse"
 PARTS = ("tests", "kernels", "training", "decoding")
 LIMITS = {"tests": 480, "kernels": 360, "training": 540, "decoding": 540}
-"""Seconds of each part when the command line names none."""
+"""Default seconds of each part."""
 ALONE = 10_000.0
-"""As ``gigabytes``: nothing else runs while the case prepares, so that what it tunes itself is not disturbed."""
+"""Value of ``gigabytes`` for a case that prepares alone, so that no other case disturbs its tuning."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures.
+    """The measurements of one process.
 
     Attributes:
         run: ``"module:function"``; the function takes a `Bench` and ``options``.
-        limit: the seconds that the process may run, without those in which it waits for others.
-        gigabytes: of the device's memory; cases whose sum fits prepare at the same time.
-        quick: part of the small slice that ``make test`` runs.
-        larger: differs from another case in sizes only, so that a dry run, where all are tiny, leaves it out.
+        limit: Maximum run time in seconds, without the time of waiting for other cases.
+        gigabytes: Device memory. Cases prepare at the same time if their sum fits.
+        quick: Whether the case belongs to the small slice that ``make test`` runs.
+        larger: Whether the case differs from another case in sizes only. A dry run, with tiny sizes, leaves it out.
     """
 
     part: str
@@ -59,7 +59,7 @@ FIRST = (
     "decoding/llama-1b, batch 1 / oslo_models fused",  # tunes for minutes, alone
     *("decoding/llama-1b, batch 1 /", "tests/", "training/gpt2", "kernels/"),
 )
-"""The beginnings of ``part/name``, the most valuable first; cases that none matches come last."""
+"""Prefixes of ``part/name``, the most valuable first. Unmatched cases come last."""
 
 
 def by_value(found: list[Case]) -> list[Case]:

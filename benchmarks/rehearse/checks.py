@@ -1,4 +1,4 @@
-"""Does it work on this machine: the tests that are marked ``gpu``, and each way to run a model, on its device."""
+"""Correctness on this machine: the tests marked ``gpu``, and each way to run a model, on its device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = "oslo_models"
 
 
 def ceilings(bench: Bench) -> None:
-    """What figures are compared with."""
+    """The reference rates of the machine."""
     bench.ready()
     found = bench.timer.ceilings()
     bench.row("torch", "copy", found.copy / 1e9, "GB/s")
@@ -30,7 +30,7 @@ def ceilings(bench: Bench) -> None:
 
 
 def pytest_file(bench: Bench, path: str) -> None:
-    """A row for each test that fails, and one for those that pass."""
+    """A row for each failing test, and one row for all passing tests."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", path]
@@ -68,7 +68,7 @@ def imports(bench: Bench) -> None:
 
 
 def single_rank(bench: Bench) -> None:
-    """A process group of one rank, by NCCL on a GPU, that was started without naming a backend."""
+    """A process group of one rank, with NCCL on a GPU, started without a backend name."""
     with tempfile.NamedTemporaryFile() as store:
         where = {"init_method": f"file://{store.name}", "rank": 0, "world_size": 1}
         dist.init_process_group(**where, **({"backend": "gloo"} if bench.dry else {}))
@@ -93,7 +93,7 @@ def two_ranks(bench: Bench) -> None:
 
 
 def symmetric_memory(bench: Bench) -> None:
-    """Sums of two processes that share the device, through memory that both address, also from CUDA graphs."""
+    """All-reduces of two processes on one device, through shared memory, also from CUDA graphs."""
     with bench.attempt(OURS):
         for name, error in ranks.launch(bench.device, ranks.sum_in_shared_memory).items():
             _report(bench, name, error)
@@ -155,15 +155,15 @@ def parallelized(bench: Bench) -> None:
 
 
 def threads(bench: Bench) -> None:
-    """tensor_parallel's function: two ranks that are threads, on one device. Autograd has one thread for each GPU.
+    """tensor_parallel's function: two ranks as threads, on one device.
 
-    So ranks that share one cannot run their backward passes at the same time.
+    Autograd has one thread per GPU. So ranks on the same GPU cannot run their backward passes at the same time.
     """
     import oslo_models
     from oslo_models.compat.tensor_parallel import api
 
     for kind in KINDS:
-        # users may not name a GPU twice, which would hold two shares
+        # users may not name a GPU twice, since it would hold two shards
         with bench.attempt(OURS, kind), mock.patch.object(api, "devices_of_ranks", list):
             model, ids = plain(kind, bench.device), batch(bench.device)
             parallel = oslo_models.tensor_parallel(plain(kind, torch.device("cpu")), [bench.device, bench.device])
@@ -204,14 +204,14 @@ def half_precision(bench: Bench) -> None:
 
 
 def odd_sizes(bench: Bench) -> None:
-    """GPT-2's vocabulary, and widths that no vector load divides."""
+    """GPT-2's vocabulary, and widths that are no multiple of a vector load."""
     vocab = bench.pick(50257, 131)
     _fused_like_unfused(bench, "gpt2", torch.float32, 1e-3, vocab_size=vocab, n_embd=57, n_head=3)
     _fused_like_unfused(bench, "llama", torch.float32, 1e-3, vocab_size=vocab, hidden_size=72, intermediate_size=91)
 
 
 def autocast(bench: Bench) -> None:
-    """Fused models compute in the type of autocast, as torch's layers do; in float16 with a gradient scaler."""
+    """Fused models compute in autocast's dtype, like torch's layers; in float16 with a gradient scaler."""
     for kind in KINDS:
         for dtype in (torch.bfloat16, torch.float16):
             with bench.attempt(OURS, f"{kind} {dtype}"):
@@ -233,7 +233,7 @@ def autocast(bench: Bench) -> None:
 
 
 def strided(bench: Bench) -> None:
-    """Operations on views give what they give on copies."""
+    """Operations give the same results on views as on copies."""
     from oslo_kernels import gated, gelu, norm, rotary, softmax
 
     x, y = (torch.randn(6, 40, 24, device=bench.device).transpose(0, 1)[:, ::2] for _ in range(2))
@@ -264,7 +264,7 @@ def compiled(bench: Bench) -> None:
 
 
 def fused_decoding(bench: Bench) -> None:
-    """Greedy tokens of several models, batches and lengths in one process, which recompilation must not exhaust."""
+    """Greedy tokens of several models, batches and lengths in one process, within the recompile limit."""
     for number in range(bench.pick(5, 1)):
         for kind in KINDS:
             with bench.attempt(OURS, f"{kind} {number}"):

@@ -16,7 +16,7 @@ import sys
 def main() -> int:
     run, options, dry, fd = sys.argv[1:]
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # where it hangs, for a row
+    faulthandler.register(signal.SIGUSR1)  # prints the location of a hang, for a row
     os.set_inheritable(int(fd), False)
     import torch
 

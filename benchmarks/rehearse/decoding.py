@@ -1,4 +1,4 @@
-"""Generation: the first call, tokens per second, and the share of what reading weights and cache allows."""
+"""Generation: the first call, tokens per second, and their share of the limit by reading weights and cache."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "oslo_models": {},
     "oslo_models fused": {},
 }
-"""The options of ``generate`` by peer. On GPUs, transformers compiles wherever the cache is static."""
+"""The options of ``generate`` by peer. On GPUs, transformers compiles with every static cache."""
 
 
 def decode(bench: Bench, model: str, peer: str, batch: int, beams: int) -> None:
-    """Two lengths of prompt, one after the other in one process: the second must not cost what the first did."""
+    """Two lengths of prompt, one after the other in one process: the second must not repeat the cost of the first."""
     with bench.attempt(peer):
         config = config_of(bench, model)
         built = build(bench, model, peer, config).eval()

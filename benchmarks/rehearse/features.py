@@ -1,4 +1,4 @@
-"""Features that meet a GPU in their own ways: threads, sampling, sizes of heads, experts, captures."""
+"""Features with GPU-specific behaviour: threads, sampling, head sizes, experts, graph capture."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def sampling(bench: Bench) -> None:
 
 
 def head_sizes(bench: Bench) -> None:
-    """Heads that are no power of two, and the widest."""
+    """Head sizes that are no power of two, and the largest head size."""
     for width in (80, 96, 256):
         _fused_like_unfused(bench, "llama", torch.float32, 1e-3, hidden_size=4 * width, head_dim=width)
         _fused_like_unfused(bench, "gpt2", torch.float32, 1e-3, n_embd=2 * width, n_head=2)
 
 
 def experts(bench: Bench) -> None:
-    """Mixtures of experts, whose grouped products want bfloat16 on a GPU."""
+    """Mixtures of experts, in float32 and in bfloat16, the dtype of grouped products on a GPU."""
     from transformers import MixtralConfig, Qwen3MoeConfig
 
     import oslo_models

@@ -1,4 +1,4 @@
-"""Fused operations on tensors that no cache holds, beside eager torch, Inductor and Liger."""
+"""Fused operations on tensors larger than all caches, beside eager torch, Inductor and Liger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.rehearse.bench import Bench
 FORWARD, BACKWARD = 0.85, 0.75
 """Targets of `oslo_models`: shares of the bandwidth of a copy."""
 ERROR = 0.02
-"""How far gradients and results in bfloat16 may be from eager torch's, relative to their largest element."""
+"""Maximum difference of gradients and results in bfloat16 from eager torch, relative to the largest element."""
 Peers = dict[str, Callable[..., Any]]
 
 
@@ -24,9 +24,9 @@ class Operation:
     """One operation by each peer.
 
     Attributes:
-        tensors: its arguments; those in floating point need gradients, unless their names are in ``constants``.
-        forward, backward: the bytes that each pass has to move at least.
-        liger: imports Liger and gives its function.
+        tensors: Arguments. Floating-point tensors need gradients, unless their names are in ``constants``.
+        forward, backward: Minimum bytes that each pass has to move.
+        liger: Imports Liger and returns its function.
     """
 
     ours: Callable[..., Any]
@@ -106,7 +106,7 @@ def _norm_and_sum(bench: Bench, rows: int) -> Operation:
 
 
 def _sum_of_three(bench: Bench, rows: int) -> Operation:
-    """MLP, attention and residual of GPT-NeoX, whose gradients are the incoming one itself."""
+    """MLP, attention and residual of GPT-NeoX. Their gradients equal the incoming gradient."""
     from oslo_kernels import sums
 
     tensors = tuple(make(bench, rows, 4096) for _ in range(3))
@@ -174,7 +174,7 @@ def _rotary(bench: Bench, rows: int) -> Operation:
 
 
 def _normed_rotary(bench: Bench, rows: int) -> Operation:
-    """Queries and keys of Qwen3-8B, whose heads have norms."""
+    """Queries and keys of Qwen3-8B, with norms of single heads."""
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
     from oslo_kernels import normed_rotary
@@ -197,7 +197,7 @@ def _normed_rotary(bench: Bench, rows: int) -> Operation:
 
 
 def _full_norm_rotary(bench: Bench, rows: int) -> Operation:
-    """Queries and keys of OLMo 2 32B, whose norms are over all heads, on a rank with all of them."""
+    """Queries and keys of OLMo 2 32B, with norms over all heads, on a rank with all heads."""
     from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb
 
     from oslo_models.distributed.mesh import Axis
@@ -244,7 +244,7 @@ def _dropout(bench: Bench, rows: int) -> Operation:
 
     x, residual, bias = make(bench, rows, 8192), make(bench, rows, 8192), make(bench, 8192)
     n = x.nbytes
-    # the gradient of the residual is the incoming one itself
+    # the gradient of the residual equals the incoming gradient
     return Operation(
         lambda x, r, b: dropout.bias_dropout_residual(x, b, r, 0.1, 7), lambda x, r, b: r + F.dropout(x + b, 0.1),
         (x, residual, bias), 3 * n, 2 * n, comparable=False,
@@ -274,7 +274,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Operation], dict[str, Any], int]] = {
 
 
 def operation(bench: Bench, name: str) -> None:
-    """Bandwidths of both passes, and the processor's time of a call of something small."""
+    """Bandwidths of both passes, and the host time of a call on small tensors."""
     build, options, rows = OPERATIONS[name]
     large = build(bench, bench.pick(rows, 16), **options)
     small = build(bench, 16, **options)
@@ -298,7 +298,7 @@ def operation(bench: Bench, name: str) -> None:
 
 
 def _correct(bench: Bench, large: Operation) -> Peers:
-    """The peers whose results and gradients are those of eager torch."""
+    """Return the peers with the results and gradients of eager torch."""
     peers, right, grads = large.peers(bench), {}, {}
     seeds = [torch.randn_like(y) for y in _tuple(large.eager(*large.tensors))]
     for peer in sorted(peers, key=lambda peer: peer != "eager"):

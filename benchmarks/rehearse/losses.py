@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.rehearse.bench import Bench
 
 HEAD_MS = 1.3 * 50.4
-"""The target at 8192 tokens, width 4096 and vocabulary 131072: 1.3 times what Liger's README gives for an H100."""
+"""The target at 8192 tokens, width 4096 and vocabulary 131072: 1.3 times the H100 figure in Liger's README."""
 
 
 def head(bench: Bench, vocab: int) -> None:
@@ -32,7 +32,7 @@ def head(bench: Bench, vocab: int) -> None:
 
 
 def narrow(bench: Bench, vocab: int) -> None:
-    """Width 128: the passes over the logits take most of the time, in which odd vocabularies differ from even ones."""
+    """Width 128: passes over the logits take most of the time. There, odd and even vocabularies differ."""
     rows, width, tokens = bench.pick((8192, 128, vocab), (16, 8, 67))
     peers = _peers(bench, *_inputs(bench, rows, width, tokens))
     bench.ready()
@@ -52,7 +52,7 @@ def _inputs(bench: Bench, rows: int, width: int, tokens: int) -> tuple[Tensor, T
 
 
 def _peers(bench: Bench, x: Tensor, w: Tensor, target: Tensor) -> dict[str, Callable[[], object]]:
-    """A step by each peer whose loss is that of eager torch."""
+    """Return a step by each peer that has the loss of eager torch."""
     from oslo_models.distributed.mesh import Axis
     from oslo_models.fusion.linear_cross_entropy import VocabShard, linear_cross_entropy
 
@@ -66,7 +66,7 @@ def _peers(bench: Bench, x: Tensor, w: Tensor, target: Tensor) -> dict[str, Call
         "eager": eager,
         "Inductor": bench.compiled(eager),
     }
-    if native := getattr(F, "linear_cross_entropy", None):  # of later versions of torch
+    if native := getattr(F, "linear_cross_entropy", None):  # in later versions of torch
         losses["torch"] = native
     with bench.attempt("Liger"):
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy

@@ -15,7 +15,7 @@ OURS = "oslo_models"
 
 
 def large(bench: Bench) -> None:
-    """Operations on more than 2^31 elements, whose offsets need 64 bits: the last rows beside the same rows alone."""
+    """Operations on more than 2^31 elements, which need 64-bit offsets: the last rows beside the same rows alone."""
     from oslo_kernels import gated, norm
 
     rows, width = bench.pick((1 << 19) + 64, 64), bench.pick(4096, 16)

@@ -36,7 +36,7 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def config_of(bench: Bench, name: str) -> Any:
-    """The configuration of a model; in a dry run a tiny one of its architecture."""
+    """The configuration of a model; in a dry run, a tiny configuration of its architecture."""
     from transformers import GPT2Config, LlamaConfig
 
     kind = name.partition("-")[0]
@@ -63,7 +63,7 @@ def build(bench: Bench, name: str, peer: str, config: Any) -> Any:
 
 
 def weights(model: Any) -> int:
-    """The parameters that a token is multiplied with: all but embeddings that are only looked up."""
+    """Number of parameters in a token's products: all except embeddings that are only looked up."""
     head = model.get_output_embeddings().weight
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)} - {id(head)}
     return sum(param.numel() for param in model.parameters() if id(param) not in looked_up)

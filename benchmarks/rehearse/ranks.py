@@ -28,7 +28,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 
 def plain(kind: str, device: torch.device, **sizes: Any) -> Any:
-    """transformers' model in float64, with the same random weights whenever it is asked for."""
+    """transformers' model in float64, with the same random weights in every call."""
     import transformers
 
     cls = getattr(transformers, KINDS[kind])
@@ -51,7 +51,7 @@ def step(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def compare(kind: str, size: int, device: torch.device) -> dict[str, float]:
-    """On every rank: how far the loss, the gradients and the tokens of ``size`` ranks are from transformers'."""
+    """On every rank: the errors of loss, gradients and tokens of ``size`` ranks against transformers."""
     from oslo_models import registry
 
     model, ids = plain(kind, device), batch(device)
@@ -97,9 +97,9 @@ def compare_kinds(device: torch.device) -> dict[str, float]:
 
 
 def sum_in_shared_memory(device: torch.device) -> dict[str, float]:
-    """On two ranks: sums through memory that both address, in compiled code and replayed CUDA graphs.
+    """On two ranks: all-reduces through shared memory, in compiled code and replayed CUDA graphs.
 
-    torch refuses such memory to ranks of one GPU, unless a variable says that this is a test. On a CPU there is none.
+    torch refuses such memory to ranks on the same GPU, unless a test variable is set. CPUs have no such memory.
     """
     from oslo_models.distributed.collectives import all_reduce
     from oslo_models.distributed.mesh import ParallelMesh
@@ -120,25 +120,25 @@ def sum_in_shared_memory(device: torch.device) -> dict[str, float]:
         return x
 
     compiled, error = torch.compile(layers, mode="reduce-overhead", fullgraph=True), 0.0
-    for number in range(6):  # of which the first compiles, and the next records
+    for number in range(6):  # the first call compiles, the second records
         x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(number)).to(device)
         error = max(error, _error(compiled(x).clone(), layers(x)))
     return {"compiled sums": error}
 
 
 def launch(device: torch.device, work: Callable[[torch.device], dict[str, float]]) -> dict[str, float]:
-    """``work`` on two processes that share ``device``: by name, the larger error of both."""
+    """Run ``work`` on two processes that share ``device``. Return the larger error of both, by name."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
-        how = "spawn" if device.type == "cuda" else "fork"  # which takes seconds less
+        how = "spawn" if device.type == "cuda" else "fork"  # fork saves seconds
         torch.multiprocessing.start_processes(_rank, (device, folder, work), nprocs=2, start_method=how)
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
     return {name: max(each[name] for each in found) for name in found[0]}
 
 
 def _rank(rank: int, device: torch.device, folder: str, work: Callable[[torch.device], dict[str, float]]) -> None:
-    """A rank. A mesh takes gloo for a group of CPUs, so here it is told the device."""
+    """Run a rank. A mesh assumes CPUs for gloo, so the device is set explicitly."""
     from oslo_models.distributed import mesh
     from oslo_models.modeling import construction
 

@@ -1,4 +1,4 @@
-"""Rows for people: lines while they are measured, a summary, and the committed table of the documentation."""
+"""Readable rows: lines during the measurement, a summary, and the committed table of the documentation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RIVALS = {
     "training": ("transformers compiled", 1.0, ("llama-1b", "training")),
     "decoding": ("transformers", 4.0, ("llama-1b, batch 1", "prompt 32, generation")),
 }
-"""By part: the rival, how many times its speed a fused model should reach, and in which case by which metric."""
+"""By part: the rival, the target of a fused model in multiples of its speed, and the case and metric."""
 Row = dict[str, Any]
 
 
@@ -65,7 +65,7 @@ def rows_of(folder: Path, parts: Sequence[str] = PARTS) -> list[Row]:
 
 
 def ended(folder: Path, cases: Iterable[Case]) -> list[Case]:
-    """The cases that came to their end in an earlier run, without a failure."""
+    """The cases that finished in an earlier run, without a failure."""
     states: dict[tuple[str, str], set[str]] = {}
     for row in rows_of(folder):
         states.setdefault((row["part"], row["case"]), set()).add(row["state"])
@@ -77,7 +77,7 @@ def ended(folder: Path, cases: Iterable[Case]) -> list[Case]:
 
 
 def summary(folder: Path, parts: Sequence[str] = PARTS) -> int:
-    """Print a table of each part, then targets, failures and what did not run. 1 if something failed or did not run."""
+    """Print a table of each part, then targets, failures and missing cases. Return 1 for any failed or missing case."""
     rows = rows_of(folder, parts)
     rows += comparisons(rows)
     print("\n".join(tables(rows)))
@@ -95,7 +95,7 @@ def _troubles(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def comparisons(rows: list[Row]) -> list[Row]:
-    """Speeds of fused models as multiples of those that another process measured for the rival on the same machine."""
+    """Speeds of fused models as multiples of the rival's speed, measured by another process on the same machine."""
     speeds = {
         (row.get("machine"), row["case"], row["metric"]): row
         for row in rows

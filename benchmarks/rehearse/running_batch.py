@@ -26,7 +26,7 @@ _SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9}
 
 
 def speeds(bench: Bench) -> None:
-    """Tokens per second of calls from several threads, which are computed together."""
+    """Tokens per second of calls from several threads in one running batch."""
     config = config_of(bench, "llama-1b")
     new, length = bench.pick((64, 128), (3, 4))
     counts = bench.pick((1, 8, 32, 64), (1, 2))
@@ -55,7 +55,7 @@ def speeds(bench: Bench) -> None:
 
 
 def _graphs(bench: Bench, peer: str, told: str) -> None:
-    """Report how many graphs there are; on a GPU there have to be some."""
+    """Report the number of graphs. On a GPU it must be positive."""
     count = told.removesuffix(" CUDA graphs")
     if count.isdecimal() and int(count):
         bench.row(peer, "graphs captured", int(count), "")
@@ -66,7 +66,7 @@ def _graphs(bench: Bench, peer: str, told: str) -> None:
 
 
 class _Arrivals:
-    """Calls that arrive while others are computed: a few each time that the batch looks."""
+    """Calls that arrive while others are computed: a few whenever the batch polls."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests, self._looks = requests[::-1], 0
@@ -81,7 +81,7 @@ class _Arrivals:
 
 
 def tokens(bench: Bench) -> None:
-    """Each call gets the tokens that it gets by itself: greedy and sampled, unfused and fused."""
+    """Each call gets the same tokens as alone: greedy and sampled, unfused and fused."""
     from transformers import LlamaConfig
 
     sizes = bench.pick(
@@ -110,7 +110,7 @@ def tokens(bench: Bench) -> None:
 
 @contextmanager
 def _static(bench: Bench) -> Iterator[None]:
-    """In a dry run the steps that graphs would replay are computed anew each time. Warnings are errors."""
+    """In a dry run, compute the steps eagerly instead of replaying graphs. Warnings are errors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without CUDA graphs")
         if not bench.dry:

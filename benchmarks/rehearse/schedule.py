@@ -1,4 +1,4 @@
-"""Runs cases in processes of their own: they prepare side by side, and each measures while all others are stopped."""
+"""Runs each case in a separate process. Cases prepare in parallel, and each measures while all others are stopped."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from typing import IO, Any
 from benchmarks.rehearse.cases import ROOT, Case
 
 QUIET = 0.3
-"""Seconds after the others are stopped until a case measures: what they have launched comes to its end."""
+"""Seconds between stopping the other cases and measuring, so that their launched kernels finish."""
 TICK = 0.1
 CACHES = {"TRITON_CACHE_DIR": ".triton", "TORCHINDUCTOR_CACHE_DIR": ".inductor"}
-"""The variables that name the folders of what a case compiles."""
+"""The variables that name the compilation caches of a case."""
 Report = Callable[[Case, dict[str, Any]], None]
 
 
 class Running:
-    """A case whose process lives.
+    """A case with a live process.
 
     Attributes:
         state: ``"preparing"``, ``"waiting"`` for its turn, ``"measuring"``, or ``"ended"``.
-        used: seconds that it has run.
+        used: Seconds that it has run.
     """
 
     def __init__(self, case: Case, folder: Path, dry: bool, environment: dict[str, str]) -> None:
         self.case, self.state, self.used = case, "preparing", 0.0
         self.log = tempfile.NamedTemporaryFile(dir=folder, suffix=".log", delete=False)  # noqa: SIM115
         receive, send = os.pipe()
-        # of its own: a case that is stopped may hold a lock
+        # separate caches: a stopped case may hold a lock
         caches = {name: self.log.name + suffix for name, suffix in CACHES.items()}
         how = [case.run, json.dumps(case.options), "dry" if dry else "gpu"]
         with os.fdopen(send, "w"):
@@ -51,7 +51,7 @@ class Running:
         self._rest = b""
 
     def messages(self) -> list[dict[str, Any]] | None:
-        """What the process has said since the last call; ``None`` once it has closed its end."""
+        """Return the messages of the process since the last call; ``None`` once it has closed its end."""
         data = self.rows.read(1 << 16)
         if data is None:
             return []
@@ -61,7 +61,7 @@ class Running:
         return [json.loads(line) for line in lines]
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and to those that it has started."""
+        """Send a signal to the process group of the case."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
@@ -73,7 +73,7 @@ class Running:
             self.process.stdin.flush()
 
     def end(self) -> int:
-        """Kill what is left of the process and of those that it started; returns its exit code."""
+        """Kill the process group of the case, and return the exit code of the process."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(0 if self.state == "ended" else 1)
         self.signal(signal.SIGKILL)
@@ -94,9 +94,9 @@ class Schedule:
     """One part.
 
     Args:
-        report: takes every row.
-        workers: how many cases run at the same time.
-        gigabytes: the memory that they may take together.
+        report: Function that takes every row.
+        workers: Maximum number of concurrent cases.
+        gigabytes: Maximum memory of all concurrent cases.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Schedule:
                 for key, _ in self.selector.select(TICK):
                     self._listen(key.data)
                 for running in [each for each in self.running if each.process.poll() is not None]:
-                    self._listen(running, ended=True)  # though a process that it left behind may hold its end open
+                    self._listen(running, ended=True)  # a child process may still hold the pipe open
                 now = time.monotonic()
                 self._charge(now - then)
                 then = now
@@ -142,7 +142,7 @@ class Schedule:
         self.selector.register(running.rows, selectors.EVENT_READ, running)
 
     def _give_turn(self) -> None:
-        """Let the first case that is ready measure, while those that prepare are stopped."""
+        """Let the first ready case measure, while all preparing cases are stopped."""
         if any(running.state == "measuring" for running in self.running):
             return
         ready = next((running for running in self.running if running.state == "waiting"), None)
@@ -182,13 +182,13 @@ class Schedule:
                 self._stop(running, f"more than {running.case.limit:g} s, while {running.state}")
 
     def _stop(self, running: Running, why: str, state: str = "failed") -> None:
-        """Kill a case, and report where it was."""
+        """Kill a case, and report its location."""
         for number in (signal.SIGUSR1, signal.SIGCONT):
             with suppress(ProcessLookupError):
                 os.kill(running.process.pid, number)
         time.sleep(TICK)
         running.signal(signal.SIGKILL)
-        while messages := running.messages():  # rows that were on their way
+        while messages := running.messages():  # rows still in the pipe
             for message in messages:
                 if message.pop("kind") == "row":
                     self.report(running.case, message)

@@ -12,16 +12,16 @@ import torch
 
 Run = Callable[[], Any]
 FLUSHED = 256 << 20
-"""Bytes that are overwritten before each repetition: several times the L2 of a GPU."""
+"""Bytes overwritten before each repetition: several times the L2 cache of a GPU."""
 
 
 @dataclass
 class Ceilings:
-    """What the machine reaches, measured by the process that compares with it.
+    """Peak rates of the machine, measured by the process that compares with them.
 
     Attributes:
-        copy: bytes per second, read and written, of a device-to-device copy.
-        product: operations per second of a large product in bfloat16.
+        copy: Bytes per second, read and written, of a device-to-device copy.
+        product: Operations per second of a large product in bfloat16.
     """
 
     copy: float
@@ -34,17 +34,17 @@ class Gpu:
     def __init__(self) -> None:
         self._flush: torch.Tensor | None = None
         self._ceilings: Ceilings | None = None
-        self._side: torch.cuda.Stream | None = None  # one only: torch keeps freed memory for the stream that had it
+        self._side: torch.cuda.Stream | None = None  # reused: torch keeps freed memory for the stream that allocated it
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
     def seconds(self, run: Run, graph: bool = True, budget: float = 0.2) -> float:
-        """The median time of ``run`` on the device; the caches hold nothing of its tensors when it begins.
+        """Return the median time of ``run`` on the device. The caches are flushed before each run.
 
         Args:
-            graph: replay it as a CUDA graph, so that launching costs nothing; not for what synchronises.
-            budget: seconds to spend on repetitions.
+            graph: Replay it as a CUDA graph, so that launching costs nothing. Code that synchronises needs ``False``.
+            budget: Seconds to spend on repetitions.
         """
         replay = self._captured(run) if graph else run
         once = self._median(replay, 3)
@@ -77,7 +77,7 @@ class Gpu:
         return statistics.median(start.elapsed_time(end) for start, end in times) / 1e3
 
     def ceilings(self) -> Ceilings:
-        """Measured once per process, on random data: zeros would be faster than anything real."""
+        """Measure once per process, on random data, since zeros would be faster than real data."""
         if self._ceilings is None:
             source = torch.randint(256, (1 << 30,), dtype=torch.uint8, device="cuda")
             target = torch.empty_like(source)
@@ -89,11 +89,11 @@ class Gpu:
         return self._ceilings
 
     def wall(self, run: Run, repeats: int = 5) -> list[float]:
-        """The seconds of each of some calls as a user sees them: to the end of their work on the device."""
+        """Return the wall-clock seconds of each call, to the end of its work on the device."""
         return [_clock(run, torch.cuda.synchronize) for _ in range(repeats)]
 
     def host(self, run: Run, calls: int = 100) -> float:
-        """The seconds that the processor spends on a call of something small, without waiting for the device."""
+        """Return the host seconds of a call on small tensors, without waiting for the device."""
         for _ in range(10):
             run()
         found = []
@@ -107,7 +107,7 @@ class Gpu:
         return min(found)
 
     def peak(self, run: Run) -> int:
-        """The bytes that a call needs beyond what is allocated before it."""
+        """Return the bytes that a call needs beyond the memory allocated before it."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -117,7 +117,7 @@ class Gpu:
         return torch.cuda.max_memory_allocated() - before
 
     def launches(self, run: Run) -> int:
-        """Calls of the driver that put work on the device."""
+        """Return the number of driver calls that launch work on the device."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiler:
@@ -129,7 +129,7 @@ class Gpu:
 
 @dataclass
 class Cpu:
-    """The same methods without a GPU: they call what they are given once or twice, and their figures mean nothing."""
+    """The same methods without a GPU: they call the function once or twice, and their figures mean nothing."""
 
     _ceilings: Ceilings = field(default_factory=lambda: Ceilings(1e9, 1e9))
 

@@ -61,7 +61,7 @@ def _stepper(bench: Bench, peer: str, model: Any, ids: torch.Tensor) -> Any:
 
 
 def _compare(bench: Bench, peer: str, model: Any, ids: torch.Tensor, recipe: str | None) -> None:
-    """Fuse the model; a loss, or a gradient's norm, that is another one is a failure."""
+    """Fuse the model. A different loss or gradient norm is a failure."""
     limit = 0.01 if recipe is None else 0.1
 
     def run() -> tuple[float, float]:
@@ -79,13 +79,13 @@ def _compare(bench: Bench, peer: str, model: Any, ids: torch.Tensor, recipe: str
 
 
 def _operations(model: Any, config: Any, batch: int, length: int) -> float:
-    """Of a step, without recomputation: six a weight and token, and causal attention."""
+    """Return the operations of a step, without recomputation: six per weight and token, and causal attention."""
     tokens, width = batch * length, config.hidden_size
     return 6.0 * weights(model) * tokens + 6.0 * config.num_hidden_layers * length * width * tokens
 
 
 def _host(bench: Bench, step: Any) -> float:
-    """The seconds until a step is launched: where they are as many as it takes, the device waits for the processor."""
+    """Return the seconds to launch a step. If they equal the time of the step, the device waits for the processor."""
     found = []
     for _ in range(3):
         bench.timer.synchronize()

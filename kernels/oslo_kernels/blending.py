@@ -1,4 +1,4 @@
-"""Interleaves the samples of several datasets so that every prefix contains each dataset's share.
+"""Interleave the samples of several datasets so that every prefix contains each dataset's share.
 
 The method is Pfair scheduling (Baruah et al., 1996) on one processor. Sample ``j`` of a dataset with share ``s`` of
 ``total`` is released at position ``floor(j * total / s)`` and has its deadline at ``ceil((j + 1) * total / s)``; each
@@ -18,7 +18,7 @@ from oslo_kernels.build import BuildError, load
 
 
 def blend(shares: NDArray[np.int64], size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Assign positions to datasets; compiled where there is a compiler, in Python (25 times as slow) elsewhere.
+    """Assign positions to datasets. Without a compiler, plain Python computes this (25 times as slow).
 
     Args:
         shares: ``[datasets]``, the share of each, not negative; their sum is below 2**63.
@@ -28,7 +28,7 @@ def blend(shares: NDArray[np.int64], size: int) -> tuple[NDArray[np.uint32], NDA
         Two arrays ``[size]``: for each position the dataset, and the index of the sample in it.
 
     Raises:
-        ValueError: the shares or the size are others.
+        ValueError: the shares or the size are out of range.
     """
     total = sum(map(int, shares))
     if not (total < 2**63 and 0 <= size <= 2**32 and (shares >= 0).all() and (total > 0 or size == 0)):

@@ -1,7 +1,7 @@
-"""Compiles a source of ``csrc/`` for CPU or GPU on first use, caches it in the user's cache folder, and loads it.
+"""Compile a source of ``csrc/`` for CPU or GPU on first use, cache it in the user's cache folder, and load it.
 
-For GPUs it may have been compiled when the package was installed. setup.py runs this file too, so it imports only
-Python's standard library.
+The GPU library may have been compiled at installation. setup.py runs this file too, so it imports only Python's
+standard library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CUDA_FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """There is no compiler, or compiling failed; the message says what to do about it."""
+    """There is no compiler, or compiling failed. The message names the fix."""
 
 
 @cache
@@ -84,7 +84,7 @@ def find_nvcc() -> Path | None:
 
 
 def _nvcc_command(source: str) -> list[str]:
-    """``nvcc`` with its flags; pip's does not search its own folder of libraries."""
+    """Return the ``nvcc`` command and flags. The ``nvcc`` of pip does not search its library folder by itself."""
     compiler = find_nvcc()
     if compiler is None:
         raise BuildError(
@@ -97,7 +97,7 @@ def _nvcc_command(source: str) -> list[str]:
 
 
 def texts_of(source: str) -> list[str]:
-    """What the compiler reads: ``csrc/<source>`` and the headers that it includes, directly or not."""
+    """Return the texts of ``csrc/<source>`` and of all headers it includes, directly or indirectly."""
     found: dict[str, str] = {}
     left = [source]
     while left:
@@ -109,7 +109,7 @@ def texts_of(source: str) -> list[str]:
 
 
 def why_not(library: Callable[[], object]) -> str | None:
-    """Why a library cannot be compiled or loaded by the function ``library``, in one line; ``None`` if it can."""
+    """Return in one line why the function ``library`` cannot compile or load a library, or ``None`` if it can."""
     try:
         library()
     except (BuildError, OSError) as error:
@@ -118,7 +118,7 @@ def why_not(library: Callable[[], object]) -> str | None:
 
 
 def install_cuda(source: str, folder: Path) -> None:
-    """Compile ``csrc/<source>`` for GPUs into ``folder``; `load` prefers what it finds in ``csrc`` itself.
+    """Compile ``csrc/<source>`` for GPUs into ``folder``. `load` prefers a library in ``csrc`` itself.
 
     Raises:
         BuildError: there is no ``nvcc``, or it failed.
@@ -128,7 +128,7 @@ def install_cuda(source: str, folder: Path) -> None:
 
 
 def _installed_name(path: Path) -> str:
-    """The file name of a library for GPUs, which changes with source, flags and processor architecture."""
+    """Return the file name of a GPU library. It changes with source, flags and processor architecture."""
     key = hashlib.sha256("\0".join((path.read_text(), platform.machine(), *_CUDA_FLAGS)).encode()).hexdigest()[:16]
     return f"{path.stem}-cuda-{key}.so"
 
@@ -150,10 +150,10 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder for what is compiled or measured once on a machine, which nobody else can write to.
+    """Return the private cache folder for compiled libraries and timings of this machine. Only this user can write it.
 
-    Users without a home, or with one that is read-only, have a folder among the temporary files. Where others can write
-    to the folder, one for this process takes its place, with one warning.
+    Without a writable home, the folder is among the temporary files. If others can write to the folder, a folder for
+    this process replaces it, with one warning.
 
     Raises:
         OSError: there is no folder to write to.
@@ -174,7 +174,7 @@ def _user_folder() -> Path:
 
 @cache
 def _private(folder: Path, pid: int) -> Path:
-    """This folder, with mode 0700, or another one if others can write to it."""
+    """Return this folder, with mode 0700, or another one if others can write to it."""
     for missing in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
         with suppress(FileExistsError):  # another process makes it at the same time, or it is a broken link
             missing.mkdir(mode=0o700)
@@ -191,7 +191,7 @@ def _private(folder: Path, pid: int) -> Path:
 
 
 def _why_untrusted(folder: Path) -> str | None:
-    """Why others could put files into a folder; ``None`` if they cannot. Makes a folder of this user private."""
+    """Return why others could put files into a folder, or ``None``. Make a folder of this user private."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
@@ -215,7 +215,7 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def is_trusted(file: Path) -> bool:
-    """Whether a file of the cache exists, and only this user can have written it."""
+    """Return whether a cache file exists and only this user can have written it."""
     try:
         status = os.lstat(file)
     except OSError:
@@ -238,7 +238,7 @@ def _library(name: str) -> Path:
 
 
 def processor() -> str:
-    """What ``-march=native`` depends on, since machines with other processors may share the home folder."""
+    """Return the processor's model and features, as ``-march=native`` sees them. Machines may share the home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """The two passes over the logits of a chunked linear cross entropy: the statistics of each row, then its gradient.
 
-Between them the caller combines the statistics of rows that are sharded over several processes. What a model does to
-its logits first, a factor and a soft cap by tanh, is part of both passes. Kernels accumulate in float32.
+Between them the caller combines the statistics of rows that are sharded over several ranks. Both passes include the
+model's transformations of its logits: a factor and a soft cap by tanh. Kernels accumulate in float32.
 Shapes: N rows, R rows of a part, v tokens of the vocabulary on this rank.
 """
 
@@ -17,14 +17,14 @@ from oslo_kernels import logits
 from oslo_kernels.language import jit, launch, power_of_two, tl, triton, wide
 
 PADDING = 64
-"""On a GPU, rows of logits are padded to a multiple of this many."""
+"""On a GPU, rows of logits are padded to a multiple of this number."""
 PART = 1 << 20
-"""Logits that a CPU computes with at a time: few enough for its last-level cache, enough to keep all threads busy."""
+"""Logits that a CPU processes at a time: few enough for its last-level cache, enough to keep all threads busy."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How the loss of a row is made of its logits.
+    """The formula of a row's loss from its logits.
 
     Attributes:
         start: the token of the first column.
@@ -33,7 +33,7 @@ class Rule:
             sum of all logits; ``rest`` is zero without label smoothing.
         scale, cap: a logit is ``scale`` times the product, or ``cap * tanh(scale * product)`` if ``cap`` is not zero.
         padded: whether the logits are from `padded_logits`.
-        factor: what the gradient is multiplied by, such as one divided by the number of rows; losses are not.
+        factor: the factor of the gradient, such as one divided by the number of rows. Losses do not include it.
     """
 
     start: int = 0
@@ -46,26 +46,26 @@ class Rule:
     factor: float = 1.0
 
     def logits(self, products: Tensor) -> Tensor:
-        """The logits of these products, at least in float32; a new tensor unless nothing has to be done."""
+        """Return the logits of these products, at least in float32: a new tensor unless nothing changes."""
         made = products.to(wide(products.dtype))
         if self.scale != 1.0:
             made = made * self.scale
         return self.cap * made.tanh() if self.cap else made
 
     def local(self, target_N: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """The column of each target, ``[N, 1]``, and whether it is on another rank or ignored."""
+        """Return the column of each target, ``[N, 1]``, and whether it is on another rank or ignored."""
         ignored_N = target_N == self.ignore_index
         elsewhere_N = ignored_N | (target_N < self.start) | (target_N >= self.start + columns)
         return (target_N - self.start).masked_fill(elsewhere_N, 0).unsqueeze(-1), elsewhere_N
 
     def columns(self, target_N: Tensor, columns: int) -> Tensor:
-        """The column of each target, as `oslo_kernels.logits` takes it, ``[N]``."""
+        """Return the column of each target as `oslo_kernels.logits` takes it, ``[N]``."""
         index_N1, elsewhere_N = self.local(target_N, columns)
         index_N = index_N1.squeeze(-1).masked_fill_(elsewhere_N, logits.ELSEWHERE)
         return index_N.masked_fill_(target_N == self.ignore_index, logits.IGNORED)
 
     def losses(self, statistics_4N: Tensor, target_N: Tensor) -> Tensor:
-        """The loss of each row, from the statistics of the full rows."""
+        """Compute the loss of each row from the statistics of the full rows."""
         max_N, total_N, picked_N, sum_N = statistics_4N
         loss_N = total_N.log() + max_N - self.hit * picked_N
         loss_N = loss_N - self.rest * sum_N if self.rest else loss_N
@@ -73,7 +73,7 @@ class Rule:
 
 
 def row_statistics(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
-    """``[4, N]``: the maximum, the sum of ``exp(logit - maximum)``, the target's logit, and the sum of the logits.
+    """Return maximum, sum of ``exp(logit - maximum)``, target's logit, and sum of logits of each row, ``[4, N]``.
 
     The target's logit is zero where the target is ignored or on another rank.
     """
@@ -83,10 +83,10 @@ def row_statistics(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
 
 
 def replace_by_gradient_(logits_Nv: Tensor, statistics_4N: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
-    """Replace products by ``rule.factor`` times the gradient of the summed loss, in place; padding is overwritten.
+    """Replace products by ``rule.factor`` times the gradient of the summed loss, in place. Padding is overwritten.
 
     Args:
-        statistics_4N: of the full rows.
+        statistics_4N: the statistics of the full rows.
 
     Returns:
         The loss of each row, ``[N]``.
@@ -158,9 +158,9 @@ def _rows(logits_Nv: Tensor) -> int:
 
 
 def padded_logits(weight_vH: Tensor, rows: int) -> Tensor:
-    """Uninitialised logits ``[rows, v]`` of a head, whose rows begin at multiples of 128 bytes on a GPU.
+    """Allocate uninitialised logits ``[rows, v]``. On a GPU, rows begin at multiples of 128 bytes.
 
-    Kernels access them in vectors, whatever the size of the vocabulary.
+    Kernels then use vector accesses for any vocabulary size.
     """
     tokens = len(weight_vH)
     width = -(-tokens // PADDING) * PADDING if weight_vH.is_cuda else tokens
@@ -168,7 +168,7 @@ def padded_logits(weight_vH: Tensor, rows: int) -> Tensor:
 
 
 def _width(logits_Nv: Tensor, padded: bool) -> int:
-    """How many columns of a row may be read and overwritten."""
+    """Return the number of columns of a row that may be read and overwritten."""
     columns = logits_Nv.shape[1]
     return -(-columns // PADDING) * PADDING if padded and logits_Nv.stride(0) % PADDING == 0 else columns
 

@@ -1,9 +1,9 @@
 """Attention of one query per row over a cache of keys and values, as in decoding, on a CPU.
 
-Torch's fused attention is made for many queries: for one, it computes matrix products of one row and softmaxes of them
-block by block, and takes up to ten times as long as reading the keys and values. The code in C++ reads them once,
-without those that a mask hides, for all heads that share them. It is compiled on first use; `why_not` says why it
-cannot be.
+Torch's fused attention is made for many queries. For one query, it computes one-row matrix products and softmaxes block
+by block, and takes up to ten times as long as reading the keys and values. The C++ code reads keys and values once for
+all heads that share them, and skips masked keys. It is compiled on first use. `why_not` returns the reason if it cannot
+be compiled.
 
 Legend:
     B: rows.
@@ -26,19 +26,19 @@ from torch import Tensor
 from oslo_kernels import build
 
 ELEMENTS_PER_THREAD = 1 << 16
-"""Fewer elements of keys are not worth another thread."""
+"""Elements of keys per additional thread."""
 _DTYPES = (torch.float32, torch.float64)
 _ARGUMENTS = struct.Struct("26qd").pack
 
 
 @cache
 def why_not() -> str | None:
-    """Why this is left to torch, if so. Compiles the library unless it is cached."""
+    """Return why attention is left to torch, or ``None``. Compile the library unless it is cached."""
     return build.why_not(_library)
 
 
 def computes(query: Tensor, key: Tensor, value: Tensor, masks: tuple[Tensor | None, ...]) -> bool:
-    """Whether `attend` computes with these: one query per row, plain tensors of one dtype; no gradients or compiler."""
+    """Return whether `attend` takes these: one query per row, plain tensors of one dtype, no gradients or compiler."""
     if query.shape[-2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     dtype = query.dtype
@@ -46,7 +46,7 @@ def computes(query: Tensor, key: Tensor, value: Tensor, masks: tuple[Tensor | No
         return False
     shape = (*query.shape[:3], key.shape[-2])
     if key.shape[:3] != value.shape[:3] or (key.shape[0], key.shape[-1]) != (shape[0], query.shape[-1]):
-        return False  # torch broadcasts these, or refuses them
+        return False  # torch broadcasts or rejects these
     return query.shape[1] % key.shape[1] == 0 and all(mask is None or _masks(mask, dtype, shape) for mask in masks)
 
 
@@ -69,11 +69,11 @@ def attend(
     shown_BH1L: Tensor | None = None,
     added_BH1L: Tensor | None = None,
 ) -> Tensor:
-    """``softmax(scaling * query @ key.T + added) @ value``, for which `computes` is true.
+    """Compute ``softmax(scaling * query @ key.T + added) @ value`` of tensors that satisfy `computes`.
 
     Args:
-        shown_BH1L: true for the keys that count; rows without any give zeros.
-        added_BH1L: numbers of the queries' dtype. Masks may have one entry for all rows, or for all heads.
+        shown_BH1L: true for visible keys. Rows without visible keys give zeros.
+        added_BH1L: the additive mask, in the dtype of the queries. Masks may broadcast over rows and heads.
 
     Returns:
         ``[B, 1, H, D]``, dense.
@@ -93,7 +93,7 @@ def arguments(
     added_BH1L: Tensor | None,
     out_B1HD: Tensor,
 ) -> tuple[float, ...]:
-    """`attend`, which writes ``out``, as the source has it: by addresses, of tensors that have to stay."""
+    """Return the C++ arguments of `attend` with the output ``out``. They hold addresses: keep the tensors alive."""
     (batch, heads, _, width), (_, groups, keys, _) = query_BH1D.shape, key_BGLD.shape
     threads = min(torch.get_num_threads(), 1 + batch * groups * keys * width // ELEMENTS_PER_THREAD)
     return (
@@ -107,12 +107,12 @@ def arguments(
 
 
 def result_only(out_B1HD: Tensor) -> tuple[float, ...]:
-    """`arguments` of an attention that is computed already."""
+    """Return `arguments` for an attention output that is computed already."""
     return (*(0,) * 5, out_B1HD.data_ptr(), *(0,) * 20, 0.0)
 
 
 def _strides(mask: Tensor | None) -> tuple[int, int]:
-    """Of rows and heads; 0 where one entry is for all."""
+    """Return the strides of rows and heads, with 0 for broadcast dimensions."""
     if mask is None:
         return 0, 0
     first, second = (mask.stride(dim) if mask.shape[dim] > 1 else 0 for dim in (0, 1))
@@ -121,7 +121,7 @@ def _strides(mask: Tensor | None) -> tuple[int, int]:
 
 @cache
 def _library() -> tuple[Callable[[bytes], None], bool]:
-    """The compiled function, and whether it can use several threads."""
+    """Return the compiled function, and whether it can use several threads."""
     library = build.load("attention.cpp")
     library.oslo_attend.argtypes, library.oslo_attend.restype = [ctypes.c_char_p], None
     return library.oslo_attend, bool(library.oslo_attend_threads())

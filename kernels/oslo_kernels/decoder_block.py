@@ -1,9 +1,9 @@
-"""A block of a decoder for one token per row on a CPU, in two calls: up to the update of the cache, and what follows.
+"""A decoder block for one token per row on a CPU, in two calls: one before and one after the update of the cache.
 
 Layer by layer, a token costs a thousand small calls of torch, which take as long as reading a hundred million weights
 in 8 bits. The two calls compute the norms, products, rotary positions, attention, activation and residuals of a block
-one after another in C++, in float32, and sum over the ranks of one host through the memory they share. The code is
-compiled on first use; `why_not` says why it cannot be.
+one after another in C++, in float32, and all-reduce over the ranks of one host through shared memory. The code is
+compiled on first use. `why_not` returns the reason if it cannot be compiled.
 
 Legend:
     B: rows, of one token each.
@@ -29,14 +29,14 @@ from oslo_kernels import build, decode_attention, linear, narrow_linear
 from oslo_kernels.shared_memory import SharedMemory
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-"""What the MLP may have, and its number in the source."""
+"""The activations of the MLP and their numbers in the C++ source."""
 _BLOCK = struct.Struct("2q2dq" * 4 + "7q" * 7 + "6q").pack
 _BEGIN, _FINISH = struct.Struct("11q").pack, struct.Struct("39qd").pack
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm of rows: ``LayerNorm``, or that by the root mean square with ``offset`` added to the weight."""
+    """A norm of rows: ``LayerNorm``, or a root-mean-square norm with ``offset`` added to the weight."""
 
     weight: Tensor
     bias: Tensor | None
@@ -60,12 +60,12 @@ class Layer:
 
     @property
     def kind(self) -> int:
-        """The number of the weight's type in the source."""
+        """The number of the weight's dtype in the C++ source."""
         return {torch.float32: 0, torch.bfloat16: 3, torch.int8: 4}[self.weight.dtype]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
+        """The numbers of outputs and inputs."""
         first, second = self.weight.shape
         return (second, first) if self.io else (first, second)
 
@@ -78,10 +78,10 @@ class Block:
         norms: before the attention and before the MLP.
         head_norms: of queries and of keys, or none.
         into: one layer to queries, keys and values, or one to each.
-        mlp_into: one layer, or that of the gate and another.
+        mlp_into: one layer, or the layers to the gate and to the gated values.
         heads, groups, width: H, G and D.
         activation: one of `ACTIVATIONS`.
-        sums: whether the outputs of ``out`` and ``mlp_out`` are summed over ranks, before their bias is added.
+        sums: whether the outputs of ``out`` and ``mlp_out`` are all-reduced over the ranks before the bias is added.
     """
 
     norms: tuple[Norm, Norm]
@@ -97,7 +97,7 @@ class Block:
     sums: bool
 
     def is_supported(self) -> bool:
-        """Whether the shapes of the tensors agree, and the kernel computes blocks like this."""
+        """Return whether the shapes of the tensors agree and the kernel supports this block."""
         hidden, (heads, groups, width) = self.norms[0].weight.numel(), (self.heads, self.groups, self.width)
         if not groups or heads % groups or min(min(layer.shape) for layer in self.layers()) < linear.FEWEST_OUTPUTS:
             return False
@@ -110,7 +110,7 @@ class Block:
 
     @cached_property
     def most_rows(self) -> int:
-        """The most rows for which products with all of these weights are computed in C++."""
+        """Return the maximum number of rows for products with all of these weights in C++."""
         return min(
             narrow_linear.MOST_ROWS if layer.kind else linear.most_rows(torch.float32, layer.io)
             for layer in self.layers()
@@ -121,7 +121,7 @@ class Block:
         return [*self.into, self.out, *self.mlp_into, self.mlp_out]
 
     def packed(self) -> bytes:
-        """The block as the source has it, by the addresses that the tensors have now."""
+        """Return the C++ struct of the block, with the current addresses of the tensors."""
         values: list[float] = []
         for norm in (*self.norms, *(self.head_norms or (None, None))):
             if norm is None:
@@ -147,7 +147,7 @@ def _address(tensor: Tensor | None) -> int:
 
 @cache
 def why_not() -> str | None:
-    """Why there is none of this, if so. Compiles the library unless it is cached."""
+    """Return why decoder blocks are unavailable, or ``None``. Compile the library unless it is cached."""
     return build.why_not(_library)
 
 
@@ -155,8 +155,9 @@ def begin(block: bytes, x_B1N: Tensor, states: Tensor, cos: Tensor | None, sin: 
     """Write queries, keys and values, with norms of heads and positions, into ``states``, ``[B, (H + 2 G) * D]``.
 
     Args:
-        block: of `Block.packed`, while its tensors are where they were. All tensors are dense, in float32.
-        cos, sin: ``[B or 1, 1, turned]``; what follows the first ``turned`` elements of a head stays as it is.
+        block: the result of `Block.packed`, valid while its tensors keep their addresses. All tensors are dense, in
+            float32.
+        cos, sin: ``[B or 1, 1, turned]``. The elements of a head after the first ``turned`` stay unchanged.
     """
     first, _, threaded = _library()
     turned = 0 if cos is None else cos.shape[-1]
@@ -176,12 +177,12 @@ def finish(
     memory: SharedMemory | None,
     all_reduce: Callable[[Tensor], object],
 ) -> Tensor:
-    """What follows the update of the cache: attention, its output, the MLP and both residuals, ``[B, 1, N]``.
+    """Compute attention, its output projection, the MLP and both residuals, ``[B, 1, N]``.
 
     Args:
-        attention: of `decode_attention.arguments`; or its result, ``[B, 1, H, D]``, dense.
-        memory: through which outputs are summed over the ranks, if they share any.
-        all_reduce: sums a tensor over the ranks, in place, where they do not.
+        attention: the result of `decode_attention.arguments`, or the attention output, ``[B, 1, H, D]``, dense.
+        memory: the shared memory of the ranks for the all-reduce of outputs, if there is one.
+        all_reduce: a function that sums a tensor over the ranks in place, for ranks without shared memory.
     """
     _, second, threaded = _library()
     part, out = x_B1N.new_empty((2, *x_B1N.shape)), torch.empty_like(x_B1N)
@@ -204,7 +205,7 @@ def finish(
 
 
 _SUM = 1 << 29
-"""Returned by the source where it cannot sum over the ranks."""
+"""The return code of the C++ function if it cannot sum over the ranks."""
 
 
 def _threads(threaded: bool) -> int:
@@ -213,7 +214,7 @@ def _threads(threaded: bool) -> int:
 
 @cache
 def _library() -> tuple[Callable[[bytes, bytes], None], Callable[[bytes, bytes, int], int], bool]:
-    """The two calls, and whether they can use several threads."""
+    """Return the two functions, and whether they can use several threads."""
     library = build.load("decoder_block.cpp")
     first, second = library.oslo_block_begin, library.oslo_block_finish
     first.argtypes, first.restype = [ctypes.c_char_p, ctypes.c_char_p], None

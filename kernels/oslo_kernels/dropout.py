@@ -1,4 +1,4 @@
-"""Bias, dropout and residual in one pass. The mask is not stored: the backward pass draws it again from its seed."""
+"""Bias, dropout and residual in one pass. The mask is not stored: the backward pass recomputes it from the seed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from oslo_kernels.operation import operation
 
 
 def new_seed(device: torch.device) -> int:
-    """A seed drawn from torch's default generator of a device, which decides it and advances.
+    """Draw a seed from torch's default generator of a device. The generator advances.
 
-    On GPUs it is a hash of the generator's seed and offset, which takes no synchronisation with the device.
+    On GPUs the seed is a hash of the generator's seed and offset, which needs no synchronisation with the device.
     """
     if device.type != "cuda":
         return int(torch.randint(1 << 62, ()))
@@ -26,7 +26,7 @@ def new_seed(device: torch.device) -> int:
 
 
 def keep_mask(x: Tensor, p: float, seed: int) -> Tensor:
-    """The mask of kept elements in plain torch; the kernel draws a different one from the same seed."""
+    """Return the mask of kept elements in plain torch. The kernel draws a different mask from the same seed."""
     generator = torch.Generator(x.device).manual_seed(seed)
     return torch.rand(x.shape, generator=generator, device=x.device) >= p
 
@@ -52,7 +52,7 @@ def bias_dropout_residual(x: Tensor, bias: Tensor | None, residual: Tensor, p: f
 
 @operation("oslo::dropout_backward")
 def dropout_backward(grad: Tensor, p: float, seed: int) -> Tensor:
-    """The gradient of ``x``; its sum over the rows is that of the bias."""
+    """Compute the gradient of ``x``. Its sum over the rows is the gradient of the bias."""
     return torch.where(keep_mask(grad, p, seed), grad / (1.0 - p), 0.0)
 
 

@@ -1,9 +1,9 @@
 """Root-mean-square norms over all heads of queries and keys, and their rotary positions, in two launches.
 
-Between the two, whoever has only some of the heads adds up the sums of squares: `row_products` gives those of the heads
-here, and `full_norm_rotary` takes those of all. The backward pass has two launches too. Its sum over a row, of the
-gradient of what was normed times it, is that of the gradient of the result times the result, since positions and
-weights are linear; so `row_products` computes it as well.
+`row_products` computes the sums of squares of the local heads. A rank with only some of the heads all-reduces them
+between the two launches, and `full_norm_rotary` takes the totals. The backward pass has two launches too. For each row
+it needs the dot product of the normed values and their gradients. Positions and weights are linear, so this equals the
+dot product of the results and their gradients, and `row_products` computes it as well.
 
 Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Su et al., "RoFormer: Enhanced Transformer
 with Rotary Position Embedding", 2021.
@@ -25,13 +25,14 @@ from oslo_kernels.rotary import turn
 
 @operation("oslo::row_products")
 def row_products(query: Tensor, other_query: Tensor, key: Tensor, other_key: Tensor) -> Tensor:
-    """The products of two queries, and of two keys, summed over all heads here; in float32 at least.
+    """Compute the dot products of two queries and of two keys over all local heads, at least in float32.
 
     Args:
-        query, other_query, key, other_key: ``[batch, heads, length, width]`` with heads of their own.
+        query, other_query, key, other_key: ``[batch, heads, length, width]``. Queries and keys may have different
+            numbers of heads.
 
     Returns:
-        ``[batch, length, 2]``. It has no backward pass.
+        ``[batch, length, 2]``. The operation has no backward pass.
     """
     pairs = ((query, other_query), (key, other_key))
     sums = [(x.to(wide(x.dtype)) * y.to(wide(x.dtype))).sum((1, 3)) for x, y in pairs]
@@ -44,13 +45,13 @@ def _(query: Tensor, other_query: Tensor, key: Tensor, other_key: Tensor) -> Ten
 
 
 def _scaled(x: Tensor, squares: Tensor, count: int, eps: float) -> tuple[Tensor, Tensor]:
-    """What was normed, before its weight, and its scale ``[batch, 1, length, 1]``."""
+    """Return the normed values before the weight, and the scale ``[batch, 1, length, 1]``."""
     scale = (squares / count + eps).rsqrt()[:, None, :, None]
     return x.to(wide(x.dtype)) * scale, scale
 
 
 def _heads_of(weight: Tensor, x: Tensor, offset: float) -> Tensor:
-    """The weight plus its offset, ``[heads, 1, width]``."""
+    """Return the weight plus the offset, ``[heads, 1, width]``."""
     return (weight.to(wide(x.dtype)) + offset).view(x.shape[1], 1, x.shape[3])
 
 
@@ -69,18 +70,18 @@ def full_norm_rotary(
     offset: float = 0.0,
     keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The root-mean-square norm over all heads, times ``weight + offset``, with the rotary position of each head.
+    """Normalize by the root mean square over all heads, multiply by ``weight + offset``, and apply rotary positions.
 
     Args:
-        query, key: ``[batch, heads, length, width]`` of one dtype: the heads that are here.
+        query, key: ``[batch, heads, length, width]`` of one dtype, the local heads.
         cos, sin: ``[batch or 1, length, width]``.
         query_weight, key_weight: ``[heads * width]``, of one dtype.
-        squares: ``[batch, length, 2]``, the sums of the squares of all queries and of all keys of a position.
-        query_count, key_count: how many elements these sums are of.
-        keeps_dtype: whether the results have the dtype of queries and keys even if that of the weights is wider.
+        squares: ``[batch, length, 2]``, the sums of squares over all query heads and over all key heads of a position.
+        query_count, key_count: the numbers of elements in these sums.
+        keeps_dtype: whether the results keep the dtype of queries and keys even if the weights have a wider dtype.
 
     Returns:
-        Queries and keys. The backward pass is `full_norm_rotary_backward`, for which the caller sums first.
+        Queries and keys. `full_norm_rotary_backward` computes the gradients. Its caller sums the products first.
     """
     made = []
     both = ((query, query_weight, query_count), (key, key_weight, key_count))
@@ -113,7 +114,7 @@ def full_norm_rotary_backward(
     eps: float,
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and both weights.
+    """Compute the gradients of queries, keys and both weights.
 
     Args:
         products: ``[batch, length, 2]``, the sums over all heads of the results times their gradients.

@@ -16,7 +16,7 @@ from oslo_kernels.language import jit, launch, power_of_two, rows_of, tl, wide
 from oslo_kernels.operation import operation
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-"""The names of the activations; kernels know them by their index."""
+"""The names of the activations. Kernels identify them by index."""
 
 
 def reference(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
@@ -28,7 +28,7 @@ def reference(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
 
 @operation("oslo::gated")
 def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
-    """``activation(gate) * up`` of two tensors of one shape and dtype, computed at least in float32.
+    """Compute ``activation(gate) * up`` of two tensors of one shape and dtype, at least in float32.
 
     Args:
         activation: one of `ACTIVATIONS`.
@@ -38,7 +38,7 @@ def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
 
 @operation("oslo::gated_backward")
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str = "silu") -> tuple[Tensor, Tensor]:
-    """The gradients of ``gate`` and ``up``."""
+    """Compute the gradients of ``gate`` and ``up``."""
     g, u, dy = (x.to(wide(gate.dtype)) for x in (gate, up, grad))
     if activation == "silu":
         of_gate, value = torch.ops.aten.silu_backward(dy * u, g), F.silu(g)
@@ -50,14 +50,14 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str = "si
 
 @operation("oslo::gated_packed")
 def gated_packed(packed: Tensor, activation: str = "silu") -> Tensor:
-    """`gated` of a tensor ``[..., 2 * N]`` that has the gate in its first half: the gradient is one tensor, too."""
+    """`gated` of a tensor ``[..., 2 * N]`` with the gate in its first half. The gradient is one tensor, too."""
     gate, up = packed.chunk(2, -1)
     return reference(gate, up, activation)
 
 
 @operation("oslo::gated_packed_backward")
 def gated_packed_backward(grad: Tensor, packed: Tensor, activation: str = "silu") -> Tensor:
-    """The gradient of ``packed``."""
+    """Compute the gradient of ``packed``."""
     return torch.cat(gated_backward.plain(grad, *packed.chunk(2, -1), activation), -1)
 
 

@@ -1,4 +1,4 @@
-"""Bias and GeLU (exact or the tanh form) in one pass; the backward pass sums the bias's gradient as well."""
+"""Bias and GeLU (exact or tanh form) in one pass. The backward pass also sums the bias gradient."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from oslo_kernels.operation import operation
 
 
 def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """``gelu(x + bias)``, computed at least in float32."""
+    """Compute ``gelu(x + bias)``, at least in float32."""
     summed = x.to(wide(x.dtype))
     return F.gelu(summed if bias is None else summed + bias, approximate=approximate).to(x.dtype)
 
 
 @operation("oslo::bias_gelu")
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """``gelu(x + bias)``.
+    """Compute ``gelu(x + bias)``.
 
     Args:
         x: ``[..., N]``.
@@ -32,7 +32,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
 
 @operation("oslo::bias_gelu_backward")
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
-    """The gradients of ``x`` and of the bias (an empty tensor without one)."""
+    """Compute the gradients of ``x`` and of the bias (an empty tensor without a bias)."""
     summed = x.to(wide(x.dtype))
     summed = summed if bias is None else summed + bias
     grad_x = torch.ops.aten.gelu_backward(grad.to(summed.dtype), summed, approximate=approximate)

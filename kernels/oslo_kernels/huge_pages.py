@@ -1,7 +1,7 @@
-"""Memory of weights in pages of 2 MiB, which is read faster than in those of 4 KiB: fewer addresses are looked up.
+"""Move weights to pages of 2 MiB. Reads are faster than with pages of 4 KiB because fewer addresses are translated.
 
-Linux collapses pages that are there already (since 6.1), in place: addresses and contents stay. Elsewhere, and for
-memory that is mapped from a file, nothing happens.
+Linux (since 6.1) collapses existing pages in place: addresses and contents stay. On other systems, and for memory that
+is mapped from a file, nothing happens.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 PAGE = 2 << 20
 BUDGET = 1.0
-"""Seconds after which the rest of the weights stays as it is: a page takes some milliseconds."""
+"""Seconds after which the remaining weights keep their pages. A page takes some milliseconds."""
 _HUGE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE and MADV_COLLAPSE, see madvise(2)
 FEWEST = 4
-"""Whole pages that a tensor has to have for `fresh`."""
+"""The minimum number of whole pages in a tensor for `fresh`."""
 
 
 def collapse(tensors: Iterable[Tensor], budget: float = BUDGET) -> int:
-    """Collapse the pages that CPU tensors of at least half a page lie in; returns how many of them are huge now.
+    """Collapse the pages of all CPU tensors of at least half a page. Return the number of pages that are huge now.
 
     Args:
-        budget: seconds that this may take.
+        budget: the time limit in seconds.
     """
     advise, end, made = _advise(), time.monotonic() + budget, 0
     if advise is None:
@@ -43,10 +43,10 @@ def collapse(tensors: Iterable[Tensor], budget: float = BUDGET) -> int:
 
 
 def fresh(tensor: Tensor) -> Tensor:
-    """A tensor that nothing was written to yet, whose memory comes in huge pages where it is new to the process.
+    """Request huge pages for an uninitialised tensor, as far as its memory is new to the process. Return the tensor.
 
-    The system then clears and maps 2 MiB at a time. For an output of a product that is larger than what the allocator
-    keeps (32 MiB, glibc), pages of 4 KiB take half as long as the product.
+    The system then clears and maps 2 MiB at a time. glibc's allocator does not keep blocks above 32 MiB. For the output
+    of a product above this size, mapping pages of 4 KiB takes half as long as the product.
     """
     begin = -(-tensor.data_ptr() // PAGE) * PAGE
     size = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - begin
@@ -57,7 +57,7 @@ def fresh(tensor: Tensor) -> Tensor:
 
 @cache
 def _advise() -> Callable[[int, int, int], int] | None:
-    """``madvise`` of the C library, on Linux."""
+    """Return ``madvise`` of the C library on Linux, ``None`` elsewhere."""
     if not sys.platform.startswith("linux"):
         return None
     function = ctypes.CDLL(None).madvise

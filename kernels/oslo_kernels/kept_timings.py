@@ -1,7 +1,7 @@
-"""Timings of products, kept in memory and in the user's cache folder, so that a machine measures a shape once.
+"""Keep timings of products in memory and in the user's cache folder, so that a machine measures a shape once.
 
-The name of the file tells what the timings depend on beside the product itself: the processor, the number of its cores,
-the version of torch and the kernel's source.
+The file name is a hash of the other dependencies of a timing: the processor, its number of cores, the torch version
+and the kernel source.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 from oslo_kernels.build import cache_folder, is_trusted, processor, texts_of
 
 Seconds = tuple[float, float]
-"""Of a product here, and of the same in torch."""
+"""The time of a product here, and the time of the same product in torch."""
 Timings = Mapping[int, Mapping[str, Seconds]]
-"""Seconds by number of rows and way of computing a product here."""
+"""Seconds by number of rows and by implementation."""
 
 
 class KeptTimings:
     """The timings measured by this process and, with a file, by earlier ones.
 
-    A file that cannot be read counts as empty, and one that cannot be written is done without.
+    An unreadable file counts as empty. If the file cannot be written, timings stay in memory.
 
     Args:
-        in_file: whether they are kept beyond this process.
+        in_file: whether to keep timings beyond this process.
     """
 
     def __init__(self, in_file: bool = True) -> None:
@@ -39,13 +39,13 @@ class KeptTimings:
         self._here: dict[str, Timings | str] = {}
 
     def get(self, key: str) -> Timings | str | None:
-        """What was found for this key, if anything was."""
+        """Return the timings of this key, the reason why there are none, or ``None`` if it was not measured."""
         if key not in self._here and self._in_file and (found := self._read().get(key)):
             self._here[key] = found
         return self._here.get(key)
 
     def add(self, key: str, found: Timings | str) -> None:
-        """Keep timings; or, for this process only, why there are none."""
+        """Keep timings or, for this process only, the reason why there are none."""
         self._here[key] = found
         if self._in_file and not isinstance(found, str):
             with suppress(OSError):
@@ -61,7 +61,7 @@ class KeptTimings:
             return {}
 
     def _write(self, kept: Mapping[str, Timings]) -> None:
-        """Replace the file at once. Of two processes that do so, the later one's timings remain."""
+        """Replace the file atomically. If two processes write, the later one's timings remain."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
             new = Path(folder, self._path.name)

@@ -1,4 +1,4 @@
-"""Imports Triton if it is installed. Operations can be imported without it, but their kernels cannot be launched."""
+"""Import Triton if it is installed. Operations can be imported without it, but their kernels cannot be launched."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ jit: Callable[..., Any] = triton.jit if triton is not None else lambda kernel: k
 
 
 def power_of_two(size: int, limit: int) -> int:
-    """The smallest power of two that is at least ``size``, but no more than ``limit``."""
+    """Return the smallest power of two that is at least ``size``, limited to ``limit``."""
     return min(limit, 1 << max(0, size - 1).bit_length())
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which operations on ``dtype`` compute: float32 for half precision."""
+    """Return the compute dtype of operations on ``dtype``: float32 for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """``x`` as a matrix whose rows are its last dimension, contiguous; a copy only if it is not yet."""
+    """Flatten all dimensions of ``x`` except the last, with contiguous rows. Copy only if necessary."""
     matrix = x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
 
 
 def strips(rows: int) -> int:
-    """The number of programs that share the rows of a reduction."""
+    """Return the number of programs that share the rows of a reduction."""
     return max(1, min(256, rows // 4))
 
 

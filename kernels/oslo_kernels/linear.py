@@ -1,13 +1,13 @@
 """Linear layers on a CPU: products with few rows of activations, as in decoding, and products in half precision.
 
-A product with few rows is limited by reading its weights, but BLAS, optimised for many rows, takes up to three times
-that long: the code in C++ reads them once. It is compiled on first use; without a compiler, the others compute. Where
-the processor has no instructions for 16-bit floats, torch's products of these are up to twenty times slower than those
-of float32. Products of float32, which torch leaves to MKL, can be computed by oneDNN, a library that is a part of torch
-too: it takes half of MKL's time for 8 to 64 rows of activations on some processors, with weights as they are. Those of
-many rows take two thirds of it where the processor has AMX (`split_product`).
+A product with few rows is limited by reading its weights. BLAS, optimised for many rows, takes up to three times as
+long. The C++ code reads the weights once. It is compiled on first use; without a compiler, the other implementations
+compute. On processors without instructions for 16-bit floats, torch multiplies half precision up to twenty times more
+slowly than float32. Torch leaves float32 products to MKL, but also includes oneDNN. On some processors, oneDNN takes
+half of MKL's time for 8 to 64 rows of activations, without repacking the weights. With AMX (`split_product`), products
+of many rows take two thirds of MKL's time.
 
-Which is faster depends on the processor, the shape and the number of threads: `linear_timing` measures it.
+The fastest implementation depends on the processor, the shape and the number of threads. `linear_timing` measures it.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from torch.nn.functional import linear as plain_linear  # not by its module's at
 from oslo_kernels import build, split_product
 
 CPP, ONEDNN, SPLIT = "C++", "oneDNN", "AMX"
-"""The ways in which a product is computed here."""
+"""The implementations of a product in this package."""
 MANY = (ONEDNN, SPLIT)
-"""Those for many rows in float32, and for their gradients."""
+"""The implementations for many rows in float32, and for their gradients."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_ROWS, MOST_ROWS_IO, MOST_ROWS_HALF = 16, 8, 32
-"""The most rows computed here for float32 weights ``[out, in]``, float32 weights ``[in, out]``, and 16-bit weights."""
+"""The maximum rows in C++ for float32 weights ``[out, in]``, float32 weights ``[in, out]``, and 16-bit weights."""
 FEWEST_OUTPUTS = 8
 """Products with fewer columns are left to torch."""
 WIDENED = 1 << 22
-"""With more rows, 16-bit weights are converted to float32; this many at a time."""
+"""The number of 16-bit weights that are converted to float32 at a time, above `MOST_ROWS_HALF` rows."""
 WEIGHTS_PER_THREAD = 1 << 17
-"""Fewer weights are not worth another thread."""
+"""Weights per additional thread."""
 _ARGUMENTS = struct.Struct("11q").pack
 
 
 @dataclass(frozen=True)
 class FasterRows:
-    """The numbers of rows for which a product is faster here than in torch, and the way in which it is.
+    """The numbers of rows for which a product is faster here than in torch, with the fastest implementation.
 
     Attributes:
         ways: `CPP`, `ONEDNN` or `SPLIT`, by number of rows.
-        many: the way for more rows than any of these; ``None``: torch's.
-        threads: torch's number of threads when this was measured; with another number, torch computes. ``None``: any.
+        many: the implementation for larger numbers of rows. ``None`` leaves them to torch.
+        threads: torch's number of threads at the measurement. With another number, torch computes. ``None``: any.
     """
 
     ways: Mapping[int, str]
@@ -58,36 +58,38 @@ class FasterRows:
     threads: int | None
 
     def way(self, rows: int, dtype: torch.dtype) -> str | None:
-        """How a product of this number of rows is computed; ``None``: by torch."""
+        """Return the implementation for this number of rows, or ``None`` for torch."""
         if dtype is not self.dtype or self.threads not in (None, torch.get_num_threads()):
             return None
         return self.ways.get(rows, self.many if rows > MOST_TIMED else None)
 
 
 MOST_TIMED = 256
-"""The number of rows whose timing stands for all larger ones."""
+"""The largest number of rows that is timed. Its timing stands for all larger numbers."""
 _UNTIMED = FasterRows({MOST_TIMED: SPLIT}, SPLIT, torch.float32, None)
-"""What holds without timings on a processor that has AMX, for products that are `_is_large`."""
+"""The untimed default on a processor with AMX, for products that are `_is_large`."""
 LARGE, FEWEST_SIDE = 1 << 26, 256
-"""Multiplications for each thread, and inputs and outputs, from which on AMX was faster for all shapes tried."""
+"""Minimum multiplications per thread, and minimum inputs and outputs. AMX was faster for all larger shapes tried."""
 
 
 def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
-    """``F.linear``: ``[..., in]`` to ``[..., out]``. On a CPU, it may be computed here; with gradients, not in C++.
+    """``F.linear``: ``[..., in]`` to ``[..., out]``, on a CPU possibly by another implementation than torch's.
+
+    The C++ implementation computes only without gradients.
 
     Args:
-        faster: the numbers of rows that are computed here, and how; ``None``: all up to `most_rows`, in C++.
+        faster: the numbers of rows to compute here, with implementations. ``None``: all up to `most_rows`, in C++.
     """
     return _product(x, weight_oi, bias, plain_linear, False, faster)
 
 
 def conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
-    """`linear` for transformers' ``Conv1D``, whose weight is ``[in, out]``."""
+    """`linear` for transformers' ``Conv1D``, with a weight ``[in, out]``."""
     return _product(x, weight_io, bias, plain_conv1d, True, faster)
 
 
 def plain_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product of transformers' ``Conv1D`` in plain torch."""
+    """Compute transformers' ``Conv1D`` in plain torch."""
     if bias is None:
         return x @ weight_io
     out = torch.addmm(bias, x.view(-1, x.shape[-1]), weight_io)
@@ -95,7 +97,7 @@ def plain_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Te
 
 
 def many_rows_linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``; large products and their gradients by AMX, where the processor has it."""
+    """``F.linear``, with large products and their gradients by AMX where available."""
     if not _is_large(x, weight_oi):
         return plain_linear(x, weight_oi, bias)
     return _product(x, weight_oi, bias, plain_linear, False, _UNTIMED)
@@ -109,7 +111,7 @@ def many_rows_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -
 
 
 def _is_large(x: Tensor, weight: Tensor) -> bool:
-    """Whether a product of float32 is so large that AMX, which the processor has, needs no timing to be chosen."""
+    """Return whether to use AMX without timing: it is available, and this float32 product is large enough."""
     if torch.compiler.is_compiling() or not x.is_cpu or x.dtype is not torch.float32 or weight.dim() != 2:
         return False
     if min(weight.shape) < FEWEST_SIDE or (rows := x.numel() // x.shape[-1]) < MOST_TIMED:
@@ -119,12 +121,12 @@ def _is_large(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def why_not() -> str | None:
-    """Why all products are left to torch, if they are. Compiles the library unless it is cached."""
+    """Return why all products are left to torch, or ``None``. Compile the library unless it is cached."""
     return build.why_not(_library)
 
 
 def ways_of(weight: Tensor, bias: Tensor | None, io: bool) -> tuple[str, ...] | str:
-    """The ways in which products with this weight can be computed here, or why there are none; compiles as `why_not`.
+    """Return the implementations for products with this weight, or why there are none. Compile as `why_not` does.
 
     Args:
         io: whether the weight is ``[in, out]``.
@@ -146,7 +148,7 @@ def ways_of(weight: Tensor, bias: Tensor | None, io: bool) -> tuple[str, ...] | 
 
 
 def most_rows(dtype: torch.dtype, io: bool) -> int:
-    """The most rows for which a product may be computed in C++."""
+    """Return the maximum number of rows of a product in C++."""
     return MOST_ROWS_HALF if dtype is not torch.float32 else MOST_ROWS_IO if io else MOST_ROWS
 
 
@@ -180,12 +182,12 @@ def _product(
 
 @cache
 def has_onednn() -> bool:
-    """Whether this build of torch has oneDNN's product, which `torch.compile` uses as well."""
+    """Return whether this build of torch has oneDNN's linear operation. `torch.compile` uses it as well."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _trained_way(x: Tensor, weight: Tensor, faster: FasterRows, io: bool) -> str | None:
-    """How a product of many rows and its gradients are computed; ``None``: by torch."""
+    """Return the implementation for a product of many rows and its gradients, or ``None`` for torch."""
     inner = weight.shape[1 - io]
     rows = x.numel() // inner if inner and x.shape[-1] == inner else 0
     way = faster.way(rows, x.dtype)
@@ -193,21 +195,21 @@ def _trained_way(x: Tensor, weight: Tensor, faster: FasterRows, io: bool) -> str
 
 
 class _TrainedProduct(torch.autograd.Function):
-    """A product and its gradients in one of the ways for `MANY` rows."""
+    """A product and its gradients by one of the implementations `MANY`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, io: bool, way: str) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.io, ctx.way = io, way
         out_no = _by(way, x.flatten(0, -2), weight.t() if io else weight, bias)
-        # no view, which could not be changed in place, as sums over ranks are
+        # no autograd view: the all-reduce over ranks changes the output in place
         made: Tensor = torch.ops.aten._unsafe_view(out_no, (*x.shape[:-1], out_no.shape[-1]))
         return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
-        product = plain_linear if torch.is_grad_enabled() else partial(_by, ctx.way)  # for gradients of gradients
+        product = plain_linear if torch.is_grad_enabled() else partial(_by, ctx.way)  # for double backward
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_x = product(grad, weight if ctx.io else weight.t())
@@ -219,13 +221,13 @@ class _TrainedProduct(torch.autograd.Function):
 
 
 def by_onednn(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` in float32 without gradients; strides of the weight are of any kind."""
+    """``F.linear`` in float32 without gradients. The weight may have any strides."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_oi, bias, "none", [], "")
     return made
 
 
 def by_split(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`by_onednn` with `split_product`, where that takes these matrices."""
+    """`by_onednn` with `split_product` if it takes these matrices, else with torch."""
     x_ni = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if not split_product.fits(x_ni, weight_oi):
         return plain_linear(x, weight_oi, bias)
@@ -237,20 +239,20 @@ def _by(way: str, x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> T
 
 
 def multiply_into(out: Tensor, left: Tensor, right: Tensor, way: str | None = None, *, add: bool = False) -> Tensor:
-    """``left @ right``, without gradients, in ``out`` or added to it; by `SPLIT`, or else by torch."""
+    """Write ``left @ right`` to ``out`` or add it, without gradients. Use `SPLIT` if given and possible, else torch."""
     if way == SPLIT and split_product.fits(left, right.T):
         return split_product.product(left, right.T, out_MN=out, add=add)
     return out.addmm_(left, right) if add else torch.mm(left, right, out=out)
 
 
 def _is_watched() -> bool:
-    """Whether each of torch's operations is transformed or counted: by ``torch.func``, forward mode, dispatch modes."""
+    """Return whether torch's operations are intercepted: by ``torch.func``, forward-mode AD or dispatch modes."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return transformed or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _is_usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are plain, dense tensors of one dtype, which autocast does not change."""
+    """Return whether these are plain, dense tensors of one dtype, outside of autocast."""
     dtype = x.dtype
     if type(x) is not Tensor or dtype not in _KINDS or torch.is_autocast_enabled("cpu"):
         return False
@@ -259,7 +261,7 @@ def _is_usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _fits(parameter: Tensor, dtype: torch.dtype) -> bool:
     kind = type(parameter)
-    # a subclass says so by an attribute that its storage holds its values, as that of a shard does
+    # tensor subclasses with their values in their storage, such as shards, declare it by this attribute
     plain = kind is nn.Parameter or kind is Tensor or getattr(kind, "has_plain_storage", False)
     return plain and parameter.dtype is dtype and parameter.is_cpu and parameter.is_contiguous()
 
@@ -274,14 +276,14 @@ def _of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, inne
 def run(
     pointers: tuple[int, int, int, int], rows: int, inner: int, outer: int, kind: int, io: bool, scale: int = 0
 ) -> None:
-    """Call the compiled function, whose source describes the arguments, with as many threads as it is worth."""
+    """Call the compiled function with a suitable number of threads. Its C++ source describes the arguments."""
     function, threaded = _library()
     threads = min(torch.get_num_threads(), 1 + inner * outer // WEIGHTS_PER_THREAD) if threaded else 1
     function(_ARGUMENTS(*pointers, rows, inner, outer, kind, io, threads, scale))
 
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: bool) -> Tensor:
-    """The product in float32, converting a part of the weights at a time."""
+    """Compute the product in float32, converting a part of the weights at a time."""
     dim = int(io)
     parts = weight.split(max(1, WIDENED // weight.shape[1 - dim]), dim)
     wide = x.float()
@@ -291,14 +293,14 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: 
 
 @cache
 def _is_native(dtype: torch.dtype) -> bool:
-    """Whether the processor has 16-bit instructions for oneDNN, which computes torch's 16-bit products."""
+    """Return whether oneDNN, which computes torch's 16-bit products, has 16-bit instructions on this processor."""
     kind = "bf16" if dtype == torch.bfloat16 else "fp16"
     return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported")())
 
 
 @cache
 def _library() -> tuple[Callable[[bytes], None], bool]:
-    """The compiled function, and whether it can use several threads."""
+    """Return the compiled function, and whether it can use several threads."""
     library = build.load("linear.cpp")
     library.oslo_linear.argtypes, library.oslo_linear.restype = [ctypes.c_char_p], None
     return library.oslo_linear, bool(library.oslo_linear_threads())

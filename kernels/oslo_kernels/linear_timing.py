@@ -1,4 +1,4 @@
-"""Times the products of `linear` against torch's, on this machine and with the weights of a model."""
+"""Time the products of `linear` against torch's on this machine, with the weights of a model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from oslo_kernels.kept_timings import KeptTimings, Seconds, Timings
 FASTER = 1.05
 """The `gain` above which a product counts as faster; anything less is noise."""
 SAMPLED = (1, 2, 4, 8, 16, 32, 64, linear.MOST_TIMED)
-"""The numbers of rows that are timed. Between two of them a product counts as faster if it is faster at both."""
+"""The numbers of rows to time. Between two of them a product counts as faster if it is faster at both."""
 LARGEST = 1 << 31
-"""Multiplications of the largest product that is timed: some ten milliseconds. Of `linear.MOST_TIMED` rows and a larger
-weight, such as that of a head, a part of the outputs is timed."""
+"""Multiplications of the largest product to time: some ten milliseconds. With `linear.MOST_TIMED` rows and a larger
+weight, such as the weight of an LM head, a part of the outputs is timed."""
 FEWEST, ENOUGH, MOST, BUDGET = 3, 5, 15, 0.01
-"""Timed pairs per number of rows: at least, enough if all agree, at most; and the seconds that they may take."""
+"""Timed pairs per number of rows: at least, enough if all agree, and at most; then the time budget in seconds."""
 WEIGHTS = 64 << 20
 """Bytes of weights to cycle through, so that they are read from memory if the model exceeds the caches."""
 
@@ -36,16 +36,16 @@ _measuring = threading.Lock()
 def timings(layers: _Weights, io: bool, processes: int = 1) -> Timings | str:
     """Time products with weights and biases of one shape and dtype, once on a machine for each number of threads.
 
-    Several threads wait for each other after each product, and so for one whose core another process has taken. How
-    often that happens, timings of milliseconds cannot tell.
+    Threads wait for each other after each product. They all wait if another process has taken the core of one thread.
+    Timings of milliseconds cannot tell how often that happens.
 
     Args:
-        layers: weights and biases for which `linear.ways_of` names ways.
-        io: whether the weights are ``[in, out]``, those of ``Conv1D``.
-        processes: how many time theirs at once, since these share the memory's bandwidth.
+        layers: weights and biases for which `linear.ways_of` names implementations.
+        io: whether the weights are ``[in, out]``, as in ``Conv1D``.
+        processes: the number of processes that time at once, since they share the memory bandwidth.
 
     Returns:
-        The timings, or why there are none to rely on; that is found out anew by the next process.
+        The timings, or the reason why there are no reliable timings. The next process checks the reason again.
     """
     (weight, bias), threads = layers[0], torch.get_num_threads()
     cycled = layers[: 1 + WEIGHTS // weight.nbytes]
@@ -63,22 +63,22 @@ def timings(layers: _Weights, io: bool, processes: int = 1) -> Timings | str:
 
 
 def _preemptions() -> int:
-    """How often the threads of this process have lost their core to others."""
+    """Return how often the threads of this process have lost their core to others."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def gain(seconds: Seconds) -> float:
-    """Torch's time divided by ours."""
+    """Return torch's time divided by ours."""
     return seconds[1] / seconds[0]
 
 
 def fastest(timed: Mapping[str, Seconds]) -> tuple[str, Seconds]:
-    """The way that gains most, with its seconds and torch's."""
+    """Return the implementation with the largest gain, its seconds and torch's seconds."""
     return max(timed.items(), key=lambda item: gain(item[1]))
 
 
 def faster_rows(found: Timings, dtype: torch.dtype) -> linear.FasterRows:
-    """The numbers of rows for which a product is faster here, and in which way, by its timings."""
+    """Return the numbers of rows for which a product is faster here, with the fastest implementation, by timings."""
     ways = {rows: way for rows, timed in found.items() for way, pair in (fastest(timed),) if gain(pair) > FASTER}
     sampled = list(found)
     for low, high in zip(sampled, sampled[1:], strict=False):
@@ -113,7 +113,7 @@ def _time(layers: _Weights, io: bool) -> Timings:
 
 
 def _is_timed(way: str, rows: int, weight: Tensor, io: bool) -> bool:
-    """Whether this way may be faster for this number of rows, and the product is not too large to find out."""
+    """Return whether to time an implementation: it may be faster for these rows, and the product is not too large."""
     if way == linear.CPP:
         return rows <= linear.most_rows(weight.dtype, io)
     return rows * weight.numel() <= LARGEST and (way != linear.SPLIT or rows >= split_product.FEWEST_ROWS)
@@ -123,13 +123,13 @@ _Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def _in_turn(ours: _Product, torchs: _Product, layers: _Weights) -> Seconds:
-    """Seconds of both, timed in pairs until all pairs agree on which is faster or the time budget is spent.
+    """Time both in pairs until all pairs agree on the faster one or the time budget is spent. Return the seconds.
 
-    Consecutive products use different weights, since the caches may hold those of the previous one. Single timings are
-    unreliable on a busy machine, so of the medians, the minima and the pair at the lower quartile of gains, the two
-    seconds with the lowest gain count: the median shows threads that wait for each other, the minimum corrects a lucky
-    median, and the quartile leaves to torch what gains in some pairs only. With one thread, the clock is that thread's
-    CPU time, which stops while another process has the core.
+    Consecutive products use different weights, since the caches may hold the previous ones. Single timings are
+    unreliable on a busy machine. There are three candidate pairs: the medians, the minima, and the pair at the lower
+    quartile of gains. The pair with the lowest gain counts. The median shows threads that wait for each other, the
+    minimum corrects a lucky median, and the quartile leaves a product to torch if it gains in some pairs only. With one
+    thread, the clock is the CPU time of the thread, which stops while another process has the core.
     """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: tuple[list[float], list[float]] = ([], [])

@@ -1,6 +1,6 @@
-"""The two passes of `cross_entropy` over the logits of a CPU, in C++: torch's operations take ten.
+"""The two passes of `cross_entropy` over the logits on a CPU, in C++. Torch's operations take ten passes.
 
-They are divided among torch's threads. The code is compiled on first use; `why_not` says why it cannot be.
+They use torch's threads. The code is compiled on first use. `why_not` returns the reason if it cannot be compiled.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from torch import Tensor
 from oslo_kernels import build
 
 _PER_THREAD = 1 << 15
-"""Logits that are worth another thread."""
+"""Logits per additional thread."""
 _ARGUMENTS = struct.Struct("9q2d").pack
 ELSEWHERE, IGNORED = -1, -2
-"""In the place of a target's column: it is on another rank; the row does not count."""
+"""Values in place of a target's column: the target is on another rank; the row is ignored."""
 
 
 @cache
 def why_not() -> str | None:
-    """Why there are none of these, if so. Compiles the library unless it is cached."""
+    """Return why the C++ passes are unavailable, or ``None``. Compile the library unless it is cached."""
     return build.why_not(_library)
 
 
 def computes(logits_Nv: Tensor) -> bool:
-    """Whether the passes over these logits are computed here: plain, of float32 or float64, in dense rows on a CPU."""
+    """Return whether these logits are supported: plain, in float32 or float64, with dense rows on a CPU."""
     usual = type(logits_Nv) is Tensor and logits_Nv.is_cpu and logits_Nv.dtype in (torch.float32, torch.float64)
     return bool(usual and logits_Nv.numel() and logits_Nv.stride(1) == 1 and why_not() is None)
 
 
 def statistics(logits_Nv: Tensor, column_N: Tensor) -> Tensor:
-    """``[4, N]``: each row's maximum, sum of ``exp(logit - maximum)``, target's logit (or 0), and sum of logits."""
+    """Return maximum, sum of ``exp(logit - maximum)``, target's logit (or 0) and sum of logits per row, ``[4, N]``."""
     made = logits_Nv.new_empty(4, len(logits_Nv))
     _run(logits_Nv, column_N, made, None, 0.0, 0.0)
     return made
 
 
 def replace_by_gradient_(logits_Nv: Tensor, column_N: Tensor, log_total_N: Tensor, hit: float, rest: float) -> None:
-    """Replace logits by ``exp(logit - log_total) - rest``, less ``hit`` for the target's; ignored rows by zeros."""
+    """Replace logits by ``exp(logit - log_total) - rest``, minus ``hit`` for the target. Ignored rows become zeros."""
     _run(logits_Nv, column_N, None, log_total_N.contiguous(), hit, rest)
 
 
@@ -55,7 +55,7 @@ def _run(x: Tensor, column_N: Tensor, made: Tensor | None, log_total_N: Tensor |
 
 @cache
 def _library() -> tuple[Callable[[bytes], None], bool]:
-    """The compiled function, and whether it can use several threads."""
+    """Return the compiled function, and whether it can use several threads."""
     library = build.load("logits.cpp")
     library.oslo_logits.argtypes, library.oslo_logits.restype = [ctypes.c_char_p], None
     return library.oslo_logits, bool(library.oslo_logits_threads())

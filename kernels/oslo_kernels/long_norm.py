@@ -1,6 +1,6 @@
-"""The kernels of `norm` for rows that are too long for one program's registers, which pass over a row in pieces.
+"""The kernels of `norm` for rows that exceed the registers of one program. They process a row in pieces.
 
-The pieces of a row are read again while a cache still has them.
+The pieces of a row are read again while they are still in the cache.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 from oslo_kernels.language import jit, launch, tl
 
 PIECE = 2048
-"""Elements of a row at a time."""
+"""Elements of a row that are processed at a time."""
 COLUMNS = 256
-"""Columns whose sums over the rows are computed by one program."""
+"""Columns that one program sums over the rows."""
 
 
 @jit
@@ -128,11 +128,11 @@ def backward(
     tensors: tuple[Tensor, ...], strides: tuple[int, ...], dx: Tensor, partial: Tensor, offset: float,
     flags: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Write the gradient of the sum, and the partial sums of those of weight and bias, as `norm` does for short rows.
+    """Write the gradient of the sum and the partial weight and bias gradients, as `norm` does for short rows.
 
     Args:
-        tensors: the gradient, that of the sum, the sum, the statistics and the weight.
-        strides: between the rows of the first three.
+        tensors: the gradient of the norm, the gradient of the sum, the sum, the statistics and the weight.
+        strides: the row strides of the first three tensors.
         flags: ``GRAD_SUM`` and ``CENTERED``.
     """
     grad, _, summed, statistics, _ = tensors

@@ -1,9 +1,9 @@
-"""Linear layers on a CPU whose weights are read in bfloat16 or in 8 bits, while everything else stays in float32.
+"""Linear layers on a CPU with weights in bfloat16 or int8 and everything else in float32.
 
 Decoding takes as long as reading the weights, so half or a quarter of the bytes take half or a quarter of the time. The
-product of few rows is computed by `linear`'s library; with more rows, a part of the weights at a time is converted to
-float32. Weights of 8 bits are symmetric with one scale per output, as in LLM.int8() (Dettmers et al., 2022) for its
-regular columns.
+library of `linear` computes products of few rows. With more rows, a part of the weights at a time is converted to
+float32. int8 weights are symmetric with one scale per output, as the regular columns in LLM.int8() (Dettmers et al.,
+2022).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NarrowWeight:
 
     Attributes:
         values: ``[out, in]``, in bfloat16 or int8.
-        scale: ``[out]`` in float32, by which the rows of int8 values are multiplied.
+        scale: ``[out]`` in float32, the factors of the rows of int8 values.
     """
 
     values: Tensor
@@ -40,7 +40,7 @@ class NarrowWeight:
         """Round a weight ``[out, in]``.
 
         Args:
-            largest_o: the largest magnitude of each row, for int8, if the weight is a part of longer rows.
+            largest_o: the largest magnitude of each full row, for int8, if the weight is a shard of the rows.
         """
         weight_oi = weight_oi.detach()
         if dtype is not torch.int8:
@@ -53,22 +53,22 @@ class NarrowWeight:
         return cls(values, scale)
 
     def dequantized(self) -> Tensor:
-        """The weight ``[out, in]`` with which products are computed, in float32."""
+        """Return the weight ``[out, in]`` of the products in float32."""
         wide = self.values.float()
         return wide if self.scale is None else wide.mul_(self.scale[:, None])
 
 
 def largest(weight_oi: Tensor) -> Tensor:
-    """The largest magnitude of each row, ``[out]``."""
+    """Return the largest magnitude of each row, ``[out]``."""
     low, high = torch.aminmax(weight_oi.detach(), dim=1)
     return torch.maximum(-low, high)
 
 
 def narrow_linear(x: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` with such a weight: ``[..., in]`` to ``[..., out]``, in the dtype of ``x``. Without gradients.
+    """``F.linear`` with a narrow weight: ``[..., in]`` to ``[..., out]``, in the dtype of ``x``. Without gradients.
 
-    Up to `MOST_ROWS` rows need the compiled library (`linear.why_not`). For int8, they round ``x`` to 16 bits,
-    relative to the largest value of 512 columns of a row; a value that is not finite makes all outputs of its row NaN.
+    Up to `MOST_ROWS` rows need the compiled library (`linear.why_not`). For int8, it rounds ``x`` to 16 bits, relative
+    to the largest value of 512 columns of a row. A value that is not finite makes all outputs of its row NaN.
     """
     outer, inner = weight.values.shape
     wide = x if x.dtype is torch.float32 else x.float()
@@ -92,7 +92,7 @@ def _of_few_rows(x: Tensor, weight: NarrowWeight, bias: Tensor | None, rows: int
 
 
 def _in_parts(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
-    """The product in float32, converting a part of the weights at a time."""
+    """Compute the product in float32, converting a part of the weights at a time."""
     each = max(1, linear.WIDENED // max(1, weight.values.shape[1]))
     parts = [F.linear(x, part.float()) for part in weight.values.split(each)]
     out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)

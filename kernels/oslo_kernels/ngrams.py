@@ -1,8 +1,8 @@
-"""Bans tokens that would repeat an n-gram: sets their scores to minus infinity, in place.
+"""Ban tokens that would repeat an n-gram: set their scores to minus infinity, in place.
 
 One source is compiled for CPU and GPU: for GPUs at installation if ``nvcc`` was available, otherwise on first use.
-Without a compiler, Triton or plain torch computes it. Shapes: R rows, S rows of the source, V tokens in the vocabulary,
-L length, W windows of n tokens.
+Without a compiler, Triton or plain torch computes the operation. Shapes: R rows, S rows of the source, V tokens in the
+vocabulary, L length, W windows of n tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def block_repeats_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tens
         scores_RV: the scores of each row's next token, of any floating dtype; changed in place.
         ids_RL: int64; the tokens of each row so far. Rows shorter than ``size - 1`` ban nothing.
         size: the length of an n-gram, at least 1.
-        source_SL: int64; the tokens whose n-grams must not recur: row ``r`` of ``ids`` uses its row ``r // (R // S)``.
+        source_SL: int64; the source of the banned n-grams. Row ``r`` of ``ids`` uses row ``r // (R // S)`` of it.
             ``None``: ``ids`` themselves. Tokens outside the vocabulary are ignored.
     """
     source_SL = ids_RL if source_SL is None else source_SL
@@ -75,7 +75,7 @@ def reference_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tensor) 
 
 @cache
 def _compiled(device: str) -> Any:
-    """The compiled function for a type of device; ``None`` if it cannot be compiled."""
+    """Return the compiled function for a type of device, or ``None`` if it cannot be compiled."""
     try:
         function = load("ngrams.cpp", cuda=device == "cuda").oslo_block_repeats
     except (BuildError, OSError) as error:
@@ -97,7 +97,7 @@ def _compiled(device: str) -> Any:
 
 
 def _launches(launch_on: Any) -> bool:
-    """Whether driver and GPU run the library, which may come from another machine; if not, Triton is used."""
+    """Return whether driver and GPU run the library, which may come from another machine. If not, Triton is used."""
     one = torch.zeros((1, 1), dtype=torch.long, device="cuda")
     try:
         launch_on(one.device, (*[one.data_ptr()] * 3, *[1] * 9, 8, 0))

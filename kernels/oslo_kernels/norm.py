@@ -17,11 +17,11 @@ from oslo_kernels.language import jit, launch, power_of_two, rows_of, strips, tl
 from oslo_kernels.operation import operation
 
 LONGEST = 1 << 13
-"""Longer rows do not fit into one program; `long_norm` has kernels that pass over a row in pieces."""
+"""Longer rows do not fit into one program. The kernels of `long_norm` process them in pieces."""
 
 
 def result_dtype(summed: torch.dtype, weight: torch.dtype, keeps_dtype: bool) -> torch.dtype:
-    """The dtype of the norm: that of the sum, or what torch makes of its product with the weight."""
+    """Return the dtype of the norm: the dtype of the sum, or the promoted dtype of sum and weight."""
     return summed if keeps_dtype else torch.promote_types(summed, weight)
 
 
@@ -58,13 +58,13 @@ def add_norm(
     offset: float = 0.0,
     keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``norm(x + residual) * (weight + offset) + bias``. Dtypes may differ; it computes in float32 at least.
+    """Compute ``norm(x + residual) * (weight + offset) + bias``, at least in float32. Dtypes may differ.
 
     Args:
         x: ``[..., N]``, as ``residual``; ``weight`` and ``bias`` are ``[N]``.
-        centered: a LayerNorm; otherwise a root-mean-square norm.
-        offset: added to the weight, as Gemma does.
-        keeps_dtype: whether the norm has the dtype of the sum even if that of the weight is wider.
+        centered: compute a LayerNorm instead of a root-mean-square norm.
+        offset: a number to add to the weight, as Gemma does.
+        keeps_dtype: whether the norm keeps the dtype of the sum even if the weight has a wider dtype.
 
     Returns:
         The norm; the sum ``x + residual`` (empty without a residual); the mean (zero unless centered) and the scale of
@@ -84,7 +84,7 @@ def add_norm_backward(
     offset: float = 0.0,
     bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the sum (which ``x`` and ``residual`` share), of the weight and of the bias (empty if none)."""
+    """Compute the gradients of the sum (shared by ``x`` and ``residual``), the weight, and the bias (empty if none)."""
     dtype = wide(summed.dtype)
     mean, scale = statistics.to(dtype)
     normed = (rows_of(summed).to(dtype) - mean) * scale
@@ -219,7 +219,7 @@ def norm_backward_kernel(
 
 
 def warps(block: int, backward: bool = False) -> int:
-    """The number of warps whose registers hold a row; in the backward pass they hold sums as well."""
+    """Return the number of warps with enough registers for a row, and in the backward pass for the sums as well."""
     return max(4, min(16, block // (512 if backward else 1024)))
 
 
@@ -248,7 +248,7 @@ def _run(
     x: Tensor, residual: Tensor | None, params: tuple[Tensor, Tensor], y: Tensor, summed: Tensor, eps: float,
     offset: float, flags: dict[str, bool],
 ) -> Tensor:  # fmt: skip
-    """Launch the forward kernel, which writes ``y`` and ``summed``; returns the statistics."""
+    """Launch the forward kernel, which writes ``y`` and ``summed``. Return the statistics."""
     N, matrix = x.shape[-1], rows_of(x)
     statistics = x.new_empty((2, len(matrix), 1), dtype=torch.float32)
     added = matrix if residual is None else rows_of(residual)
@@ -301,10 +301,10 @@ def add_norm_backward_triton(
 def norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, keeps_dtype: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``residual + norm(x) * (weight + offset)`` of a root-mean-square norm; the arguments are those of `add_norm`.
+    """Compute ``residual + norm(x) * (weight + offset)`` with a root-mean-square norm. For arguments see `add_norm`.
 
     Returns:
-        The sum; the statistics of `add_norm`.
+        The sum, and the statistics as in `add_norm`.
     """
     y, _, statistics = reference(x, None, weight, None, eps, False, offset, keeps_dtype)
     return residual + y, statistics

@@ -154,14 +154,14 @@ def normed_rotary_backward_kernel(
 
 
 def is_supported(*tensors: Tensor) -> bool:
-    """Whether the kernels can read these queries and keys."""
+    """Return whether the kernels can read these queries and keys."""
     x = tensors[0]
     rows_are_dense = all(each.stride(-1) == 1 and each.numel() for each in tensors)
     return rows_are_dense and x.dtype != torch.float64 and x.shape[-1] % 2 == 0 and x.shape[-1] <= 2048
 
 
 def _blocks(query: Tensor, key: Tensor, elements: int) -> tuple[dict[str, int], int, int]:
-    """How many heads a program takes, and how many programs queries and keys have each."""
+    """Return the launch flags with the heads per program, and the numbers of programs of queries and of keys."""
     half, (q_heads, k_heads) = query.shape[-1] // 2, (query.shape[1], key.shape[1])
     block = power_of_two(half, 1 << 20)
     together = power_of_two(max(q_heads, k_heads), max(1, elements // block))
@@ -169,7 +169,7 @@ def _blocks(query: Tensor, key: Tensor, elements: int) -> tuple[dict[str, int], 
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, head and position of each tensor."""
+    """Return the strides of batch, head and position of each tensor."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
@@ -180,8 +180,8 @@ def run(
     """Launch the forward kernel.
 
     Args:
-        statistics: what it writes; with ``full`` the sums of squares of queries and of keys that it reads.
-        numbers: ``eps``, ``offset`` and, with ``full``, of how many elements the squares are.
+        statistics: the output for the scales of heads; with ``full``, the input sums of squares of queries and keys.
+        numbers: ``eps``, ``offset`` and, with ``full``, the numbers of elements in the sums of squares.
     """
     dtype = result_dtype(query.dtype, weights[0].dtype, keeps_dtype)
     out = (torch.empty_like(query, dtype=dtype), torch.empty_like(key, dtype=dtype))
@@ -199,10 +199,10 @@ def run_backward(
     grads: tuple[Tensor, Tensor], query: Tensor, key: Tensor, tables: tuple[Tensor, Tensor],
     weights: tuple[Tensor, Tensor], statistics: Tensor, products: Tensor, numbers: tuple[float, ...], full: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Launch the backward kernel: the gradients of queries, keys and both weights.
+    """Launch the backward kernel and return the gradients of queries, keys and both weights.
 
     Args:
-        numbers: ``offset``, of how many elements squares and products are (with ``full``), and ``eps``.
+        numbers: ``offset``, the numbers of elements in the sums (with ``full``), and ``eps``.
     """
     batch, q_heads, length, width = query.shape
     dx, (cos, sin) = (torch.empty_like(query), torch.empty_like(key)), (table.contiguous() for table in tables)

@@ -1,4 +1,4 @@
-"""Root-mean-square norms of the heads of queries and keys together with their rotary positions, in one launch.
+"""Root-mean-square norms of query and key heads, fused with rotary position embeddings in one launch.
 
 Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Su et al., "RoFormer: Enhanced Transformer
 with Rotary Position Embedding", 2021.
@@ -19,7 +19,7 @@ from oslo_kernels.rotary import turn
 
 
 def _split(statistics: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales of queries and of keys, ``[batch, heads, length, 1]``, of those of all."""
+    """Split the scales of all heads into queries and keys, ``[batch, heads, length, 1]`` each."""
     scales = statistics.transpose(1, 2).unsqueeze(-1)
     return scales[:, : query.shape[1]], scales[:, query.shape[1] :]
 
@@ -36,16 +36,16 @@ def normed_rotary(
     offset: float = 0.0,
     keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each head's root-mean-square norm, times ``weight + offset``, with its rotary position.
+    """Normalize each head by its root mean square, multiply by ``weight + offset``, and apply the rotary position.
 
     Args:
-        query, key: ``[batch, heads, length, width]`` of one dtype, with heads of their own.
+        query, key: ``[batch, heads, length, width]`` of one dtype. The numbers of heads may differ.
         cos, sin: ``[batch or 1, length, width]``; without gradients.
         query_weight, key_weight: ``[width]``, of one dtype.
-        keeps_dtype: whether the results have the dtype of queries and keys even if that of the weights is wider.
+        keeps_dtype: whether the results keep the dtype of queries and keys even if the weights have a wider dtype.
 
     Returns:
-        Queries and keys; and the scale of each head, ``[batch, length, query and key heads]``.
+        Queries, keys, and the scale of each head, ``[batch, length, query and key heads]``.
     """
     made, scales = [], []
     for x, weight in ((query, query_weight), (key, key_weight)):
@@ -70,7 +70,7 @@ def normed_rotary_backward(
     statistics: Tensor,
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and both weights, from those of the results."""
+    """Compute the gradients of queries, keys and both weights from the gradients of the results."""
     both = zip((of_query, of_key), (query, key), (query_weight, key_weight), _split(statistics, query), strict=True)
     inputs, weights = [], []
     for grad, x, weight, scale in both:

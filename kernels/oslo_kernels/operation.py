@@ -1,7 +1,7 @@
 """`operation`: an operation of torch that eager code calls without torch's dispatcher.
 
 The dispatcher and its Python layers take some 100 microseconds of the host per call, more than most kernels take of a
-GPU. They are needed only by what looks at operations: `torch.compile`, fake tensors, selective checkpointing.
+GPU. Only code that intercepts operations needs them: `torch.compile`, fake tensors, selective checkpointing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Operation", "is_plain", "operation"]
 
 
 class Operation:
-    """A ``torch.library.custom_op`` that runs its kernel directly wherever nothing has to see the operation.
+    """A ``torch.library.custom_op`` that calls its kernel directly when no tracer or dispatch mode is active.
 
     Attributes:
         op: the custom operation.
@@ -41,13 +41,13 @@ class Operation:
         if kernel is None or torch._C._are_functorch_transforms_active() or not all(map(is_plain, tensors)):
             return self.op(*args)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            # a backward pass that is differentiated: torch's operation says that it has no backward pass of its own
+            # double backward: an operation without an autograd formula leaves the error to torch
             return self.op(*args) if self._function is None else self._function.apply(*args)
         with torch._C.DisableTorchFunctionSubclass():
             return kernel(*args)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Register what ``torch.compile`` needs: shapes and dtypes of the results."""
+        """Register the shapes and dtypes of the results for ``torch.compile``."""
         self.op.register_fake(fake)
         return fake
 
@@ -62,7 +62,7 @@ class Operation:
         return register
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Register the backward pass; the arguments are those of ``torch.library.register_autograd``."""
+        """Register the backward pass, with the arguments of ``torch.library.register_autograd``."""
         self.op.register_autograd(backward, setup_context=setup_context)
 
         def forward(ctx: Any, *args: Any) -> Any:
@@ -77,7 +77,7 @@ class Operation:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor has a storage of its own, as those with ``__torch_dispatch__`` do not."""
+    """Return whether a tensor's storage holds its values. Subclasses with ``__torch_dispatch__`` need not have one."""
     kind = type(x)
     return kind is Tensor or kind is nn.Parameter or bool(getattr(kind, "has_plain_storage", False))
 

@@ -1,7 +1,7 @@
-"""Norms and rotary positions on a CPU, which torch computes in many passes over memory, in one pass each way.
+"""Norms and rotary positions on a CPU in one pass over memory each way, instead of torch's many passes.
 
-They are divided among torch's threads. The code is compiled on first use; `why_not` says why it cannot be. Gradients of
-gradients are left to torch. For few rows without gradients see `small_operations`.
+They use torch's threads. The code is compiled on first use. `why_not` returns the reason if it cannot be compiled.
+Double backward is left to torch. For few rows without gradients see `small_operations`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from oslo_kernels import build
 from oslo_kernels.operation import is_plain
 
 _PER_THREAD = 1 << 15
-"""Elements that are worth another thread."""
+"""Elements per additional thread."""
 _DTYPES = (torch.float32, torch.float64)
 _NORM, _ROTATION = struct.Struct("11q2d").pack, struct.Struct("28q").pack
 
 
 @cache
 def why_not() -> str | None:
-    """Why there are none of these, if so. Compiles the library unless it is cached."""
+    """Return why these operations are unavailable, or ``None``. Compile the library unless it is cached."""
     return build.why_not(_library)
 
 
 def computes(x: Tensor, *others: Tensor) -> bool:
-    """Whether tensors like these are computed here: plain, of one dtype, on a CPU; outside of `torch.func`."""
+    """Return whether these tensors are supported: plain, of one dtype, on a CPU, outside of `torch.func`."""
     if torch.compiler.is_compiling() or not x.numel() or x.dtype not in _DTYPES:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -41,7 +41,7 @@ def computes(x: Tensor, *others: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * (weight + offset)`` of ``[..., N]`` and ``[N]``, for which `computes` is true.
+    """Compute ``x / sqrt(mean(x ** 2) + eps) * (weight + offset)`` of ``[..., N]`` and ``[N]`` that satisfy `computes`.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
@@ -88,12 +88,12 @@ def _norm(tensors: tuple[Tensor | None, ...], eps: float, offset: float) -> None
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """``x * cos + rotate_half(x) * sin`` of queries and keys, for which `computes` is true.
+    """Compute ``x * cos + rotate_half(x) * sin`` of queries and keys that satisfy `computes`.
 
     Args:
         query, key: ``[batch, heads, length, width]``.
-        cos, sin: ``[batch or 1, length, turned]``, without gradients; what follows the first ``turned`` elements of a
-            head stays. ``turned`` is even.
+        cos, sin: ``[batch or 1, length, turned]``, without gradients. The elements of a head after the first ``turned``
+            are copied. ``turned`` is even.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
@@ -102,7 +102,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation or, which is one too, its gradient."""
+    """The rotation, or its gradient, which is a rotation too."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys in one launch, in the variant that pairs the halves of a head.
+"""Rotary position embedding of queries and keys in one launch. This variant pairs the two halves of a head.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
 """
@@ -31,13 +31,16 @@ def reference(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, backward: bo
 
 @operation("oslo::rotary")
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
-    """``x * cos + rotate_half(x) * sin`` of queries and keys, or with ``backward`` their gradients from the results'.
+    """Compute ``x * cos + rotate_half(x) * sin`` of queries and keys.
+
+    With ``backward``, the inputs are the gradients of the results, and the outputs are the gradients of queries and
+    keys.
 
     Args:
-        query, key: ``[batch, heads, length, width]`` with heads of their own; strides are arbitrary but for the last,
-            which is 1.
-        cos, sin: ``[batch or 1, length, turned]``; without gradients. What follows the first ``turned`` elements of a
-            head stays as it is.
+        query, key: ``[batch, heads, length, width]``. The numbers of heads may differ. The last stride is 1, the others
+            are arbitrary.
+        cos, sin: ``[batch or 1, length, turned]``, without gradients. The elements of a head after the first ``turned``
+            are copied.
     """
     return reference(query, key, cos, sin, backward)
 

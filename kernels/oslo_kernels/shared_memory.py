@@ -2,8 +2,8 @@
 
 gloo uses sockets and switches between threads, which takes hundreds of microseconds for the few kilobytes of a decoding
 step; shared memory takes a few. Sums are formed in rank order, half precision in float32, so all ranks get the same
-bits. The method (double-buffered slots, one counter per rank, waiting by spinning first) is that of
-DeepSpeed's shared-memory all-reduce for CPU inference (``csrc/cpu/comm/shm.cpp``).
+bits. The method follows DeepSpeed's shared-memory all-reduce for CPU inference (``csrc/cpu/comm/shm.cpp``):
+double-buffered slots, one counter per rank, and waiting by spinning first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PeerError(RuntimeError):
     """A rank died, timed out, or made a different call than the others.
 
     Attributes:
-        position: that rank's index among the ranks that share the memory.
+        position: the index of the rank at fault among the ranks that share the memory.
     """
 
     def __init__(self, message: str, position: int = -1) -> None:
@@ -46,15 +46,15 @@ class SharedMemory:
 
     Attributes:
         timeout: seconds to wait for another rank in one call.
-        waiting: makes the context in which a call waits for others after a tenth of a second; its argument names the
-            call: ``"a sum"`` or ``"a concatenation"``.
+        waiting: factory of a context manager. A call enters it when it has waited for others for a tenth of a second.
+            The argument names the call: ``"a sum"`` or ``"a concatenation"``.
     """
 
     timeout: float = 1800.0
     waiting: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __init__(self, fd: int, rank: int, size: int) -> None:
-        """Map the memory behind ``fd``, and own it.
+        """Map the memory behind ``fd`` and take ownership of it.
 
         Raises:
             OSError: it cannot be mapped.
@@ -70,7 +70,7 @@ class SharedMemory:
 
     @staticmethod
     def create(size: int) -> tuple[SharedMemory, str]:
-        """Create memory for ``size`` ranks: rank 0's view, and the address for the others to `attach` to.
+        """Create memory for ``size`` ranks. Return rank 0's view, and the address for the others to `attach` to.
 
         Raises:
             BuildError: there is no compiler.
@@ -99,7 +99,7 @@ class SharedMemory:
         return SharedMemory(fd, rank, size)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Tensor:
-        """Sum ``x`` over the ranks, or take the maximum, in place; returns ``x``.
+        """Sum ``x`` over the ranks, or take the maximum, in place. Return ``x``.
 
         Args:
             x: a contiguous CPU tensor of one of `DTYPES`; of the same shape on every rank.
@@ -114,14 +114,14 @@ class SharedMemory:
         return x
 
     def direct(self) -> tuple[int, int]:
-        """The addresses of the function that `all_reduce` calls and of its memory, for code in C++; 0 after an error.
+        """Return the addresses of `all_reduce`'s C++ function and its memory for C++ callers. 0 after an error.
 
-        What the function returns there goes to `resume`.
+        The caller passes the function's return code to `resume`.
         """
         return self._address, self._handle or 0
 
     def resume(self, x: Tensor, code: int) -> None:
-        """Complete a sum of ``x``, in place, for which the function has returned ``code`` in C++.
+        """Complete a sum of ``x`` in place after the function has returned ``code`` to its C++ caller.
 
         Raises:
             PeerError: as `all_reduce`.
@@ -133,8 +133,8 @@ class SharedMemory:
         """Gather ``x``, a contiguous CPU tensor of the same shape on every rank, into ``[size, *x.shape]``.
 
         Args:
-            check: called every tenth of a second while a rank has not come, to raise if it has failed; otherwise it
-                must be alive and come within `timeout`.
+            check: a function to call every tenth of a second while a rank is missing. It raises if the rank has failed.
+                Without it, the rank must be alive and arrive within `timeout`.
 
         Raises:
             PeerError: as `all_reduce`.
@@ -154,7 +154,7 @@ class SharedMemory:
         arguments: tuple[object, ...],
         check: Callable[[], object] | None = None,
     ) -> None:
-        """Repeat a call that waits for another rank until it is done; Python handles signals in between."""
+        """Repeat a call that waits for another rank until it is done. Python handles signals in between."""
         with self.waiting(what):
             since, handle = time.monotonic(), self._handle
             self._handle = (
@@ -173,7 +173,7 @@ class SharedMemory:
             self._handle = handle
 
     def _fault(self, code: int, handle: int, waited: float) -> tuple[int, str] | None:
-        """The rank at fault for the ``code`` that a call returned, and its fault; ``None``: keep waiting."""
+        """Return the rank at fault and its fault for the ``code`` that a call returned, or ``None`` to keep waiting."""
         if code < 0:
             return -1 - code, "calls another operation or has a tensor of another size or dtype"
         if not self._library.oslo_shm_alive(handle, code - 1):

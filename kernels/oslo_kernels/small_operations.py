@@ -1,7 +1,7 @@
-"""Operations of decoding on a CPU that take longer to call than to compute: each is one call instead of six or more.
+"""Fused small operations for decoding on a CPU: one call instead of six or more.
 
-They compute without gradients, in one thread, what torch would compute in one thread as well. The code is compiled on
-first use; `why_not` says why it cannot be.
+Their calls take longer than their computation. They compute without gradients and in one thread, as torch does for
+tensors of this size. The code is compiled on first use. `why_not` returns the reason if it cannot be compiled.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from oslo_kernels import build
 
 MOST = 1 << 15
-"""Elements of the largest tensor computed here: torch divides larger ones among its threads."""
+"""Elements of the largest tensor to compute here. Torch divides larger tensors among its threads."""
 _DTYPES = (torch.float32, torch.float64)
 _NORM, _ROTATION = struct.Struct("6q2d").pack, struct.Struct("26q").pack
 
 
 @cache
 def why_not() -> str | None:
-    """Why there are none of these, if so. Compiles the library unless it is cached."""
+    """Return why these operations are unavailable, or ``None``. Compile the library unless it is cached."""
     return build.why_not(_library)
 
 
 def computes(x: Tensor, other: Tensor) -> bool:
-    """Whether tensors like these two are computed here: plain, small, of one dtype; without gradients or compiler."""
+    """Return whether these tensors are supported: plain, small, of one dtype, without gradients or compiler."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cpu:
         return False
     kind, dtype = type(other), x.dtype
@@ -38,7 +38,7 @@ def computes(x: Tensor, other: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * (weight + offset)`` of ``[..., N]`` and ``[N]``, for which `computes` is true.
+    """Compute ``x / sqrt(mean(x ** 2) + eps) * (weight + offset)`` of ``[..., N]`` and ``[N]`` that satisfy `computes`.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
@@ -50,11 +50,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """``x * cos + rotate_half(x) * sin`` of queries and keys, for which `computes` is true with ``cos``.
+    """Compute ``x * cos + rotate_half(x) * sin`` of queries and keys that satisfy `computes` with ``cos``.
 
     Args:
         query, key: ``[batch, heads, length, width]``, dense in the last dimension.
-        cos, sin: ``[batch or 1, length, turned]``, dense; what follows the first ``turned`` elements of a head stays.
+        cos, sin: ``[batch or 1, length, turned]``, dense. The elements of a head after the first ``turned`` are copied.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """

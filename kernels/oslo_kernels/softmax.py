@@ -1,6 +1,7 @@
-"""Scale, mask and softmax of attention scores in one pass, for attention that has to return its weights.
+"""Scale, mask and softmax of attention scores in one pass, for attention that returns its weights.
 
-Source of the fusion: Shoeybi et al., "Megatron-LM", 2019. Unlike theirs it takes any length, type and stride.
+Source of the fusion: Shoeybi et al., "Megatron-LM", 2019. Unlike Megatron's kernel, it takes any length, dtype and
+stride.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, scale: float = 1.
     """``softmax(scores * scale + mask)`` over the last dimension, computed at least in float32.
 
     Args:
-        scores: ``[batch, heads, queries, keys]``, whose dtype the result has.
-        mask: of a floating dtype, broadcast to the scores: large negative numbers for hidden keys, or a bias.
+        scores: ``[batch, heads, queries, keys]``. The result has the same dtype.
+        mask: an additive mask of a floating dtype, broadcast to the scores: large negative numbers for hidden keys, or
+            a bias.
         causal: the last query attends to all keys, each query before it to one less.
     """
     return reference(scores, mask, scale, causal)
@@ -43,7 +45,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, scale: float = 1.
 
 @operation("oslo::softmax_backward")
 def softmax_backward(grad: Tensor, weights: Tensor, scale: float) -> Tensor:
-    """The gradient of the scores."""
+    """Compute the gradient of the scores."""
     dy, y = grad.to(wide(weights.dtype)), weights.to(wide(weights.dtype))
     return ((dy - (dy * y).sum(-1, keepdim=True)) * y * scale).to(weights.dtype)
 
@@ -146,11 +148,11 @@ def softmax_backward_kernel(
 
 
 LONGEST, PIECE = 8192, 4096
-"""The longest row that one program holds; longer rows are read twice, in pieces of this size."""
+"""The longest row that one program holds, and the size of the pieces of longer rows, which are read twice."""
 
 
 def blocks(keys: int) -> dict[str, Any]:
-    """The launch constants for rows of this many keys."""
+    """Return the launch constants for rows of this length."""
     block = power_of_two(keys, LONGEST) if keys <= LONGEST else PIECE
     return {"SINGLE": block >= keys, "BLOCK": block, "num_warps": max(1, min(8, block // 512))}
 

@@ -1,13 +1,13 @@
-"""Products of float32 matrices by a processor's units for tiles of bfloat16 numbers (Intel's AMX).
+"""Products of float32 matrices by bfloat16 tile units (Intel's AMX).
 
-These units multiply sixteen times as fast as the vector units with which BLAS multiplies float32. Each number is the
-sum of three of bfloat16, exactly; six of the nine products of the parts of two numbers make theirs, up to less than a
-rounding error. Products of parts are exact, and sums are in float32, so the error is that of float32: against float64
-it is a little below that of MKL. What differs: numbers under 1e-33 lose digits, since the units take those under 1e-38
-as zero. Matrices with infinities or NaNs are left to torch.
+These units multiply sixteen times as fast as the vector units with which BLAS multiplies float32. Each float32 number
+is exactly the sum of three bfloat16 parts. Six of the nine products of two numbers' parts give their product, up to
+less than a rounding error. Products of parts are exact, and sums are in float32, so the accuracy is float32 accuracy.
+The error against float64 is a little below MKL's error. One thing differs: numbers under 1e-33 lose digits, since the
+units flush numbers under 1e-38 to zero. Matrices with infinities or NaNs are left to torch.
 
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-Computations", 2019. The code in C++ is compiled on first use; which products are faster, `linear_timing` measures.
+Computations", 2019. The C++ code is compiled on first use. `linear_timing` measures which products are faster.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from oslo_kernels import build, huge_pages
 FEWEST_ROWS = 32
 """With fewer rows on either side, most of a tile would be empty."""
 _PER_THREAD = 1 << 24
-"""Multiplications that are worth another thread."""
+"""Multiplications per additional thread."""
 _ARGUMENTS = struct.Struct("14q").pack
 
 
 @cache
 def why_not() -> str | None:
-    """Why there are none of these products here, if so. With units for tiles, compiles the library unless cached."""
+    """Return why these products are unavailable, or ``None``. With AMX, compile the library unless it is cached."""
     if "amx_bf16" not in build.processor():
         return "the processor has no units for tiles (AMX)"
     missing = build.why_not(_library)
@@ -39,7 +39,7 @@ def why_not() -> str | None:
 
 
 def fits(left: Tensor, right: Tensor) -> bool:
-    """Whether `product` takes these matrices: of float32, dense in one dimension, and large enough to gain."""
+    """Return whether `product` takes these matrices: float32, dense in one dimension, and large enough to gain."""
     return all(
         x.dtype is torch.float32 and x.is_cpu and x.dim() == 2 and 1 in x.stride() and x.shape[0] >= FEWEST_ROWS
         for x in (left, right)
@@ -55,13 +55,13 @@ def product(
     add: bool = False,
     plain: bool = False,
 ) -> Tensor:
-    """``left @ right.T + bias``, without gradients.
+    """Compute ``left @ right.T + bias``, without gradients.
 
     Args:
-        left_MK, right_NK: in float32; one of the strides of each is 1.
-        out_MN: where the result goes, with dense rows, which ``bias`` does not go with; ``None``: a new tensor.
-        add: add to what is in ``out_MN``, which becomes NaN where an operand is infinite.
-        plain: compute in plain C++ what the units would compute: slowly, on any processor.
+        left_MK, right_NK: float32 matrices. One of the two strides of each is 1.
+        out_MN: the output tensor, with dense rows. It excludes ``bias``. ``None`` allocates a new tensor.
+        add: add the product to ``out_MN``. Elements become NaN where an operand is infinite.
+        plain: emulate the units in plain C++. This is slow, but works on any processor.
     """
     (M, K), N = left_MK.shape, len(right_NK)
     if out_MN is None:
@@ -81,14 +81,14 @@ def product(
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """The strides of a matrix; where it has one row or column, its stride may be any."""
+    """Return the strides of a matrix. A dimension of size 1 may have any stride, so one that fits is chosen."""
     row, column = x.stride()
     return (row, 1) if x.shape[1] == 1 else (1, column) if x.shape[0] == 1 and column != 1 else (row, column)
 
 
 @cache
 def _library() -> tuple[Callable[[bytes], int], bool, Callable[[], int]]:
-    """The compiled function, whether it can use several threads, and what asks the system for the units."""
+    """Return the compiled function, whether it can use several threads, and the function that requests the units."""
     library = build.load("split_product.cpp")
     library.oslo_split_product.argtypes = (ctypes.c_char_p,)
     return library.oslo_split_product, bool(library.oslo_split_threads()), library.oslo_split_ready

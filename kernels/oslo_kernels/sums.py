@@ -1,4 +1,4 @@
-"""The sum of three tensors in one pass, instead of two with a sum of two in between."""
+"""The sum of three tensors in one pass, instead of two passes with an intermediate sum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 1024
 
 @operation("oslo::sum_of_three")
 def sum_of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """``x + y + z`` of tensors of one shape and dtype; in half precision the sum is rounded once."""
+    """Compute ``x + y + z`` of tensors of one shape and dtype. In half precision the sum is rounded once."""
     return x + y + z
 
 

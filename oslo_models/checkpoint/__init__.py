@@ -1,4 +1,4 @@
-"""Reads and writes sharded checkpoints, given the names and layouts of tensors and a mesh; knows nothing of models."""
+"""Reads and writes sharded checkpoints from tensor names, layouts and a mesh. Independent of models."""
 
 from oslo_models.checkpoint.filenames import MANIFEST, CheckpointError
 from oslo_models.checkpoint.journal import current_files, current_folder, recover

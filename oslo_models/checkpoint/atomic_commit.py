@@ -1,15 +1,15 @@
-"""Replaces a checkpoint atomically: a crash at any point leaves the complete old one or the complete new one.
+"""Replaces a checkpoint atomically: a crash at any point leaves the complete old or the complete new checkpoint.
 
 All files are written into a staging directory beside the target. Files of the target that the new checkpoint does not
 replace (a tokenizer, logs) are hard-linked into it, and one system call exchanges the two directories.
 
 Where this is impossible (the target has subdirectories, is a mount point or the working directory of a process, or the
 file system has no exchange or no hard links), the staging directory is renamed to a journal inside the target. This
-rename is the commit. The saving process then moves the files out of the journal into the target; if it dies, readers
-look through the journal, and the next save or `recover` moves the files.
+rename is the commit. The saving process then moves the files out of the journal into the target. If it dies, readers
+read through the journal, and the next save or `recover` moves the files.
 
-The parent of the target may belong to another user. So whatever is created is used through its descriptor, and a save
-ends with an error if its folder was exchanged.
+The parent of the target may belong to another user. So all created files are accessed through descriptors, and a save
+raises an error if its folder was exchanged.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def replace_atomically(
     If the block raises, on all ranks, the old checkpoint stays and the staging directory is removed.
 
     Args:
-        directory: the target; need not exist.
+        directory: the target directory. It need not exist.
         world: all ranks that write files.
         nbytes: the number of bytes that this rank will write.
-        variant: the variant of the checkpoint; only files of the same variant are replaced.
+        variant: the variant of the checkpoint. Only files of the same variant are replaced.
 
     Raises:
-        OSError: on every rank, when the directory cannot be written or the disk has too little space.
+        OSError: on every rank, if the directory cannot be written or the disk has too little space.
     """
     reports = gather_objects(world, (nbytes, _working_directory()))
     target = Path(os.path.realpath(directory))
@@ -73,10 +73,10 @@ def replace_atomically(
 
 @dataclass(frozen=True)
 class _Staging:
-    """The folder that the files of a save are written into.
+    """Staging directory of a save.
 
     Attributes:
-        path: its name.
+        path: its path.
         fd: its descriptor.
         number: its inode.
     """
@@ -86,14 +86,14 @@ class _Staging:
     number: int
 
     def check(self, path: Path) -> None:
-        """Raise ``CheckpointError`` unless it is what has this name."""
+        """Raise ``CheckpointError`` unless ``path`` is this directory."""
         if not os.path.samestat(os.fstat(self.fd), os.lstat(path)):
             raise _exchanged(path)
 
 
 @contextmanager
 def _staging_directory(target: Path, nbytes: int, working_directories: Sequence[str]) -> Iterator[_Staging]:
-    """Create a directory beside the target, or inside it where the two cannot be exchanged; remove it at the end.
+    """Create a directory beside the target, or inside it if an exchange is impossible. Remove it at the end.
 
     At the end it holds incomplete files after a failure, or the old checkpoint after an exchange.
     """
@@ -108,13 +108,13 @@ def _staging_directory(target: Path, nbytes: int, working_directories: Sequence[
     if target.exists():
         if not os.access(target, os.W_OK):
             raise PermissionError(f"cannot save to {target}: no permission to write there")
-        # An exchange gives the target another inode: a mount point, or processes that work in the target, would keep
-        # the old one.
+        # An exchange gives the target another inode. Mount points and processes inside the target would keep the old
+        # inode.
         in_use = os.path.ismount(target) or any(Path(path).is_relative_to(target) for path in working_directories)
         if in_use or not os.access(parent, os.W_OK):
             parent = target
     for leftover in (*target.parent.glob(f".{target.name}.saving-*"), *target.glob(f".{target.name}.saving-*")):
-        with suppress(OSError):  # its save is still running, or has just removed it, or it is no folder
+        with suppress(OSError):  # its save is still running or has just removed it, or it is not a folder
             os.close(_lock(leftover))
             shutil.rmtree(leftover, ignore_errors=True)
     usage = shutil.disk_usage(parent)
@@ -150,7 +150,7 @@ def _commit(staging: _Staging, target: Path, variant: str | None) -> None:
 
 
 def _exchange(staging: _Staging, target: Path, variant: str | None) -> bool:
-    """Exchange the staging directory with the target. Returns ``False``, with both unchanged, if that is impossible."""
+    """Exchange the staging directory with the target. Return ``False``, with both unchanged, if this is impossible."""
     new = set(os.listdir(staging.fd))
 
     def is_kept(name: str) -> bool:
@@ -173,7 +173,7 @@ def _exchange(staging: _Staging, target: Path, variant: str | None) -> bool:
         staging.check(target)
         for name in filter(is_kept, os.listdir(old)):  # the former target
             if not _is_same(name, old, staging.fd):
-                os.replace(name, name, src_dir_fd=old, dst_dir_fd=staging.fd)  # written after the links were made
+                os.replace(name, name, src_dir_fd=old, dst_dir_fd=staging.fd)  # written after the links were created
     finally:
         os.close(old)
     _sync(target.parent)
@@ -181,7 +181,7 @@ def _exchange(staging: _Staging, target: Path, variant: str | None) -> bool:
 
 
 def _copy_status(source: int, target: int) -> None:
-    """Give a folder the owner, the mode and the extended attributes of another one."""
+    """Copy owner, mode and extended attributes from one folder to another."""
     status = os.fstat(source)
     with suppress(PermissionError):  # only root may change the owner of a directory
         os.fchown(target, status.st_uid, status.st_gid)
@@ -193,7 +193,7 @@ def _copy_status(source: int, target: int) -> None:
 
 
 def _is_same(name: str, one: int, other: int) -> bool:
-    """Whether two folders have the same file of this name."""
+    """Return whether two folders have the same file under this name."""
     with suppress(FileNotFoundError):
         first, second = (os.stat(name, dir_fd=fd, follow_symlinks=False) for fd in (one, other))
         return os.path.samestat(first, second)
@@ -201,7 +201,7 @@ def _is_same(name: str, one: int, other: int) -> bool:
 
 
 def _open_folder(path: Path) -> int:
-    """Open a directory, but not through a link. Raises ``CheckpointError`` for another file of this name."""
+    """Open a directory without following links. Raise ``CheckpointError`` if the path is not a directory."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except NotADirectoryError as error:
@@ -209,7 +209,7 @@ def _open_folder(path: Path) -> int:
 
 
 def _through(fd: int, path: Path) -> Path:
-    """A path to a directory that leads through its descriptor, where the system has such paths."""
+    """Return a path to a directory through its descriptor, if the system supports such paths."""
     through = Path(f"/proc/self/fd/{fd}")
     return through if through.exists() else path
 
@@ -222,7 +222,7 @@ def _exchanged(path: Path) -> CheckpointError:
 
 
 def _rename_exchange(a: Path, b: Path) -> None:
-    """Exchange two directories in one system call. Raises ``OSError`` where system or file system cannot."""
+    """Exchange two directories in one system call. Raise ``OSError`` if system or file system do not support this."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         raise OSError(errno.ENOSYS, "no renameat2 in the C library")
@@ -231,7 +231,7 @@ def _rename_exchange(a: Path, b: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Open and lock a directory. Raises ``BlockingIOError`` if another process holds the lock."""
+    """Open and lock a directory. Raise ``BlockingIOError`` if another process holds the lock."""
     fd = _open_folder(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

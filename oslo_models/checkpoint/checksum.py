@@ -13,11 +13,11 @@ _CHUNK = 1 << 20
 
 
 def file_checksum(fd: int) -> int:
-    """The CRC-32 of an open file.
+    """Return the CRC-32 of an open file.
 
-    CRC-32 and not SHA-256: it guards against accidents, not against attackers, finds every single flipped bit and every
-    burst of up to 32 bits, and runs at 4.3 GB/s where SHA-256 reaches 1.8 GB/s with the processor's SHA instructions
-    (500 MB on an AMD EPYC) and a quarter of that without them.
+    CRC-32 instead of SHA-256: it guards against accidents, not against attackers. It detects every single flipped bit
+    and every burst of up to 32 bits. It runs at 4.3 GB/s. SHA-256 reaches 1.8 GB/s with the processor's SHA
+    instructions and a quarter of this speed without them (500 MB on an AMD EPYC).
     """
     value, offset, buffer = 0, 0, memoryview(bytearray(_CHUNK))
     while count := os.preadv(fd, [buffer], offset):
@@ -27,10 +27,10 @@ def file_checksum(fd: int) -> int:
 
 
 def tensor_checksum(tensor: Tensor, value: int = 0) -> int:
-    """The CRC-32 of the elements of a tensor, not of its shape or type; continues the checksum ``value``."""
+    """Continue the checksum ``value`` with the CRC-32 of a tensor's elements, without its shape and dtype."""
     return zlib.crc32(tensor_bytes(tensor.detach().cpu()), value) if tensor.numel() else value
 
 
 def tensor_bytes(tensor: Tensor) -> Any:
-    """The bytes of a tensor on the CPU, without a copy if it is contiguous."""
+    """Return the bytes of a CPU tensor, without a copy if it is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

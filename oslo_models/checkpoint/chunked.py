@@ -1,4 +1,4 @@
-"""Reads tensors that a checkpoint holds as one, such as the projections of an attention, as those of a model."""
+"""Reads fused tensors, such as the query, key and value projections of an attention, as the model's separate ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from oslo_models.sharding.layout import Layout, Range
 
 @dataclass(frozen=True)
 class ChunkedReader(CheckpointReader):
-    """A checkpoint in which some tensors are rows of others.
+    """Checkpoint in which some tensors are row ranges of fused tensors.
 
     Attributes:
-        inner: the checkpoint that holds the others.
-        chunks: for each of these tensors, the name of the other one and its rows there.
+        inner: the checkpoint with the fused tensors.
+        chunks: for each tensor of the model, the name of the fused tensor and the range of its rows.
     """
 
     inner: CheckpointReader | None = None
@@ -40,13 +40,13 @@ class ChunkedReader(CheckpointReader):
 
 
 def chunked_reader(reader: CheckpointReader, chunks: Mapping[str, Sequence[str]]) -> ChunkedReader:
-    """A reader in which the tensors of a checkpoint that are named by ``chunks`` are replaced by their equal parts.
+    """Return a reader that splits each fused tensor named in ``chunks`` into equal parts.
 
     Args:
-        chunks: the names of the parts of each tensor, in order.
+        chunks: the names of the parts of each fused tensor, in order.
 
     Raises:
-        CheckpointError: a tensor has rows that cannot be divided into so many parts.
+        CheckpointError: the rows of a tensor cannot be divided into this number of parts.
     """
     tensors, places = dict(reader.tensors), {}
     for source, names in chunks.items():

@@ -1,4 +1,4 @@
-"""Reads tensors that a checkpoint holds in parts, such as filters of queries, keys and values, as one of a model."""
+"""Concatenates tensors that a checkpoint stores separately, such as filters of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from oslo_models.sharding.layout import Layout, Range
 
 @dataclass(frozen=True)
 class ConcatenatedReader(CheckpointReader):
-    """A checkpoint in which some tensors are others, concatenated along their first dimension.
+    """Checkpoint in which some tensors are concatenations of stored tensors along the first dimension.
 
     Attributes:
-        inner: the checkpoint that holds the others.
+        inner: the checkpoint with the parts.
         parts: the names of the parts of each tensor, in order.
     """
 
@@ -36,7 +36,7 @@ class ConcatenatedReader(CheckpointReader):
         return out
 
     def _copy_rows(self, name: str, wanted: Range, out: Tensor) -> None:
-        """Copy the rows ``wanted`` of a tensor into ``out``, which has as many."""
+        """Copy the rows ``wanted`` of a tensor into ``out``, which has the same number of rows."""
         assert self.inner is not None
         first = 0
         for part in self.parts[name]:
@@ -49,10 +49,10 @@ class ConcatenatedReader(CheckpointReader):
 
 
 def concatenated_reader(reader: CheckpointReader, parts: Mapping[str, Sequence[str]]) -> ConcatenatedReader:
-    """A reader in which ``parts``, which are all in the checkpoint, are replaced by what they are concatenated to.
+    """Return a reader that replaces ``parts`` by their concatenations. The checkpoint must have all parts.
 
     Raises:
-        CheckpointError: parts of a tensor do not fit, or are not all floating-point numbers.
+        CheckpointError: parts of a tensor differ in shape, or only some have a floating-point dtype.
     """
     tensors = dict(reader.tensors)
     for name, own in parts.items():

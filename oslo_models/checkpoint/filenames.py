@@ -6,9 +6,9 @@ import re
 
 MANIFEST = "oslo_manifest.json"
 MERGED = ("model.safetensors", "pytorch_model.bin")
-"""The weights file of a merged checkpoint, in the order in which transformers looks for it."""
+"""Names of the weights file of a merged checkpoint, in the search order of transformers."""
 OPTIMIZER = "optimizer"
-"""The variant under which the state of an optimizer is saved."""
+"""Variant of optimizer state files."""
 
 _SPLIT = re.compile(r"pytorch_model_tp([=_])(\d+)_pp\1(\d+)(?:_dp\1(\d+))?\.(?:bin|safetensors)")
 _OPTIMIZER = re.compile(r"optimizer_tp=\d+_pp=\d+_dp=\d+\.bin")
@@ -17,12 +17,12 @@ _OPTIMIZER = re.compile(r"optimizer_tp=\d+_pp=\d+_dp=\d+\.bin")
 class CheckpointError(OSError):
     """A checkpoint is incomplete, damaged or mixed from several saves.
 
-    The message names the file, what was expected and found, and what to do.
+    The message names the file, the expected and the actual content, and the remedy.
     """
 
 
 def with_variant(name: str, variant: str | None) -> str:
-    """The name as transformers spells it for a variant: ``model.fp16.safetensors``."""
+    """Add a variant to a file name as transformers does: ``model.fp16.safetensors``."""
     if variant is None:
         return name
     stem, suffix = name.rsplit(".", 1)
@@ -30,16 +30,16 @@ def with_variant(name: str, variant: str | None) -> str:
 
 
 def index_name(name: str, variant: str | None) -> str:
-    """The index of a merged checkpoint in several files: ``model.safetensors.index.fp16.json``."""
+    """Return the index name of a merged checkpoint in several files: ``model.safetensors.index.fp16.json``."""
     return with_variant(f"{name}.index.json", variant)
 
 
 def split_name(tp_rank: int, pp_rank: int, safe: bool, separator: str = "=", replica: int = 0) -> str:
-    """The file of one rank: ``pytorch_model_tp=0_pp=0.bin``.
+    """Return the file name of one rank: ``pytorch_model_tp=0_pp=0.bin``.
 
     Args:
-        replica: another one than the first has a file of its own, ``pytorch_model_tp=0_pp=0_dp=1.bin``, with experts
-            that the first does not hold.
+        replica: the data-parallel replica. Replicas after the first save only the experts that the first does not
+            hold, in a separate file: ``pytorch_model_tp=0_pp=0_dp=1.bin``.
     """
     of_replica = f"_dp{separator}{replica}" if replica else ""
     suffix = "safetensors" if safe else "bin"
@@ -47,7 +47,10 @@ def split_name(tp_rank: int, pp_rank: int, safe: bool, separator: str = "=", rep
 
 
 def split_position(name: str) -> tuple[int, int, int] | None:
-    """``(tp_rank, pp_rank, replica)`` of a split file, in either spelling; ``None`` for other names."""
+    """Parse ``(tp_rank, pp_rank, replica)`` from the name of a split file; ``None`` for other names.
+
+    Accepts ``=`` and ``_`` as separator.
+    """
     match = _SPLIT.fullmatch(name)
     return (int(match[2]), int(match[3]), int(match[4] or 0)) if match else None
 
@@ -57,7 +60,7 @@ def optimizer_name(tp_rank: int, pp_rank: int, dp_rank: int) -> str:
 
 
 def is_replaced_by_save(name: str, variant: str | None) -> bool:
-    """Whether a file of an existing directory belongs to the checkpoint that a save of this variant replaces."""
+    """Return whether a save of this variant replaces the file ``name`` of an existing checkpoint."""
     if variant is None and split_position(name):
         return True
     if variant == OPTIMIZER and _OPTIMIZER.fullmatch(name):

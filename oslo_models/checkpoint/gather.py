@@ -19,16 +19,16 @@ _BLOCK = 8 << 20
 def gather_full_tensor(
     tensor: Tensor | None, layout: Layout, dtype: torch.dtype, stage: int, mesh: ParallelMesh
 ) -> Tensor | None:
-    """Gather a tensor on the CPU of world rank 0. A collective of the first data-parallel replica, and of
-    those that hold other experts.
+    """Gather a tensor on the CPU of world rank 0.
 
-    Shards are sent in blocks, so that no rank needs more memory than the full tensor on rank 0 and one block.
+    This is a collective of the first data-parallel replica, and of all replicas with different experts. Shards are
+    sent in blocks. Rank 0 needs memory for the full tensor and one block, the other ranks for one block.
 
     Args:
         tensor: this rank's shard; ``None`` on other pipeline stages.
         layout: how the tensor is sharded over the tensor-parallel ranks.
-        dtype: its type, which ranks of other stages do not have.
-        stage: the pipeline stage whose ranks send their shards.
+        dtype: its dtype; required because ranks of other pipeline stages have no shard.
+        stage: the pipeline stage that holds the shards.
 
     Returns:
         The full tensor on world rank 0, ``None`` on other ranks.
@@ -67,7 +67,7 @@ def gather_full_tensor(
 
 
 def _blocks(tensor: Tensor, indices: Iterable[Index]) -> Iterator[Tensor]:
-    """Views of ``tensor`` at these indices, in blocks of bounded size."""
+    """Yield views of ``tensor`` at these indices, in blocks of at most `_BLOCK` bytes (at least one row)."""
     for index in indices:
         view = torch.atleast_1d(tensor[index])
         if view.numel():
@@ -75,6 +75,6 @@ def _blocks(tensor: Tensor, indices: Iterable[Index]) -> Iterator[Tensor]:
 
 
 def _transfer_device(mesh: ParallelMesh) -> torch.device:
-    """The CPU if the process group supports it, so that no GPU memory is needed; the GPU otherwise."""
+    """Return the CPU if the process group has a CPU backend, which saves GPU memory; the GPU otherwise."""
     has_cpu_backend = mesh.model.group is None or "cpu:" in str(dist.get_backend_config(mesh.model.group))
     return torch.device("cpu") if has_cpu_backend else mesh.device

@@ -1,4 +1,4 @@
-"""Reads stacked experts whose gate and up projections alternate row by row as those of a model, one after the other."""
+"""Reads stacked experts with interleaved gate and up rows. The model has all gate rows first, then all up rows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from oslo_models.sharding.layout import Layout, Range
 
 @dataclass(frozen=True)
 class InterleavedReader(CheckpointReader):
-    """A checkpoint in which the rows of some tensors ``[experts, 2 * width, hidden]`` come from two halves in turn.
+    """Checkpoint in which some tensors ``[experts, 2 * width, hidden]`` interleave the rows of their two halves.
 
     Attributes:
-        inner: the checkpoint that holds them.
-        sources: the names that they have there, by those of the tensors with one half after the other.
+        inner: the checkpoint with the interleaved tensors.
+        sources: the name of each interleaved tensor in the checkpoint, by the name of the tensor in the model.
     """
 
     inner: CheckpointReader | None = None
@@ -46,7 +46,7 @@ class InterleavedReader(CheckpointReader):
 
 
 def _region(shape: tuple[int, ...], experts: Range, rows: Range) -> Layout:
-    """A layout whose first rank holds some rows of some experts."""
+    """Return a layout in which rank 0 holds these rows of these experts."""
     (first, last), (start, stop) = experts, rows
     own, beside, elsewhere = ((start, stop),), ((0, start), (stop, shape[1])), ((0, shape[1]),)
     if (first, last) == (0, shape[0]):
@@ -56,10 +56,10 @@ def _region(shape: tuple[int, ...], experts: Range, rows: Range) -> Layout:
 
 
 def interleaved_reader(reader: CheckpointReader, sources: Mapping[str, str]) -> InterleavedReader:
-    """A reader in which tensors with alternating rows are replaced by those with one half after the other.
+    """Return a reader that gives interleaved tensors in the layout of the model.
 
     Args:
-        sources: the names of these tensors in the checkpoint, by those of the others.
+        sources: the name of each interleaved tensor in the checkpoint, by the name of the tensor in the model.
 
     Raises:
         CheckpointError: a tensor has an odd number of rows.

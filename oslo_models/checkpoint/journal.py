@@ -1,7 +1,7 @@
-"""A save that was committed, but whose files are still in a journal inside the folder of the checkpoint.
+"""Handles a committed save with files that are still in a journal inside the folder of the checkpoint.
 
-Readers look through the journal and change nothing (`current_files`). Only the next save, or `recover`, moves the files
-to their places. Anybody can write such a journal into a checkpoint that others download: it is read and applied through
+Readers read through the journal and change nothing (`current_files`). Only the next save or `recover` moves the files
+to their places. Anybody can put such a journal into a checkpoint for download. So it is read and applied through
 descriptors, without following links, and refused unless it is complete and belongs to the user.
 """
 
@@ -27,10 +27,10 @@ _DEPTH = 8
 
 
 def current_files(directory: Path) -> dict[str, Path]:
-    """Return the files of a checkpoint's folder by name, as they are once an interrupted save has been finished.
+    """Return the files of a checkpoint's folder by name, as after completion of an interrupted save.
 
     Raises:
-        CheckpointError: there is a journal that cannot be trusted.
+        CheckpointError: there is an untrusted journal.
     """
     paths = {path.name: path for path in directory.iterdir() if path.is_file()} if directory.is_dir() else {}
     with _opened(directory) as journal:
@@ -43,7 +43,7 @@ def current_files(directory: Path) -> dict[str, Path]:
 
 
 def current_folder(directory: str | os.PathLike[str], name: str) -> Path:
-    """Return the folder in which a file of a checkpoint is: the journal of an interrupted save, or ``directory``."""
+    """Return the folder of a checkpoint's file: the journal of an interrupted save, or ``directory``."""
     folder = Path(directory)
     if not os.path.lexists(folder / JOURNAL):
         return folder
@@ -51,7 +51,7 @@ def current_folder(directory: str | os.PathLike[str], name: str) -> Path:
 
 
 def identity(directory: Path) -> tuple[Any, ...]:
-    """Return a value that changes when a save replaces the checkpoint in a folder, or moves files there."""
+    """Return a value that changes when a save replaces the checkpoint in a folder or moves files there."""
     found: list[Any] = []
     for path in (directory, directory / JOURNAL):
         with suppress(OSError):
@@ -61,22 +61,22 @@ def identity(directory: Path) -> tuple[Any, ...]:
 
 
 def recover(directory: str | os.PathLike[str]) -> bool:
-    """Finish a save that was interrupted in its last step. Returns whether there was one.
+    """Finish a save that was interrupted in its last step. Return whether there was one.
 
     Raises:
-        CheckpointError: its journal cannot be trusted, or its files cannot be moved.
+        CheckpointError: the journal is not trusted, or its files cannot be moved.
     """
     return finish_interrupted_save(Path(os.path.realpath(directory)))
 
 
 def finish_interrupted_save(target: Path, own: os.stat_result | None = None) -> bool:
-    """Move the files of a journal into the checkpoint. Returns whether there was a journal.
+    """Move the files of a journal into the checkpoint. Return whether there was a journal.
 
     Args:
         own: the folder that this save has just renamed to the journal.
 
     Raises:
-        CheckpointError: the journal cannot be trusted or is not ``own``, or its files cannot be moved.
+        CheckpointError: the journal is not trusted or is not ``own``, or its files cannot be moved.
     """
     try:
         with _opened(target) as journal:
@@ -106,8 +106,8 @@ class _Journal:
     """An open journal.
 
     Attributes:
-        directory: the checkpoint's folder.
-        target: its descriptor.
+        directory: the folder of the checkpoint.
+        target: the descriptor of this folder.
         fd: the descriptor of the journal.
         files: the files in it, by their relative names.
         manifests: the contents of its manifests, by name.
@@ -120,7 +120,7 @@ class _Journal:
     manifests: dict[str, dict[str, Any]]
 
     def check(self) -> None:
-        """Raise ``CheckpointError`` unless all files of the manifests are here, or have been moved."""
+        """Raise ``CheckpointError`` unless all files of the manifests are here or have been moved."""
         for manifest, content in self.manifests.items():
             if manifest != with_variant(MANIFEST, content.get("variant")):
                 raise _refused(self.directory, manifest, "it is not the manifest of its variant")
@@ -134,7 +134,7 @@ class _Journal:
                     raise _refused(self.directory, name, f"no file of {record['size']} bytes as {manifest} says")
 
     def verify(self) -> None:
-        """Raise ``CheckpointError`` unless all files of the manifests have their checksums."""
+        """Raise ``CheckpointError`` unless all files match their checksums in the manifests."""
         for manifest, content in self.manifests.items():
             for name, record in content["files"].items():
                 fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self.fd if name in self.files else self.target)
@@ -161,7 +161,7 @@ def _opened(directory: Path) -> Iterator[_Journal | None]:
     """Open the journal in a folder; ``None`` if there is none.
 
     Raises:
-        CheckpointError: it is a link, has links or files of another user, or lacks files of its manifest.
+        CheckpointError: the journal is a link, contains links or files of another user, or lacks files of its manifest.
     """
     with ExitStack() as stack:
         try:
@@ -191,7 +191,7 @@ def _opened(directory: Path) -> Iterator[_Journal | None]:
 
 
 def _walk(directory: Path, fd: int, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The files in a folder of the journal and below it, by their relative names."""
+    """Yield all files in a folder of the journal and below, by relative name."""
     for name in os.listdir(fd):
         path = prefix + name
         status = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -215,7 +215,7 @@ def _read(directory: Path, fd: int, name: str) -> dict[str, Any]:
 
 
 def _move(source: int, target: int, manifests: set[str]) -> None:
-    """Move the files of one folder into another, both by their descriptors, and so the folders below."""
+    """Move the files of one folder into another by descriptors, recursively."""
     for name in sorted(os.listdir(source)):
         status = os.stat(name, dir_fd=source, follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode):
@@ -233,7 +233,7 @@ def _move(source: int, target: int, manifests: set[str]) -> None:
 
 
 def _is_dropped(name: str, manifest: str, content: dict[str, Any]) -> bool:
-    """Whether a file of the old checkpoint has no successor of the same name in the new one."""
+    """Return whether a file of the old checkpoint has no successor of the same name in the new checkpoint."""
     return is_replaced_by_save(name, content.get("variant")) and name not in content["files"] and name != manifest
 
 

@@ -1,4 +1,4 @@
-"""Finds the files of a checkpoint by its manifest, its index or their names. Never reads weights."""
+"""Finds the files of a checkpoint by manifest, index or file names. Never reads weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from oslo_models.checkpoint.reader import CheckpointReader
 from oslo_models.checkpoint.weights_file import WeightsFile
 
 Grid = dict[tuple[int, int], str]
-"""Names of split files by ``(rank, pp_rank)``, where the ranks of the tp axis of each replica follow each other."""
+"""Names of split files by ``(rank, pp_rank)``, with ``rank = replica * tp_size + tp_rank``."""
 
 
 def open_files(directory: Path, variant: str | None) -> CheckpointReader:
-    """Find and open the files of the checkpoint in a directory, without reading which tensors they hold.
+    """Find and open the files of the checkpoint in a directory, without reading their tensor names.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or files of it are missing.
-        CheckpointError: manifest or index are damaged, or do not match the files.
+        FileNotFoundError: there is no checkpoint, or files are missing.
+        CheckpointError: manifest or index are damaged or do not match the files.
     """
     paths = current_files(directory)
     manifest = None
@@ -44,7 +44,7 @@ def open_files(directory: Path, variant: str | None) -> CheckpointReader:
 
 
 def manifest_mismatch(path: Path | str, expected: str, actual: str) -> CheckpointError:
-    """The error for a file that differs from its record in the manifest."""
+    """Return the error for a file that differs from its record in the manifest."""
     return CheckpointError(
         f"{path}: expected {expected}, found {actual}, according to {MANIFEST}. The file is damaged or of another "
         f"checkpoint: copy or save it again. If the change was meant, remove {MANIFEST}, which switches this check off"
@@ -52,7 +52,7 @@ def manifest_mismatch(path: Path | str, expected: str, actual: str) -> Checkpoin
 
 
 def _names_in_manifest(directory: Path, paths: Mapping[str, Path], records: Mapping[str, Any]) -> list[str]:
-    """The names of the weights files in a manifest. All of them must exist, and no other split file."""
+    """Return the names of the weights files in a manifest. All must exist, and no other split files."""
     names = [name for name in records if not name.endswith(".json")]
     for name in names:
         size = records[name]["size"]
@@ -67,7 +67,7 @@ def _names_in_manifest(directory: Path, paths: Mapping[str, Path], records: Mapp
 
 
 def _grid(names: Iterable[str]) -> Grid:
-    """The split files by rank. Of several files for one rank, names with ``=`` and then safetensors take precedence."""
+    """Return the split files by rank. For one rank, names with ``=`` and then safetensors take precedence."""
     ordered = sorted(names, key=lambda name: ("_tp=" in name, name.endswith(".safetensors")))
     found = {position: name for name in ordered if (position := split_position(name))}  # the last one takes precedence
     tp = 1 + max((tp_rank for tp_rank, _, _ in found), default=0)
@@ -76,7 +76,7 @@ def _grid(names: Iterable[str]) -> Grid:
 
 
 def _complete_grid(directory: Path, names: Iterable[str]) -> Grid:
-    """The split files by rank. Raises ``FileNotFoundError`` if some are missing."""
+    """Return the split files by rank. Raise ``FileNotFoundError`` if some are missing."""
     grid = _grid(names)
     if of_replicas := [name for name in grid.values() if (split_position(name) or (0,))[-1]]:
         raise FileNotFoundError(
@@ -95,7 +95,7 @@ def _complete_grid(directory: Path, names: Iterable[str]) -> Grid:
 
 
 def _merged_names(paths: Mapping[str, Path], variant: str | None) -> list[str]:
-    """The names of merged weights files, in transformers' order of precedence; empty if there are none."""
+    """Return the names of merged weights files by transformers' order of precedence; empty if there are none."""
     for name in MERGED:
         if with_variant(name, variant) in paths:
             return [with_variant(name, variant)]

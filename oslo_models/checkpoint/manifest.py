@@ -1,4 +1,4 @@
-"""The manifest: lists the files and tensors of a checkpoint, with checksums. Written last, read first."""
+"""The manifest lists the files and tensors of a checkpoint, with checksums. It is written last and read first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oslo_models.checkpoint.checksum import file_checksum
 from oslo_models.checkpoint.filenames import CheckpointError
 
 FORMAT_VERSION = 3
-"""The latest version, with files of several replicas. In version 2, tensors may have ``first_ranges``, in 1 not."""
+"""Latest version. 1: no ``first_ranges``; 2: tensors may have ``first_ranges``; 3: files of several replicas."""
 
 
 def sync_and_record(path: Path) -> dict[str, int]:
@@ -28,7 +28,7 @@ def sync_and_record(path: Path) -> dict[str, int]:
 
 
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content``, the format version, the versions of the libraries and a checksum over all of these."""
+    """Write ``content`` with the format version, the library versions and a checksum over everything."""
     versions = {
         name: import_module(name).__version__ for name in ("oslo_models", "torch", "transformers", "safetensors")
     }
@@ -43,7 +43,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read and check a manifest.
 
     Raises:
-        CheckpointError: it is damaged, or of a format that this version cannot read.
+        CheckpointError: the manifest is damaged or has an unsupported format version.
     """
     return parse_manifest(path, path.read_bytes())
 
@@ -52,7 +52,7 @@ def parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
     """Check the content of a manifest, as `read_manifest` does.
 
     Args:
-        path: where it is, for messages.
+        path: its path, for messages.
     """
     try:
         manifest = json.loads(data)
@@ -72,7 +72,7 @@ def parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _check_files(path: Path, files: Any) -> None:
-    """Raise ``CheckpointError`` unless a manifest records files of its own folder."""
+    """Raise ``CheckpointError`` unless all recorded files are in the folder of the manifest."""
     if not isinstance(files, dict):
         raise CheckpointError(f"{path}: expected the record of its files, found {type(files).__name__}")
     for name, record in files.items():

@@ -23,7 +23,7 @@ FallbackLayout = Callable[[str, list[tuple[int, ...]]], Layout | None]
 """``(name, local shapes on all tp ranks) -> Layout`` for split files without a manifest; ``None`` if the shapes fit no
 layout."""
 OwnerStage = Callable[[str, int], int]
-"""``(name, number of stages) -> stage`` whose file has the trained copy of a tensor, for split files of OSLO 1.x."""
+"""``(name, number of stages) -> stage`` with the trained copy of a tensor, for split files of OSLO 1.x."""
 
 
 def open_checkpoint(
@@ -35,18 +35,18 @@ def open_checkpoint(
 ) -> CheckpointReader:
     """Open a checkpoint. Not a collective: call it on every rank, within `agree`.
 
-    The files are those in the manifest. Without one, split files, which must be complete, take precedence over merged
-    ones, and these are looked for in transformers' order: safetensors, its index, ``.bin``, its index.
+    The manifest lists the files. Without a manifest, split files take precedence over merged files and must be
+    complete. Merged files are searched in transformers' order: safetensors, its index, ``.bin``, its index.
 
     Args:
         directory: the directory of the checkpoint.
-        variant: as transformers' ``variant``.
+        variant: as in transformers' ``from_pretrained``.
         fallback_layout: infers the layouts of split files without a manifest.
-        owner_stage: the stage to read a tensor from where files of OSLO 1.x hold every layer on every stage; by default
-            the first.
+        owner_stage: the stage with the trained copy of a tensor, since files of OSLO 1.x hold every layer on every
+            stage. Defaults to the first stage.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or files of it are missing and no manifest names them.
+        FileNotFoundError: there is no checkpoint, or files are missing and no manifest names them.
         CheckpointError: a file is damaged, missing or belongs to another checkpoint.
     """
     source = Path(directory)
@@ -66,8 +66,8 @@ def open_checkpoint(
 def verify_checkpoint(reader: CheckpointReader, axis: Axis) -> None:
     """Compare every file with its checksum in the manifest. A collective of ``axis``.
 
-    Ranks share the work where they have opened the same file of the same host, so that each host checks every file
-    that its ranks read, once. Without a manifest, only checks that every file can be read.
+    Ranks on one host with the same open file share the work, so each host checks each of its files once. Without a
+    manifest, only check that every file can be read.
 
     Raises:
         CheckpointError: on every rank, with the host, the file, the expected and the actual checksum.
@@ -88,7 +88,7 @@ def verify_checkpoint(reader: CheckpointReader, axis: Axis) -> None:
 
 
 def _identities(reader: CheckpointReader) -> dict[str, tuple[str, int, int]]:
-    """The open files by name: the running system of their host, their device and their inode."""
+    """Return the identity of each open file: boot id of the host, device and inode."""
     try:
         system = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -100,7 +100,7 @@ def _identities(reader: CheckpointReader) -> dict[str, tuple[str, int, int]]:
 def _stored_tensors(
     reader: CheckpointReader, fallback_layout: FallbackLayout | None, owner_stage: OwnerStage | None
 ) -> dict[str, StoredTensor]:
-    """The layout, dtype and files of each tensor."""
+    """Return the layout, dtype and files of each tensor."""
     if not reader.grid:
         views = [(name, view, file) for file in reader.files.values() for name, view in file.views.items()]
         return {name: StoredTensor(Layout(tuple(view.shape)), view.dtype, (file,)) for name, view, file in views}
@@ -116,7 +116,7 @@ def _stored_tensors(
 
 
 def _stored_by_manifest(reader: CheckpointReader, manifest: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """The layout, dtype and files of each tensor of split files, as the manifest says."""
+    """Return the layout, dtype and files of each tensor of split files from the manifest."""
     stored = {}
     for name, entry in manifest["tensors"].items():
         ranges = tuple(tuple((start, stop) for start, stop in pieces) for pieces in entry["ranges"])
@@ -133,7 +133,7 @@ def _stored_by_manifest(reader: CheckpointReader, manifest: Mapping[str, Any]) -
 def _stored_without_manifest(
     reader: CheckpointReader, fallback_layout: FallbackLayout | None, owner_stage: OwnerStage | None
 ) -> dict[str, StoredTensor]:
-    """Tensors of split files without a manifest: layouts are inferred, and each stage may hold every tensor."""
+    """Infer the layouts of tensors in split files without a manifest. Each stage may hold every tensor."""
     tp, pp = reader.split or (1, 1)
     stages: dict[str, list[int]] = {}
     for stage in range(pp):

@@ -1,6 +1,6 @@
-"""Saves and loads the state of training besides the weights: optimizer and random number generators of each rank.
+"""Saves and loads the training state besides the weights: optimizer and random number generators of each rank.
 
-The files are in the directory of the model's checkpoint or in one of their own, and are replaced atomically too.
+The files are in the directory of the model's checkpoint or in a separate directory. They are replaced atomically too.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def save_optimizer(
 ) -> None:
     """Save the optimizer and the random number generators of all ranks. A collective of all ranks.
 
-    Data-parallel replicas with equal states write them once.
+    Data-parallel replicas with equal optimizer states write the state once.
 
     Args:
-        directory: the target; may be that of the model's checkpoint.
+        directory: the target directory. It may be the directory of the model's checkpoint.
         optimizer: the optimizer of this rank's parameters.
         mesh: the mesh of all ranks.
-        state: further state to save: numbers, strings, tensors, and lists and dictionaries of them.
+        state: further state to save: numbers, strings, tensors, and lists and dictionaries of these.
 
     Raises:
         ValueError: ``state`` has objects of other types, which could not be loaded.
-        OSError: the directory cannot be written, or the disk is full.
+        OSError: the directory cannot be written or the disk is full.
     """
     target, world, kind = Path(directory), mesh.world, _kind(optimizer)
     optimizer = _local_optimizer(optimizer)
@@ -86,16 +86,16 @@ def load_optimizer(directory: str | os.PathLike[str], optimizer: Optimizer, mesh
     """Restore the optimizer and the random number generators of all ranks. A collective of all ranks.
 
     Args:
-        directory: where `save_optimizer` saved.
+        directory: the directory passed to `save_optimizer`.
         optimizer: an optimizer of the same parameters, in the same groups and order.
         mesh: a mesh of the same sizes.
 
     Returns:
-        The ``state`` that was given to `save_optimizer`.
+        The ``state`` passed to `save_optimizer`.
 
     Raises:
-        FileNotFoundError: there is no optimizer state in the directory.
-        ValueError: it was saved with other parallel sizes, or from another kind of optimizer.
+        FileNotFoundError: the directory has no optimizer state.
+        ValueError: the state was saved with other parallel sizes, another optimizer class or other parameter shapes.
         CheckpointError: a file is damaged, or the model in the directory was saved again without its optimizer.
     """
     target = Path(directory)
@@ -123,13 +123,13 @@ def load_optimizer(directory: str | os.PathLike[str], optimizer: Optimizer, mesh
 
 
 def _zero_redundancy(optimizer: Optimizer) -> Any:
-    """The optimizer if it is a ``ZeroRedundancyOptimizer``, whose module is slow to import; otherwise ``None``."""
+    """Return a ``ZeroRedundancyOptimizer`` itself, ``None`` for other classes. Avoids the slow import of its module."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return optimizer if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else None
 
 
 def _local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose state this rank saves: of a ``ZeroRedundancyOptimizer``, that of this rank's parameters.
+    """Return the optimizer to save: the local optimizer inside a ``ZeroRedundancyOptimizer``, else the argument.
 
     Raises:
         ValueError: a ``ZeroRedundancyOptimizer`` has not assigned parameters to ranks yet.
@@ -147,13 +147,13 @@ def _local_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def _kind(optimizer: Optimizer) -> str:
-    """The class of an optimizer, as recorded in the manifest."""
+    """Return the class name of an optimizer, as recorded in the manifest."""
     name = type(optimizer).__name__
     return name if _zero_redundancy(optimizer) is None else f"{name} of {type(_local_optimizer(optimizer)).__name__}"
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Everything in nested lists, tuples and dictionaries, the keys included."""
+    """Yield all leaves of nested lists, tuples and dictionaries, including dictionary keys."""
     if isinstance(value, (dict, list, tuple)):
         for inner in value.items() if isinstance(value, dict) else value:
             yield from _leaves(inner)
@@ -162,7 +162,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _to_local(value: Any) -> Any:
-    """The same state with the local shards of tensors that FSDP shards over the replicas."""
+    """Replace tensors that FSDP shards over the replicas by their local shards."""
     if isinstance(value, dict):
         return {key: _to_local(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -171,7 +171,7 @@ def _to_local(value: Any) -> Any:
 
 
 def _to_dtensors(local_state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The inverse of `_to_local`: tensors of parameters that FSDP shards become `DTensor`."""
+    """Invert `_to_local`: tensors of parameters that FSDP shards become `DTensor`."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {}
     for index, entry in local_state["state"].items():
@@ -196,7 +196,7 @@ def _to_dtensors(local_state: dict[str, Any], optimizer: Optimizer) -> dict[str,
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
-    """The local shapes of the parameters, by group."""
+    """Return the local shapes of the parameters, by group."""
     return [
         [list((param.to_local() if isinstance(param, DTensor) else param).shape) for param in group["params"]]
         for group in optimizer.param_groups
@@ -204,7 +204,7 @@ def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
 
 
 def _state_checksum(state: Any) -> int:
-    """A checksum of all tensors and values of a state."""
+    """Return a checksum of all tensors and values of a state."""
     checksum = 0
     for leaf in _leaves(state):
         is_tensor = isinstance(leaf, Tensor)
@@ -241,7 +241,7 @@ def _file_name(mesh: ParallelMesh, dp_rank: int) -> str:
 
 
 def _model_checksum(directory: Path) -> int | None:
-    """A checksum of the manifest of the model's checkpoint in the directory; ``None`` without one."""
+    """Return a checksum of the manifest of the model's checkpoint in the directory; ``None`` without one."""
     manifest = current_files(directory).get(MANIFEST)
     return None if manifest is None else zlib.crc32(manifest.read_bytes())
 
@@ -255,7 +255,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: Optimizer, mesh: ParallelMesh) -> None:
-    """Raise an error unless the saved state is for this kind of optimizer, these sizes and the model beside it."""
+    """Raise an error unless the saved state fits this optimizer class, these parallel sizes and the model beside it."""
     own = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
     saved = {axis: manifest[axis] for axis in own}
     experts = manifest.get("ep", mesh.expert_parallel_size)  # older versions did not record it
@@ -283,7 +283,7 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
 
 
 def _read(directory: Path, manifest: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Load one file. Raises ``CheckpointError`` if it is missing or differs from its record in the manifest."""
+    """Load one file. Raise ``CheckpointError`` if it is missing or differs from its record in the manifest."""
     path, record = current_files(directory).get(name), manifest["files"].get(name)
     if path is None or record is None:
         raise CheckpointError(f"{directory / name} is missing: copy it there, or go on from another checkpoint")

@@ -1,4 +1,4 @@
-"""Reads any rank's shard of a tensor from a checkpoint, whatever the parallel sizes that it was saved with."""
+"""Reads any rank's shard of a tensor from a checkpoint that was saved with any parallel sizes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class StoredTensor:
     """A tensor in a checkpoint.
 
     Attributes:
-        layout: its full shape, and how it is sharded over the files.
-        dtype: its type.
-        files: the file of each shard; one file if the tensor is not sharded.
+        layout: the full shape and the sharding over the files.
+        dtype: the stored dtype.
+        files: the file of each shard; one file for a tensor without sharding.
     """
 
     layout: Layout
@@ -36,9 +36,9 @@ class StoredTensor:
 
 
 class LazySlice:
-    """One rank's shard of a tensor in a checkpoint, read when it is indexed.
+    """One rank's shard of a tensor in a checkpoint. Indexing reads it.
 
-    Has the interface of safetensors' slices, which transformers' loader accepts in a ``state_dict``.
+    Implements the interface of safetensors' slices, which transformers' loader accepts in a ``state_dict``.
     """
 
     def __init__(self, reader: CheckpointReader, name: str, layout: Layout, rank: int) -> None:
@@ -47,7 +47,7 @@ class LazySlice:
         self.dtype = reader.tensors[name].dtype
 
     def read(self) -> Tensor:
-        """The shard, in memory of its own."""
+        """Read the shard into new memory."""
         return self.reader.read(self.name, self.layout, self.rank)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -66,13 +66,13 @@ class LazySlice:
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """The tensors of one checkpoint. Made by `open_checkpoint`; threads may read at the same time.
+    """Reader of one checkpoint, created by `open_checkpoint`. Several threads may read concurrently.
 
     Attributes:
-        directory: where it is.
-        files: its weights files, by name.
+        directory: the directory of the checkpoint.
+        files: the weights files, by name.
         grid: the names of split files by ``(rank, pp_rank)``; empty when the checkpoint is merged.
-        manifest: the content of its manifest; ``None`` without one.
+        manifest: the content of the manifest; ``None`` without one.
         tensors: all tensors, by name.
     """
 
@@ -88,18 +88,18 @@ class CheckpointReader:
         return (max(t for t, _ in self.grid) + 1, max(p for _, p in self.grid) + 1) if self.grid else None
 
     def read(self, name: str, layout: Layout, rank: int) -> Tensor:
-        """Read the shard of a tensor that ``rank`` holds under ``layout``, and nothing else.
+        """Read only the shard of a tensor that ``layout`` assigns to ``rank``.
 
         Args:
             name: the name of the tensor.
-            layout: how the reading ranks shard it; need not be the layout in the files.
-            rank: the rank whose shard to read.
+            layout: the sharding over the reading ranks. It may differ from the layout in the files.
+            rank: the rank in ``layout``.
 
         Returns:
-            The shard, in memory of its own.
+            The shard in newly allocated memory.
 
         Raises:
-            ValueError: the shape of the layout is not that of the tensor.
+            ValueError: the layout and the tensor differ in shape.
             KeyError: there is no such tensor.
         """
         stored = self.tensors[name]
@@ -111,15 +111,15 @@ class CheckpointReader:
         return out
 
     def read_region(self, name: str, region: Index, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Read a rectangular region of a full tensor, and nothing else.
+        """Read only a rectangular region of a full tensor.
 
         Args:
             name: the name of the tensor.
             region: a slice with both bounds for every dimension.
-            shape: another shape of as many elements, to which a tensor that is not sharded is reshaped before.
+            shape: reshape the tensor to this shape first. Only for tensors without sharding.
 
         Returns:
-            The region, in memory of its own.
+            The region in newly allocated memory.
 
         Raises:
             KeyError: there is no such tensor.
@@ -129,7 +129,7 @@ class CheckpointReader:
         return out
 
     def _copy(self, name: str, wanted: Index, out: Tensor, shape: tuple[int, ...] | None = None) -> None:
-        """Copy the region ``wanted`` of a full tensor into ``out``, which has its shape."""
+        """Copy the region ``wanted`` of a full tensor into ``out``, which has the same shape."""
         stored, local = self.tensors[name], tuple(slice(0, size) for size in out.shape)
         if shape is not None:
             (file,) = stored.files
@@ -144,7 +144,7 @@ class CheckpointReader:
                     file.copy(source, out[_translate(common, wanted, local)])
 
     def slice(self, name: str, layout: Layout, rank: int) -> LazySlice:
-        """The same shard as `read`, to be read later."""
+        """Return the shard of `read` as a lazy slice."""
         return LazySlice(self, name, layout, rank)
 
     def close(self) -> None:
@@ -153,22 +153,22 @@ class CheckpointReader:
 
 
 def _translate(index: Index, full: Index, local: Index) -> Index:
-    """Translate an index into the full tensor to a shard that has the region ``full`` of it at ``local``."""
+    """Translate an index of the full tensor to a shard that stores the region ``full`` at ``local``."""
     shifts = [b.start - a.start for a, b in zip(full, local, strict=True)]
     return tuple(slice(i.start + shift, i.stop + shift) for i, shift in zip(index, shifts, strict=True))
 
 
 def range_layout(shape: Sequence[int], dim: int, start: int, stop: int) -> Layout:
-    """A layout whose first rank holds the indices from ``start`` to ``stop`` of ``dim``."""
+    """Return a layout that assigns the range ``start:stop`` of ``dim`` to rank 0."""
     return Layout(tuple(shape), dim, (((start, stop),), ((0, start), (stop, shape[dim]))))
 
 
 def require_alike(reader: CheckpointReader, whole: str, parts: Sequence[str], first_dim: int = 0) -> None:
-    """Raise ``CheckpointError`` unless the parts of a tensor have equal sizes and are numbers of one kind.
+    """Raise ``CheckpointError`` unless the parts of a tensor agree in size and in kind of dtype (float or not).
 
     Args:
-        whole: the tensor that they are parts of.
-        first_dim: sizes are equal from this dimension on.
+        whole: the name of the full tensor, for the message.
+        first_dim: the first dimension to compare.
     """
     first = reader.tensors[parts[0]]
     for name in parts[1:]:

@@ -1,4 +1,4 @@
-"""Writes weights files one tensor at a time, so that no more than one has to be in memory."""
+"""Writes weights files one tensor at a time, so that only one tensor has to be in memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from oslo_models.checkpoint.checksum import tensor_bytes
 from oslo_models.checkpoint.weights_file import WeightsFile
 
 SaveFunction = Callable[[Any, Any], Any]
-"""``(object, path)``, as `torch.save`."""
+"""``(object, path)``, like `torch.save`."""
 
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in safetensors: ``"F32"``."""
+    """Return the name of a dtype in safetensors: ``"F32"``."""
     name: str = json.loads(save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
     return name
 
@@ -51,27 +51,27 @@ def explain_write_errors(path: Path, nbytes: int, rank: int) -> Iterator[None]:
 
 @cache
 def dtype_order(dtypes: frozenset[torch.dtype]) -> dict[torch.dtype, int]:
-    """The places of dtypes in a file, as safetensors has them: wide ones first, and int64 before float64."""
+    """Return safetensors' order of dtypes in a file: wide dtypes first, and int64 before float64."""
     header = json.loads(save({str(dtype): torch.empty(0, dtype=dtype) for dtype in dtypes})[8:])
     names = [name for name in header if name != "__metadata__"]
     return {dtype: names.index(str(dtype)) for dtype in dtypes}
 
 
 def write_order(meta: Mapping[str, Tensor]) -> list[str]:
-    """The order of the tensors in a file: the widest dtypes first, so that all are aligned."""
+    """Return the order of the tensors in a file: widest dtypes first, so that all are aligned."""
     order = dtype_order(frozenset(tensor.dtype for tensor in meta.values()))
     return sorted(meta, key=lambda name: (order[meta[name].dtype], name))
 
 
 def write_safetensors(path: Path, meta: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> None:
-    """Write a ``.safetensors`` file: a header with the offset of each tensor, then their bytes.
+    """Write a ``.safetensors`` file: a header with the offset of each tensor, then the bytes of all tensors.
 
-    The library's own ``save_file`` needs all tensors in memory.
+    The library's ``save_file`` needs all tensors in memory.
 
     Args:
         path: the file to write.
         meta: tensors of the same shapes and dtypes, for example on the meta device.
-        tensors: the tensors in `write_order`; no more than one is in memory.
+        tensors: the tensors in `write_order`. Only one is in memory at a time.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -98,13 +98,13 @@ def write_weights(
     """Write a ``.safetensors`` file, or a ``.bin`` file with a dictionary of tensors.
 
     Args:
-        path: the file to write; its suffix decides the format.
-        meta: as in `write_safetensors`.
-        tensors: as in `write_safetensors`.
-        aliases: further names of tensors, which share their memory (``.bin`` only): ``{alias: name}``.
+        path: the file to write. Its suffix selects the format.
+        meta: see `write_safetensors`.
+        tensors: see `write_safetensors`.
+        aliases: additional tensor names that share memory (``.bin`` only): ``{alias: name}``.
         save_function: replaces `torch.save` (``.bin`` only).
-        use_spool_file: the tensors do not fit into memory together, which `torch.save` needs: write them to a temporary
-            file and map it into memory.
+        use_spool_file: write the tensors to a temporary file first and map it into memory, since `torch.save` needs all
+            tensors at once.
     """
     if path.suffix == ".safetensors":
         write_safetensors(path, meta, tensors)
@@ -126,7 +126,7 @@ def write_weights(
 
 
 class _PageReleasingFile(io.BufferedWriter):
-    """A file that, after each write, releases the pages of the mapped file that the data came from."""
+    """File that releases the pages of the mapped source file after each write."""
 
     def __init__(self, path: Path, source: WeightsFile) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -139,6 +139,6 @@ class _PageReleasingFile(io.BufferedWriter):
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is a view of a larger storage, all of which torch.save would write."""
+    """Copy the tensor if it is a view of a larger storage, since torch.save would write the full storage."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,4 +1,4 @@
-"""Reads the experts of a mixture, which a checkpoint holds as separate matrices, as the stacked tensors of a model."""
+"""Stacks the experts of a mixture-of-experts layer that a checkpoint stores as separate matrices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Piece:
     Attributes:
         name: its name in the checkpoint.
         expert: its index in the first dimension.
-        part: which of the matrices that the second dimension concatenates it is.
+        part: its index among the matrices that are concatenated along the second dimension.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class StackedReader(CheckpointReader):
-    """A checkpoint in which some tensors are stacks of others.
+    """Checkpoint in which some tensors are stacks of stored matrices.
 
     Attributes:
-        inner: the checkpoint that holds the others.
+        inner: the checkpoint with the matrices.
         pieces: the pieces of each stack.
     """
 
@@ -51,7 +51,7 @@ class StackedReader(CheckpointReader):
         return out
 
     def _copy_pieces(self, name: str, wanted: Index, out: Tensor) -> None:
-        """Copy the region ``wanted`` of a stack into ``out``, which has its shape."""
+        """Copy the region ``wanted`` of a stack into ``out``, which has the same shape."""
         assert self.inner is not None
         experts, rows, columns = wanted
         for piece in self.pieces[name]:
@@ -63,16 +63,16 @@ class StackedReader(CheckpointReader):
             target = out[piece.expert - experts.start, start + first - rows.start : stop + first - rows.start]
             if (start, stop) == (0, shape[0]):
                 region = range_layout(shape, 1, columns.start, columns.stop)
-            else:  # a rank holds a part of the rows or of the columns, never of both
+            else:  # ranks shard the rows or the columns, never both
                 region = range_layout(shape, 0, start, stop)
             target.copy_(self.inner.read(piece.name, region, 0))
 
 
 def stacked_reader(reader: CheckpointReader, pieces: Mapping[str, Sequence[Piece]]) -> StackedReader:
-    """A reader in which ``pieces``, which are all in the checkpoint, are replaced by their stacks.
+    """Return a reader that replaces ``pieces`` by their stacks. The checkpoint must have all pieces.
 
     Raises:
-        CheckpointError: the pieces of a stack have different shapes, or are not all floating-point numbers.
+        CheckpointError: the pieces of a stack have different shapes, or only some have a floating-point dtype.
     """
     tensors = dict(reader.tensors)
     for name, own in pieces.items():

@@ -1,4 +1,4 @@
-"""Describes the tensors on every rank; gathered before a save, so that all ranks plan the same files."""
+"""Describes the tensors of every rank. Ranks gather the descriptions before a save, so that all plan the same files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TensorInfo:
     """A tensor of one pipeline stage, without its data.
 
     Attributes:
-        layout: how it is sharded over the tensor-parallel ranks.
-        dtype: its type.
+        layout: the sharding over the tensor-parallel ranks.
+        dtype: the dtype.
         stage: the pipeline stage.
         alias_of: the name of another tensor of the stage with the same memory.
     """
@@ -45,21 +45,21 @@ def gather_infos(
     """Describe the tensors of this rank and of each pipeline stage. A collective of all ranks.
 
     Args:
-        doing: what is being done, for error messages: ``"saving to /path"``.
+        doing: the current operation, for error messages: ``"saving to /path"``.
         tensors: the local shards on this rank.
-        layouts: how each tensor is sharded over the tensor-parallel ranks.
+        layouts: the sharding of each tensor over the tensor-parallel ranks.
         mesh: the mesh of all ranks.
-        tied: for each tied weight the name of its source.
+        tied: the name of the source of each tied weight.
 
     Returns:
-        The tensors of this rank, and a list of those of each stage.
+        The tensors of this rank, and a list with the tensors of each pipeline stage.
 
     Raises:
-        ValueError: on every rank, when the shape of a tensor is not the one that its layout has for the rank.
+        ValueError: on every rank, if a tensor does not have the local shape of its layout.
     """
     infos: TensorInfos = {}
     sources: dict[str, str] = {}
-    for name in sorted(tensors, key=lambda name: name in tied):  # the source itself, or a tied name if it is elsewhere
+    for name in sorted(tensors, key=lambda name: name in tied):  # the source first, else a tied name
         sources.setdefault(tied.get(name, name), name)
     with agree(mesh.world, doing):
         for name, tensor in tensors.items():
@@ -73,10 +73,10 @@ def gather_infos(
 
 
 def merge_stages(stages: Sequence[TensorInfos], tied: Mapping[str, str]) -> tuple[TensorInfos, dict[str, str]]:
-    """Merge the tensors of all pipeline stages; one on several stages is taken from the first.
+    """Merge the tensors of all pipeline stages. A tensor on several stages is taken from the first.
 
     Returns:
-        The tensors without aliases, and for each alias the name of its source.
+        The tensors without aliases, and the source name of each alias.
     """
     merged: TensorInfos = {}
     for infos in stages:
@@ -84,7 +84,7 @@ def merge_stages(stages: Sequence[TensorInfos], tied: Mapping[str, str]) -> tupl
     aliases = {}
     for name, info in merged.items():
         source = tied.get(name)
-        # Tied weights on one stage share memory, unless they were untied; across stages only their names tell.
+        # Tied weights on one stage share memory, unless they were untied. Across stages only names identify them.
         if source in merged and (info.alias_of is not None or merged[source].stage != info.stage):
             aliases[name] = source
     return {name: info for name, info in merged.items() if name not in aliases}, aliases

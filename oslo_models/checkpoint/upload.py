@@ -16,13 +16,13 @@ _CONFIGURATIONS = ("config.json", "generation_config.json")
 
 @dataclass(frozen=True)
 class Upload:
-    """Where a checkpoint is uploaded to: arguments of transformers' ``save_pretrained(push_to_hub=True)``.
+    """Upload target of a checkpoint: the arguments of transformers' ``save_pretrained(push_to_hub=True)``.
 
     Attributes:
-        repo_id: the repository, created if there is none; by default the name of the directory, in the user's
-            namespace.
-        token: of the hub; by default the one that ``hf auth login`` stored.
-        private, create_pr, revision, commit_message, commit_description: as of ``huggingface_hub``.
+        repo_id: the repository. It is created if it does not exist. Defaults to the name of the directory, in the
+            user's namespace.
+        token: the access token of the hub. Defaults to the token stored by ``hf auth login``.
+        private, create_pr, revision, commit_message, commit_description: see ``huggingface_hub``.
     """
 
     repo_id: str | None = None
@@ -34,10 +34,10 @@ class Upload:
     commit_description: str | None = None
 
     def push(self, directory: Path, variant: str | None, with_config: bool) -> None:
-        """Upload the files of the checkpoint in one commit, which deletes those that they replace.
+        """Upload the files of the checkpoint in one commit. The commit also deletes the files that they replace.
 
         Raises:
-            OSError: the hub refused it, or cannot be reached. The checkpoint in ``directory`` is complete.
+            OSError: the hub refused the upload or cannot be reached. The checkpoint in ``directory`` is complete.
         """
         name = with_variant(MANIFEST, variant)
         names = {name, *json.loads((directory / name).read_text())["files"]}

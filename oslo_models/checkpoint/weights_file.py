@@ -18,16 +18,16 @@ from oslo_models.checkpoint.filenames import CheckpointError
 from oslo_models.locking import locked_property
 
 _BLOCK = 4 << 20
-"""Bytes copied before their pages are released."""
+"""Bytes to copy before their pages are released."""
 _libc = ctypes.CDLL(None)
 
 
 class WeightsFile:
     """A ``.safetensors`` or ``.bin`` file, mapped into memory.
 
-    The pages that a process has read from a mapping count as its resident memory, so tensors are copied in blocks and
-    the pages released after each block; neither safetensors' slices nor `torch.load` do so. The file stays open, so
-    that a reader keeps reading the same checkpoint after a save has replaced it. Threads may share a reader.
+    Pages read from a mapping count as resident memory of the process. So tensors are copied in blocks, and the pages
+    are released after each block. Neither safetensors' slices nor `torch.load` do so. The file stays open, so that a
+    reader keeps reading the same checkpoint after a save has replaced it. Threads may share a reader.
     """
 
     fd = -1
@@ -39,10 +39,10 @@ class WeightsFile:
 
     @locked_property
     def views(self) -> dict[str, Tensor]:
-        """The tensors by name, as views of the mapped memory; nothing is read until they are accessed.
+        """The tensors by name, as views of the mapped memory. Access to a view reads the file.
 
         Raises:
-            CheckpointError: the file is truncated, or not a weights file.
+            CheckpointError: the file is truncated or not a weights file.
         """
         if self.fd < 0:
             raise ValueError(f"{self.path} was closed; open the checkpoint again")
@@ -51,7 +51,7 @@ class WeightsFile:
             if self.path.suffix == ".safetensors":
                 file = safe_open(path, framework="pt")
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
-            # Files of torch before 1.6 are no zip files, and cannot be mapped.
+            # Files of torch before 1.6 are not zip files and cannot be mapped.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
             return {name: _plain(name, tensor) for name, tensor in state.items() if isinstance(tensor, Tensor)}
         except Exception as error:
@@ -61,10 +61,10 @@ class WeightsFile:
             ) from error
 
     def copy(self, view: Tensor, out: Tensor) -> None:
-        """Copy a slice of one of the views into ``out``, which has the same shape and dtype.
+        """Copy a slice of a view into ``out``, which has the same shape and dtype.
 
         Raises:
-            CheckpointError: the file has become shorter than it was.
+            CheckpointError: the file has been truncated since it was opened.
         """
         view, out = torch.atleast_1d(view), torch.atleast_1d(out)
         if view.is_contiguous() and out.is_contiguous() and self._mapped_addresses[1]:
@@ -76,7 +76,7 @@ class WeightsFile:
             self.release_pages(source)
 
     def _read(self, view: Tensor, out: Tensor) -> None:
-        """Read what is in one piece without the mapping, whose page faults take as long as the copy."""
+        """Read a contiguous view without the mapping, since page faults would take as long as the copy."""
         offset = view.data_ptr() - self._mapped_addresses[0]
         buffer = out.flatten().view(torch.uint8).numpy().data
         while buffer:
@@ -86,7 +86,7 @@ class WeightsFile:
             buffer, offset = buffer[count:], offset + count
 
     def release_pages(self, block: Tensor | None = None) -> None:
-        """Release the pages that were read for a block of a view, or those of the entire file."""
+        """Release the pages of a block of a view, or of the entire file."""
         first, end = self._mapped_addresses
         if block is not None:
             start = block.data_ptr()
@@ -97,9 +97,10 @@ class WeightsFile:
 
     @locked_property
     def _mapped_addresses(self) -> tuple[int, int]:
-        """The first address of the mapping and its end; ``(0, 0)`` if the file is not mapped.
+        """Start and end address of the mapping; ``(0, 0)`` if the file is not mapped.
 
-        Found by the address of a view and the inode of the file: to release pages of other memory would erase them.
+        The mapping is identified by the address of a view and the inode of the file, since a release of other memory
+        would erase it.
         """
         address, inode = max((view.data_ptr() for view in self.views.values()), default=0), os.fstat(self.fd).st_ino
         with suppress(FileNotFoundError), open("/proc/self/maps") as maps:
@@ -120,7 +121,7 @@ class WeightsFile:
 
 
 def _plain(name: Any, tensor: Tensor) -> Tensor:
-    """A tensor of a ``.bin`` file. Raises ``TypeError`` for an entry that no model has."""
+    """Return a tensor of a ``.bin`` file. Raise ``TypeError`` for invalid entries."""
     if not isinstance(name, str):
         raise TypeError(f"the entry {name!r:.80} has no name but a {type(name).__name__}")
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:

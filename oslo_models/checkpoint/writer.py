@@ -1,4 +1,4 @@
-"""Writes a sharded model: one file per rank (split), or the files of the full model (merged)."""
+"""Writes a sharded model: one file per rank (split) or the files of the full model (merged)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from oslo_models.sharding.layout import Layout
 
 @dataclass(frozen=True)
 class _File:
-    """A weights file to be written.
+    """Plan of a weights file.
 
     Attributes:
-        name: its name.
+        name: the file name.
         meta: its tensors, on the meta device.
-        aliases: further names of some of them.
-        elsewhere: tensors of this rank that another replica writes; FSDP may need all replicas to gather them.
+        aliases: additional names of some tensors.
+        elsewhere: tensors of this rank that another replica writes. FSDP may need all replicas to gather them.
     """
 
     name: str
@@ -55,11 +55,11 @@ class _SavePlan:
 
     Attributes:
         infos: the tensors in the files of this rank, without aliases if merged.
-        files: the files of this rank, in which all ranks take part if merged.
-        is_writer: whether this rank writes them.
-        file_of: the file of each tensor, aliases included; only if merged.
-        entries: what the manifest says of each tensor.
-        kind: what the manifest says of the form of the checkpoint.
+        files: the files of this rank. If merged, all ranks take part in them.
+        is_writer: whether this rank writes the files.
+        file_of: the file of each tensor and alias; only if merged.
+        entries: the manifest entry of each tensor.
+        kind: the manifest entries for the kind of checkpoint (split or merged) and its sizes.
     """
 
     infos: TensorInfos
@@ -86,33 +86,33 @@ def save_checkpoint(
     variant: str | None = None,
     separator: str = "=",
 ) -> None:
-    """Write each rank's shards to a file of its own or, merged, the full model in the files of transformers.
+    """Write each rank's shards to a separate file or, if merging, the full model in the files of transformers.
 
-    A collective of all ranks. When it returns on any rank, all files are on the disk. When it raises, it raises on
-    every rank, and ``directory`` has the old checkpoint (or, when only the last step failed, the complete new one).
+    A collective of all ranks. When it returns on any rank, all files are on disk. When it raises, it raises on every
+    rank, and ``directory`` has the old checkpoint (or, if only the last step failed, the complete new one).
 
-    When merging, tensors are gathered on world rank 0 one at a time and written at once, so that no rank needs more
-    memory than its shards and one full tensor. A tensor on several pipeline stages is taken from the first of them.
+    Merging gathers tensors on world rank 0 one at a time and writes each immediately, so no rank needs more memory than
+    its shards and one full tensor. A tensor on several pipeline stages is taken from the first stage.
 
     Args:
-        directory: the target; need not exist.
-        tensors: the local shards on this rank; plain, or a `DTensor` over the data-parallel axis.
-        layouts: how each tensor is sharded over the tensor-parallel axis.
+        directory: the target directory. It need not exist.
+        tensors: the local shards on this rank: plain tensors, or `DTensor` over the data-parallel axis.
+        layouts: the sharding of each tensor over the tensor-parallel axis.
         mesh: the mesh of all ranks.
         merging: write the full model instead of one file per rank.
-        tied: for each tied weight the name of its source, the same on every rank. ``.bin`` files have both names,
-            sharing memory; ``.safetensors`` files cannot, and have the source only.
-        files: writes further files (``config.json``) into the directory that it is given; called on world rank 0.
+        tied: the source name of each tied weight, equal on every rank. ``.bin`` files have both names with shared
+            memory. ``.safetensors`` files cannot share memory and have only the source.
+        files: writes further files (``config.json``) into the directory passed to it. Called on world rank 0.
         metadata: further entries of the manifest (``architectures``, ``model_type``, ``dtype``).
-        safe_serialization: ``True`` for ``.safetensors``, ``False`` for ``.bin``; by default ``merging``.
+        safe_serialization: ``True`` for ``.safetensors``, ``False`` for ``.bin``. Defaults to ``merging``.
         save_function: replaces `torch.save` for ``.bin`` files.
-        max_shard_size: the largest size of a merged file, as in transformers' ``save_pretrained``.
+        max_shard_size: the maximum size of a merged file, as in transformers' ``save_pretrained``.
         variant: as in transformers' ``save_pretrained``.
         separator: the character before the numbers in the names of split files: ``"="``, or ``"_"`` as in OSLO 2.
 
     Raises:
-        ValueError: the shape of a tensor is not the one that its layout has for this rank.
-        OSError: the directory cannot be written, or the disk is full.
+        ValueError: a tensor does not have the local shape of its layout.
+        OSError: the directory cannot be written or the disk is full.
     """
     world, safe = mesh.world, merging if safe_serialization is None else safe_serialization
     infos, stages = gather_infos(f"saving to {directory}", tensors, layouts, mesh, tied)
@@ -122,7 +122,7 @@ def save_checkpoint(
         plan = _plan_split(infos, stages, mesh, safe, separator)
 
     def fetch(name: str) -> Tensor | None:
-        """The tensor on the CPU of the rank that writes it. A collective of the ranks that have it."""
+        """Return the tensor on the CPU of the writing rank. A collective of all ranks with this tensor."""
         info = plan.infos[name]
         tensor = _without_fsdp(tensors[name]) if info.stage == mesh.pp.rank else None
         if merging:
@@ -156,7 +156,7 @@ def save_checkpoint(
 def _plan_split(
     infos: TensorInfos, stages: Sequence[TensorInfos], mesh: ParallelMesh, safe: bool, separator: str
 ) -> _SavePlan:
-    """One file with the shards of this rank."""
+    """Plan one file with the shards of this rank."""
     aliases = {name: info.alias_of for name, info in infos.items() if info.alias_of is not None}
     meta = {
         name: _on_meta(info.layout.local_shape(mesh.rank_in(info.layout)), info.dtype)
@@ -194,7 +194,7 @@ def _plan_merged(
     max_shard_size: int | str,
     variant: str | None,
 ) -> _SavePlan:
-    """The files of the full model."""
+    """Plan the files of the full model."""
     aliases = {} if safe else aliases
     stem, suffix = with_variant(MERGED[not safe], variant).rsplit(".", 1)
     meta = {name: _on_meta(info.layout.shape, info.dtype) for name, info in infos.items()}
@@ -212,7 +212,7 @@ def _plan_merged(
 
 
 def _write_index(path: Path, plan: _SavePlan) -> dict[str, int]:
-    """Write the index of transformers for several merged files, and return its record for the manifest."""
+    """Write transformers' index of several merged files and return its record for the manifest."""
     count = sum(math.prod(info.layout.shape) for info in plan.infos.values())
     totals = {"total_parameters": count, "total_size": sum(file.nbytes for file in plan.files)}
     path.write_text(json.dumps({"metadata": totals, "weight_map": plan.file_of}, indent=2, sort_keys=True) + "\n")
@@ -231,7 +231,7 @@ def _write(
     """Write one file. A collective of all ranks.
 
     Returns:
-        Its record for the manifest, by its name; empty on ranks that do not write.
+        Its record for the manifest, by file name; empty on ranks that do not write.
     """
     tensors: Iterator[Any] = (fetch(name) for name in write_order(file.meta))
     with agree(world, f"writing {path.name}"):
@@ -242,7 +242,7 @@ def _write(
                 write_weights(path, file.meta, tensors, file.aliases, save_function, use_spool_file)
                 return {path.name: sync_and_record(path)}
         finally:
-            # ranks that do not write, or failed, still take part in the collectives of `fetch`
+            # non-writing and failed ranks still take part in the collectives of `fetch`
             for _ in chain(tensors, map(fetch, write_order(file.elsewhere))):
                 pass
 
@@ -256,5 +256,5 @@ def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _without_fsdp(tensor: Tensor) -> Tensor:
-    """The tensor-parallel shard of this rank, which FSDP may shard again. A collective of the replicas if it does."""
+    """Return the local tensor-parallel shard. With FSDP, gather it from the replicas, a collective."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else local_tensor(tensor).detach()

@@ -106,7 +106,7 @@ def launch(
 
 
 def _are_equal(reader: CheckpointReader, one: str, other: str) -> bool:
-    """Whether two tensors of a checkpoint are equal; compares a few rows at a time."""
+    """Return whether two tensors of a checkpoint are equal. Compares a few rows at a time."""
     shape = reader.tensors[one].shape
     if shape != reader.tensors[other].shape:
         return False
@@ -118,7 +118,7 @@ def _are_equal(reader: CheckpointReader, one: str, other: str) -> bool:
 
 
 class _LazyStateDict(Mapping[str, Tensor]):
-    """A state dict that reads a tensor at each access and keeps none."""
+    """State dict that reads a tensor from the checkpoint on each access. Keeps no tensors in memory."""
 
     def __init__(self, slices: Mapping[str, Any]) -> None:
         self._slices = slices

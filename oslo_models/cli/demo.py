@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _environment(ranks: int, scratch: str) -> dict[str, str]:
-    """The environment of the processes: their device, and temporary files and caches inside ``--output``."""
+    """Return the environment of the processes: their device, and temporary files and caches inside ``--output``."""
     import torch
 
     environment = {
@@ -89,7 +89,7 @@ def _environment(ranks: int, scratch: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.getenv("PYTHONPATH")])]),
         "TRANSFORMERS_VERBOSITY": "error",
     }
-    if torch.cuda.device_count() < ranks:  # NCCL wants a GPU for each rank
+    if torch.cuda.device_count() < ranks:  # NCCL needs a GPU for each rank
         environment["CUDA_VISIBLE_DEVICES"] = ""
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

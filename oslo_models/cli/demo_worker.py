@@ -25,7 +25,7 @@ PROMPT = "def "
 
 
 def main() -> None:
-    """Run the whole demo, on every rank; rank 0 prints."""
+    """Run the whole demo on every rank. Only rank 0 prints."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args()
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def read_text(tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Token ids of the standard library's top-level modules in alphabetical order, every twentieth of them held out.
+    """Return token ids of the standard library's top-level modules, in alphabetical order. Every twentieth is held out.
 
     Returns:
         The tokens of the training text and of the held-out text.
@@ -100,7 +100,7 @@ class Demo:
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor) -> float:
-        """Mean loss per byte over 64 evenly spaced windows."""
+        """Return the mean loss per byte over 64 evenly spaced windows."""
         self.model.eval()
         starts = torch.linspace(0, len(ids) - LENGTH, 64).long().tolist()
         windows = torch.stack([ids[start : start + LENGTH] for start in starts]).to(self.device)
@@ -108,7 +108,7 @@ class Demo:
         return torch.stack(losses).mean().item()
 
     def train(self, ids: Tensor) -> list[float]:
-        """Train with an ordinary loop for transformers; every rank sees the same batches. Returns the losses."""
+        """Train with an ordinary loop for transformers. Every rank sees the same batches. Return the losses."""
         steps, warm_up = self.args.steps, 50
         generator = torch.Generator().manual_seed(self.args.seed)
 
@@ -148,7 +148,7 @@ class Demo:
 
     @torch.no_grad()
     def save_and_compare(self, ids: Tensor) -> float:
-        """Save split and merged, load both again, and return the largest difference of the logits from before."""
+        """Save split and merged checkpoints, load both, and return the largest difference from the original logits."""
         ids = ids.to(self.device)
         split, merged = self.args.output / "split", self.args.output / "merged"
         self.model.eval()

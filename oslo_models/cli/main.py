@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int | None = args.run(args)
         sys.stdout.flush()
         return code or 0
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser with all subcommands."""
+    """Return the parser with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="oslo-models",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -244,7 +244,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def inspect_checkpoint(directory: Path, verify: bool = False) -> dict[str, Any]:
-    """The content of a checkpoint as plain data, file by file (a split checkpoint has one file per rank).
+    """Return the content of a checkpoint as plain data, file by file (a split checkpoint has one file per rank).
 
     Args:
         verify: compare the checksums of the files with the manifest first.

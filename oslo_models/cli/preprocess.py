@@ -92,7 +92,7 @@ def _texts(args: argparse.Namespace) -> Iterator[str]:
     from oslo_models.data import open_documents
 
     on_error = "skip" if args.skip_malformed else "stop"
-    # opened here, so that an unknown ending is reported before anything is done
+    # opened first, so that an unknown file extension is reported before any work
     return chain.from_iterable([open_documents(path, args.text_key, on_error) for path in args.inputs])
 
 

@@ -30,7 +30,7 @@ examples:
 
 
 def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) -> None:
-    """Add the options, but for the parallel sizes.
+    """Add the options, except the parallel sizes.
 
     Args:
         size: parses an integer of at least 1.

@@ -29,14 +29,14 @@ KERNELS = {
 
 
 def table() -> str:
-    """A row per architecture: its classes without their common prefix, those with a sharded vocabulary in bold."""
+    """Return a row per architecture: its classes without the common prefix, in bold if the vocabulary is sharded."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     lines += [f"| {' | '.join(_row(model_type))} |" for model_type in sorted(registry.ARCHITECTURES)]
     return "\n".join(lines)
 
 
 def update_table(text: str) -> str:
-    """``text`` with the table between its markers replaced by the current one."""
+    """Return ``text`` with the current table between the markers."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
 
@@ -85,7 +85,7 @@ def _plan(cls: Any) -> Plan:
 
 
 def _options(cls: Any) -> dict[str, Plan]:
-    """The options of a class's configuration that change whether layers are sharded or blocks split, with the plan."""
+    """Return the configuration options that decide whether layers are sharded or blocks split, with their plans."""
     config, read = cls.config_class(), _Read(cls.config_class())
     before, found = _answer(cls.plan(read)), {}
     for name in sorted(read.names & vars(config).keys()):
@@ -103,7 +103,7 @@ def _options(cls: Any) -> dict[str, Plan]:
 
 
 class _Read:
-    """A configuration that notes the attributes that a plan reads."""
+    """Configuration that records the attributes a plan reads."""
 
     def __init__(self, config: Any) -> None:
         self._config, self.names = config, set[str]()
@@ -122,7 +122,7 @@ def _allow_one_rank(options: Mapping[str, Plan]) -> bool:
 
 
 def _other_values(config: Any, name: str, value: Any) -> tuple[Any, ...]:
-    """Other values that an option may have: a flag, a size, or one of the strings that its type lists."""
+    """Return other valid values of an option: a flag, a size, or a string that its type lists."""
     if isinstance(value, bool):
         return (not value,)
     if isinstance(value, int):
@@ -137,12 +137,12 @@ def _hints(cls: type) -> Mapping[str, Any]:
 
 
 def _without_option(reason: str) -> str:
-    """A reason without the option at its beginning."""
+    """Return a reason without its leading option."""
     return reason.partition(", ")[2] if reason.startswith("with ") else reason
 
 
 def _tensor_parallel(plan: Plan) -> str:
-    """What is sharded in the blocks, which limits the number of ranks."""
+    """Return the sharded dimension of the blocks. It limits the number of ranks."""
     if plan.max_ranks() is not None:
         return "heads"
     entries = [entry for kind in plan.kinds_of_blocks() for entry in kind.values()]
@@ -152,7 +152,7 @@ def _tensor_parallel(plan: Plan) -> str:
 
 
 def _fused_operations(cls: Any) -> list[str]:
-    """The operations that `fuse` replaces on a GPU, found in a model with one block."""
+    """Return the operations that `fuse` replaces on a GPU, found in a model with one block."""
     config = cls.config_class()
     for each in (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))):
         for name in DEPTHS & each.to_dict().keys():
@@ -161,14 +161,14 @@ def _fused_operations(cls: Any) -> list[str]:
         config.backbone_config = CONFIG_MAPPING["resnet"]()
     if vars(config).get("num_key_value_heads", 0) is None:  # the default of HunYuan
         config.num_key_value_heads = config.num_attention_heads
-    for name in ("num_local_experts", "n_routed_experts", "n_shared_experts"):  # those of dots.llm1
+    for name in ("num_local_experts", "n_routed_experts", "n_shared_experts"):  # dots.llm1 has no defaults
         if getattr(config, name, 0) is None:
             setattr(config, name, 1)
     if hasattr(config, "attn_config") and hasattr(config, "ffn_config"):  # the default of DBRX lacks it
         config.attn_config.rope_theta = 10000.0
     if getattr(config, "layer_types", "") is None:  # the default of LFM2 MoE
         config.layer_types = ["full_attention"]
-    if config.model_type == "cohere_compass_text":  # the default lacks those of each kind of block
+    if config.model_type == "cohere_compass_text":  # the default lacks an entry for each kind of block
         config.rope_parameters = dict.fromkeys(config.layer_types)
     if hasattr(config, "num_kv_shared_layers"):  # there is no earlier block to share with
         config.num_kv_shared_layers = 0

@@ -1,4 +1,4 @@
-"""`initialize` for modules that are not of transformers' kind: their plan is derived."""
+"""`initialize` for modules outside transformers: the plan is derived from the module."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from oslo_models.modeling.derived.module import DerivedModule, derived_class
 
 @torch.no_grad()
 def initialize_module(model: Any, arguments: Arguments, inputs: Any, world: Axis, broadcast_weights: Any) -> Any:
-    """Turn a module of any class, in place, into this rank's part of it. A collective.
+    """Shard a module of any class for this rank, in place. A collective.
 
     Args:
         model: a full module with weights.
-        arguments: those of `initialize`.
-        inputs: arguments of a call, with which the plan is tried.
+        arguments: the arguments of `initialize`.
+        inputs: arguments of a call that verifies the plan.
         world: all ranks.
         broadcast_weights: ``broadcast_weights(model, mesh)`` gives all ranks the weights of rank 0.
 
@@ -53,10 +53,10 @@ def initialize_module(model: Any, arguments: Arguments, inputs: Any, world: Axis
 
 @torch.no_grad()
 def shard_in_place(model: Any, cls: type, mesh: ParallelMesh, broadcast_weights: Any) -> Any:
-    """Turn a module into this rank's part of it, with the weights of rank 0. A collective.
+    """Shard a module for this rank, in place, with the weights of rank 0. A collective.
 
     Args:
-        cls: its parallel class, of `DerivedModule`'s kind.
+        cls: the parallel class, a subclass of `DerivedModule`.
         broadcast_weights: as of `initialize_module`.
     """
     broadcast_weights(model, mesh)

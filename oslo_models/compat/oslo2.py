@@ -39,29 +39,30 @@ def initialize(
     plan: Plan | Callable[[Any], Plan] | str | None = None,
     inputs: Any = None,
 ) -> Any:
-    """Turn a transformers model, in place, into this rank's part of the zoo class of the same name. A collective.
+    """Shard a transformers model for this rank, in place. It gets the zoo class of the same name. A collective.
 
-    With ``plan="derive"``, a model of any class into its part of it.
+    With ``plan="derive"``, shard a model of any class.
 
-    All ranks get the weights of rank 0. Parameters stay the same objects, so an existing optimizer keeps working, if it
-    has taken no step yet; parameters of other pipeline stages are emptied.
+    All ranks get the weights of rank 0. Parameters stay the same objects, so an existing optimizer keeps working if it
+    has taken no step yet. Parameters of other pipeline stages are emptied.
 
     Args:
         model: a full model with weights, of a class that the zoo has.
         config: ``{"model_parallelism": {"tensor_parallel_size": 2}}``, or the path of such a JSON file. Other keys are
             arguments of `ParallelModel.from_config_with_parallel` (``micro_batch_size``, ``seed``, ...), and
             ``"enable": False``, which sets all sizes to one. The section ``activation_checkpointing`` recomputes
-            blocks in the backward pass and sets the training mode; with ``partitioned_checkpointing`` each rank keeps
-            a part of what enters them, with ``cpu_checkpointing`` in host memory. ``kernel_fusion`` calls `fuse`.
-        tp_mapping: of OSLO 2: the layers whose columns or rows are sharded. Its names are checked; the plan of the
-            architecture, which gives the same results, is used, or a derived one where the zoo lacks it.
-        plan: how to shard the model, in place of the zoo's plan; required for a class that the zoo lacks. A `Plan`, a
-            function from a configuration to one, or ``"derive"``.
-        inputs: for ``plan="derive"``, arguments of a call with which the plan is tried: a tensor, a tuple or a
-            dictionary of arguments by name. Required for a model that is not of transformers' kind.
+            blocks in the backward pass and sets the training mode. With ``partitioned_checkpointing`` each rank keeps
+            a part of the block inputs, with ``cpu_checkpointing`` in host memory. ``kernel_fusion`` calls `fuse`.
+        tp_mapping: from OSLO 2: the column-parallel and row-parallel layers. Only its names are checked. The model is
+            sharded by the plan of its architecture, which gives the same results, or by a derived plan for classes
+            outside the zoo.
+        plan: a plan to use in place of the zoo's plan; required for a class that the zoo lacks. A `Plan`, a function
+            from a configuration to a `Plan`, or ``"derive"``.
+        inputs: for ``plan="derive"``, arguments of a call that verifies the plan: a tensor, a tuple or a dictionary of
+            arguments by name. Required for a model outside transformers.
 
     Returns:
-        The same object, in the mode (training or evaluation) in which it was; ``deparallelize()`` undoes it.
+        The same object, in its previous mode (training or evaluation); ``deparallelize()`` undoes the sharding.
 
     Raises:
         ValueError: an argument is invalid, or the models of the ranks differ; on every rank, with the model unchanged.
@@ -105,7 +106,7 @@ def initialize(
 
 
 def _arguments(section: Mapping[str, Any]) -> Arguments:
-    """The arguments in the section on parallelism."""
+    """Return the arguments in the section on parallelism."""
     if unknown := [f"{PARALLELISM}.{key}" for key in section.keys() - set(_KEYS)]:
         raise ValueError(f"config has unknown keys {sorted(unknown)}; {PARALLELISM} may have {_KEYS}")
     enable = section.get("enable", True)
@@ -117,11 +118,11 @@ def _arguments(section: Mapping[str, Any]) -> Arguments:
 
 
 def check_tp_mapping(mapping: Mapping[Any, Any] | None, model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` if a mapping of OSLO 2 names layers that the model has not.
+    """Raise ``ValueError`` if a mapping of OSLO 2 names layers that the model lacks.
 
     Args:
-        mapping: for a class, or its name, lists of the entries ``Column("q_proj", ...)``, ``Row(...)`` and
-            ``Update(...)``: anything with a ``name``, which is one name or several.
+        mapping: maps a class, or its name, to a list of entries such as ``Column("q_proj", ...)``, ``Row(...)`` and
+            ``Update(...)``. An entry is any object with a ``name`` attribute: one name, or several.
     """
     if mapping is None:
         return
@@ -140,7 +141,7 @@ def check_tp_mapping(mapping: Mapping[Any, Any] | None, model: PreTrainedModel) 
 
 
 def has_plan(cls: type[Any]) -> bool:
-    """Whether the zoo has a plan for exactly this class."""
+    """Return whether the zoo has a plan for exactly this class."""
     if issubclass(cls, ParallelModel):
         return True
     try:
@@ -151,14 +152,14 @@ def has_plan(cls: type[Any]) -> bool:
 
 
 def zoo_class(model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | str | None = None) -> Any:
-    """The parallel class for a full transformers model: that of the zoo, or one with a plan of the user.
+    """Return the parallel class for a full transformers model: from the zoo, or with a user's plan.
 
     Args:
-        may_be_empty: its parameters may be on the meta device.
-        plan: the plan of the user.
+        may_be_empty: allow parameters on the meta device.
+        plan: the user's plan.
 
     Raises:
-        ValueError: the zoo has none, or the model has adapters.
+        ValueError: the zoo lacks the class, or the model has adapters.
         RuntimeError: the model is already sharded.
     """
     if not is_full(model) or hasattr(type(model), "tensor_parallel_config"):
@@ -193,7 +194,7 @@ def _find_class(cls: type[Any]) -> Any:
 
 @torch.no_grad()
 def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> None:
-    """Turn the model into this rank's part of it, with the weights of rank 0."""
+    """Shard the model for this rank, in place, with the weights of rank 0."""
     full_class = vars(model).get("_full_class", type(model))
     remove_parallel_state(model)
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
@@ -223,5 +224,5 @@ def broadcast_weights(model: nn.Module, mesh: ParallelMesh) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     prints = gather_objects(mesh.world, [tensor_checksum(tensor) for tensor in tensors])
     for tensor, *seen in zip(tensors, *prints, strict=True):
-        if len(set(seen)) > 1:  # equal tensors are not written to, and may stay in shared memory
+        if len(set(seen)) > 1:  # equal tensors are not written, so they may stay in shared memory
             tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))

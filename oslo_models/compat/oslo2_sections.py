@@ -25,7 +25,7 @@ _KERNELS = ("FusedNoRepeatNGram", "FusedRMSNorm")
 
 
 def read_sections(config: Mapping[str, Any] | str | Path) -> dict[str, Mapping[str, Any]]:
-    """The sections of a configuration, or of the JSON file at a path, by name; disabled ones are left out.
+    """Return the sections of a configuration, or of the JSON file at a path, by name. Leave out disabled sections.
 
     Raises:
         ValueError: a section or a key of one is unknown, or a value has the wrong type.
@@ -72,7 +72,7 @@ def _layers(model: Any) -> set[str]:
 
 
 def apply_sections(sections: Mapping[str, Mapping[str, Any]], model: Any) -> None:
-    """Apply the sections to a model that is this rank's part."""
+    """Apply the sections to this rank's part of a model."""
     if (options := sections.get(CHECKPOINTING)) is not None:
         offloads = options.get("cpu_checkpointing", False)
         model.activation_checkpointing_enable(offload=offloads and model.device.type != "cpu")
@@ -87,9 +87,9 @@ def apply_sections(sections: Mapping[str, Mapping[str, Any]], model: Any) -> Non
 
 
 class _PartitionedCheckpoint:
-    """Activation checkpointing in which each tensor-parallel rank keeps a part of the hidden states that enter a block.
+    """Partitioned activation checkpointing: each tensor-parallel rank keeps a shard of the input of a block.
 
-    They are equal on all ranks, which gather them again for the backward pass.
+    The hidden states are equal on all ranks. An all-gather restores them for the backward pass.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section
     6.1 (partitioned activation checkpointing).

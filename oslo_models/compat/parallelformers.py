@@ -41,25 +41,25 @@ def parallelize(
     plan: Plan | Callable[[Any], Plan] | None = None,
     **options: Any,
 ) -> Any:
-    """Serve a transformers model from worker processes of this host, each with its part of the weights.
+    """Serve a transformers model from worker processes of this host, each with its shard of the weights. In place.
 
-    In place: the object becomes like one that ``deploy=True`` returns. Its weights move to host memory, from which the
-    workers read their parts; ``model.cpu()``, ``.cuda()`` and ``.to()`` end the workers and make it the model that it
-    was: of its own class, with the same parameter objects (in float16 after ``fp16=True``), any number of times.
+    The object then behaves like a model from ``deploy=True``. Its weights move to host memory, and the workers read
+    their shards from there. ``model.cpu()``, ``.cuda()`` and ``.to()`` end the workers and restore the original class
+    and parameter objects (in float16 after ``fp16=True``). You can repeat this any number of times.
 
-    Without ``num_gpus`` it is ``oslo.parallelize`` of OSLO 1, `initialize` by another name:
+    Without ``num_gpus`` it is ``oslo.parallelize`` of OSLO 1, which is `initialize` by another name:
     ``parallelize(model, tensor_parallel_size=2)`` on each process of a launcher.
 
     Args:
         model: a full model with weights, of a class that the zoo has, preferably on the CPU.
         fp16: compute in float16.
-        num_gpus: the number of workers over which each layer is sharded, ``tensor_parallel_size``; without any GPU they
-            compute on the CPU, with a warning.
-        custom_policies: in place of a plan, classes derived from `oslo_models.Policy`: one, or several in a list. They
-            have to be importable by name.
+        num_gpus: the number of workers that shard each layer, as ``tensor_parallel_size``. Without a GPU they compute
+            on the CPU, with a warning.
+        custom_policies: in place of a plan, subclasses of `oslo_models.Policy`: one, or several in a list. They have to
+            be importable by name.
         master_addr: the address of this host at which the workers meet; by default they meet in a private directory.
         master_port: the port at which they meet.
-        backend: ``"nccl"`` on GPUs, ``"gloo"`` on CPUs, as is done anyway; the other one is refused.
+        backend: accepts only the default: ``"nccl"`` on GPUs, ``"gloo"`` on CPUs.
         verbose: ``"simple"`` or ``"detail"`` prints memory by device.
         init_method: ``"spawn"``: workers are fresh processes.
         daemon: ``True``: workers end with the application.
@@ -119,7 +119,7 @@ def parallelize(
 
 
 def _parallelize_as_oslo(model: PreTrainedModel, deployment: bool | None = None, **options: Any) -> Any:
-    """``oslo.parallelize`` of OSLO 1, which takes the arguments of its constructors."""
+    """Implement ``oslo.parallelize`` of OSLO 1, which takes the arguments of OSLO 1's constructors."""
     if not options.keys() & {"tensor_parallel_size", "pipeline_parallel_size"}:
         raise ValueError(
             "parallelize needs num_gpus=, the number of workers that serve the model; or tensor_parallel_size= (and "
@@ -139,7 +139,7 @@ def _parallelize_as_oslo(model: PreTrainedModel, deployment: bool | None = None,
 
 
 def _check_processes(fp16: object, backend: object, init_method: object, daemon: object) -> None:
-    """Raise ``ValueError`` if the arguments ask for other processes than those that are started."""
+    """Raise ``ValueError`` unless the arguments match the processes that are started."""
     if not isinstance(fp16, bool):
         raise ValueError(
             f"fp16 must be True or False, got {fp16!r}; in order, the arguments are parallelize(model, fp16, num_gpus)"
@@ -154,7 +154,7 @@ def _check_processes(fp16: object, backend: object, init_method: object, daemon:
 
 
 class Weights:
-    """The weights of a model in an anonymous memory file, which processes of the same user can open."""
+    """The weights of a model in an anonymous memory file. Processes of the same user can open it."""
 
     def __init__(self, model: PreTrainedModel, policies: tuple[type, ...] = ()) -> None:
         self.cls, self.policies = type(model), policies
@@ -168,12 +168,12 @@ class Weights:
         return {"cls": self.cls, "path": self.path, "policies": self.policies}
 
     def read(self) -> dict[str, Any]:
-        """The tensors, in memory that the processes share until they write to it."""
+        """Return the tensors, in copy-on-write memory shared by the processes."""
         tensors: dict[str, Any] = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
         return tensors
 
     def load(self, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> Any:
-        """This rank's part of the model."""
+        """Return this rank's part of the model."""
         weights = self.read()
         full = self.cls.from_pretrained(None, config=copy.deepcopy(config), state_dict=weights, dtype=dtype)
         known = {key: value for key, value in arguments.items() if value is not None and key != "deploy"}
@@ -185,7 +185,7 @@ class Weights:
 
 
 class _Original:
-    """What a served model was before: its class, modules and attributes, with emptied parameters."""
+    """The state of a served model before serving: its class, modules and attributes, with emptied parameters."""
 
     def __init__(self, model: Any, weights: Weights, dtype: torch.dtype) -> None:
         self.cls, self.attributes, self.weights, self.dtype = type(model), vars(model), weights, dtype
@@ -193,10 +193,10 @@ class _Original:
         for param in model.parameters():
             param.data, param.grad = param.data.new_empty(0), None
         if on_gpu:
-            torch.cuda.empty_cache()  # the workers need this memory, and torch would keep it
+            torch.cuda.empty_cache()  # release the memory that torch caches: the workers need it
 
     def restore(self, model: Any) -> None:
-        """Make ``model`` what it was, with its weights in host memory."""
+        """Restore the original model in place, with its weights in host memory."""
         model.__class__, model.__dict__ = self.cls, self.attributes
         tensors = self.weights.read()
         for name, param in model.named_parameters():
@@ -213,7 +213,7 @@ class _Original:
 
 
 class ServedInPlace(Deployment):
-    """A deployed model that was a transformers model before, and can become it again."""
+    """A deployed model that can become the original transformers model again."""
 
     _original: _Original
 
@@ -223,5 +223,5 @@ class ServedInPlace(Deployment):
         return self
 
     def deparallelize(self) -> Any:
-        """End the workers; this object becomes the full model on the CPU."""
+        """End the workers. This object becomes the full model on the CPU."""
         return self.cpu()

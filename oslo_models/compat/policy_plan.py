@@ -25,10 +25,10 @@ _HEADS = re.compile(r"(^|_)n?_?(num_)?(attention_)?heads?$")
 
 
 def policies_of(given: Any) -> tuple[type[Any], ...]:
-    """The classes that ``custom_policies`` names: one, or several in a list.
+    """Return the policy classes in ``custom_policies``: one class, or several in a list.
 
     Raises:
-        ValueError: something else than classes of policies was passed.
+        ValueError: the argument has other values than policy classes.
     """
     found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     for policy in found:
@@ -45,11 +45,11 @@ def policies_of(given: Any) -> tuple[type[Any], ...]:
 
 @dataclass(frozen=True)
 class PlanOfPolicies:
-    """A function from a configuration to the plan that policies state: embeddings, norms and heads stay replicated.
+    """Maps a configuration to a plan built from policies. Embeddings, norms and task heads stay replicated.
 
     Attributes:
         cls: the class of the model.
-        policies: classes, each for one class of blocks.
+        policies: policy classes, each for one class of blocks.
     """
 
     cls: type[Any]
@@ -90,7 +90,7 @@ class PlanOfPolicies:
         )
 
     def check_ranks(self, config: PreTrainedConfig, count: int) -> None:
-        """Raise ``ValueError`` unless every rank gets as many heads, which the values of a policy presume."""
+        """Raise ``ValueError`` unless the heads divide evenly over the ranks, as the values of a policy presume."""
         plan = self(config)
         for stack in plan.blocks.values():
             for name, entry in stack.items():
@@ -124,7 +124,7 @@ class _Block:
         self.name = f"{policy.__name__} for {type(block).__name__}"
 
     def entries(self) -> Iterator[tuple[str, Replicated]]:
-        """The entries of the modules that the policy names, by their names inside the block."""
+        """Yield the plan entries for the modules that the policy names, by name inside the block."""
         layers: set[str] = set()
         for group, kind, is_attention in (
             ("attn_qkv", ColumnParallel, True),
@@ -143,7 +143,7 @@ class _Block:
         owners: dict[str, dict[str, Any]] = {}
         for key in self.full:
             owner, _, attribute = key.rpartition(".")
-            if owner not in layers and self._has(owner, attribute):  # the sizes of layers are those of their shards
+            if owner not in layers and self._has(owner, attribute):  # sharded layers set their own sizes
                 owners.setdefault(owner, {})[attribute] = partial(_local_value, self.policy, self.config, key)
         for owner, attributes in owners.items():
             yield owner, LocalModule(attributes)
@@ -181,7 +181,7 @@ class _Block:
         return kind(*[self._heads(path, size // parts)] * parts, transposed=transposed)
 
     def _heads(self, path: str, size: int) -> EvenSplit:
-        """The heads of an attention, from the values that the policy replaces, or else from the configuration."""
+        """Return the head split of an attention layer, from the policy's replaced values or else the configuration."""
         owners = [path.rpartition(".")[0], *{key.rpartition(".")[0]: None for key in self.full}]
         counts = [
             self.full[key]
@@ -213,7 +213,7 @@ class _Block:
             )
 
     def _has(self, owner: str, attribute: str) -> bool:
-        """Whether the block has the module; raises ``ValueError`` if it has, but without the attribute."""
+        """Return whether the block has the module. Raise ``ValueError`` if the module lacks the attribute."""
         try:
             module = self.block.get_submodule(owner)
         except AttributeError:
@@ -233,12 +233,12 @@ def _counts_heads(key: str) -> bool:
 
 
 def _path(name: str) -> str:
-    """A path in the notation of torch: ``layer[0].dense`` is ``layer.0.dense``."""
+    """Convert a path to torch's notation: ``layer[0].dense`` becomes ``layer.0.dense``."""
     return re.sub(r"\[(\d+)\]", r".\1", name)
 
 
 def _local_value(policy: type[Any], config: Any, key: str, n: int, rank: int) -> Any:
-    """The value of an attribute on one of ``n`` ranks."""
+    """Return the value of an attribute on one of ``n`` ranks."""
     values = {_path(name): value for name, value in policy.replace_arguments(config, n).items()}
     return values[key]
 
@@ -246,7 +246,10 @@ def _local_value(policy: type[Any], config: Any, key: str, n: int, rank: int) ->
 def _stacks(
     model: nn.Module, blocks: dict[str, dict[str, Replicated]]
 ) -> tuple[dict[str, dict[str, Replicated]], dict[str, Replicated]]:
-    """The entries of the blocks of each ``ModuleList``, by their names inside a block; those of others in full."""
+    """Return the entries for each ``ModuleList`` of blocks, and the entries for single blocks.
+
+    Entries of a ``ModuleList`` have names inside a block; entries of single blocks have full names.
+    """
     stacks: dict[str, dict[str, Replicated]] = {}
     alone: dict[str, Replicated] = {}
     for name, entries in blocks.items():
@@ -265,10 +268,10 @@ def _stacks(
 def _replicated(
     model: nn.Module, entries: dict[str, Replicated], without: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Replicated]]:
-    """Entries for the modules with parameters that no policy names.
+    """Yield replicated entries for modules with parameters that no policy names.
 
     Args:
-        without: the beginnings of names that are left out.
+        without: name prefixes to leave out.
     """
     for name, _ in model.named_parameters(remove_duplicate=False):
         if not (without and name.startswith(without)) and entry_of(name, entries) is None:
@@ -277,10 +280,10 @@ def _replicated(
 
 
 def replace_methods(model: nn.Module, policies: Iterable[type[Any]]) -> list[nn.Module]:
-    """Give modules the methods of the classes that `Policy.replace_modules` names, each in a class of its own.
+    """Give modules the methods of the classes in `Policy.replace_modules`, each through a new subclass.
 
     Returns:
-        The modules, whose ``mp_group`` has to be the process group of the ranks.
+        The changed modules. The caller sets their ``mp_group`` to the tensor-parallel process group.
     """
     changed = []
     for policy in policies:

@@ -31,7 +31,7 @@ UNSUPPORTED = {
 }
 """Arguments of transformers' ``from_pretrained`` that the constructors refuse, by the reason."""
 IGNORED = ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info")
-"""Arguments of transformers' ``from_pretrained`` that change nothing in how weights are read here."""
+"""Arguments of transformers' ``from_pretrained`` that do not affect how weights are read here."""
 _OF_TRANSFORMERS = (
     *("dtype", "torch_dtype", "attn_implementation", "experts_implementation", "config", "variant", "subfolder"),
     *("ignore_mismatched_sizes", "key_mapping", "quantization_config", *IGNORED, *HUB_ARGUMENTS),
@@ -42,7 +42,7 @@ _OF_TRANSFORMERS = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments that the constructors add to those of transformers."""
+    """Constructor arguments that transformers does not have."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -61,7 +61,7 @@ class Arguments:
     plan: Plan | Callable[[Any], Plan] | str | None = None
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
-        """Check what does not depend on the configuration of the model.
+        """Check the arguments that do not depend on the configuration of the model.
 
         Args:
             kwargs: further keyword arguments of the constructor.
@@ -128,8 +128,8 @@ class Arguments:
             config: its configuration.
 
         Raises:
-            ValueError: the model cannot be sharded over so many ranks or stages, its weights are quantised and
-                ``dequantize`` is not set, or its vocabulary cannot be resized to ``resize_token_embeddings``.
+            ValueError: the model cannot be sharded over this number of ranks or stages; or its weights are quantised
+                and ``dequantize`` is not set; or its vocabulary cannot be resized to ``resize_token_embeddings``.
         """
         name, plan = type(config).__name__, cls.plan(config)
         plan.check_ranks(cls.__name__, config, self.tensor_parallel_size)
@@ -150,10 +150,10 @@ class Arguments:
 
 
 def _check_quantization_config(config: Any) -> None:
-    """Check a ``quantization_config`` for weights that are quantised after they were loaded.
+    """Check a ``quantization_config`` that quantises weights after loading.
 
     Raises:
-        ValueError: it is not one that can be applied to shards.
+        ValueError: it cannot be applied to shards.
     """
     name = type(config).__name__
     if name == "BitsAndBytesConfig":
@@ -183,16 +183,16 @@ def _check_quantization_config(config: Any) -> None:
 def check_unused(
     cls: type[Any], config: PreTrainedConfig, options: Mapping[str, Any], of_deployment: Sequence[str] = ()
 ) -> None:
-    """Check the keyword arguments of a constructor that neither it nor the configuration has used.
+    """Check the keyword arguments that neither a constructor nor the configuration has used.
 
     Args:
-        cls: the class of the model, whose ``__init__`` may take some.
+        cls: the class of the model. Its ``__init__`` may take some of them.
         config: its configuration.
-        options: those arguments.
+        options: the unused keyword arguments.
         of_deployment: names of arguments that only ``deploy=True`` takes.
 
     Raises:
-        ValueError: nothing takes one of them; the message has the nearest name that something takes.
+        ValueError: an argument is unknown. The message suggests the nearest known name.
     """
     parameters = [
         parameter
@@ -216,12 +216,12 @@ def check_unused(
 
 
 def of_class(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the checked keyword arguments of a constructor that the class of the model itself takes."""
+    """Return the checked keyword arguments that belong to the ``__init__`` of the model class."""
     return {key: value for key, value in options.items() if key == "attn_implementation" or key not in _OF_TRANSFORMERS}
 
 
 def refuse_parallel(cls: type[Any], names: Collection[str]) -> None:
-    """Raise ``TypeError`` if an argument of the parallel constructors was given to one of transformers' own."""
+    """Raise ``TypeError`` if one of transformers' constructors was given an argument of the parallel constructors."""
     if given := [field.name for field in fields(Arguments) if field.name in names]:
         raise TypeError(
             f"transformers' own constructors of {cls.__name__} make the full model and do not take {', '.join(given)}: "
@@ -234,10 +234,10 @@ def is_timeout(value: object) -> bool:
 
 
 def parse_dtype(kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Remove ``dtype`` and ``torch_dtype`` from ``kwargs`` and return the dtype; ``None`` for that of the checkpoint.
+    """Remove ``dtype`` and ``torch_dtype`` from ``kwargs``. Return the dtype; ``None`` means the checkpoint's dtype.
 
     Raises:
-        ValueError: it is not a floating-point type, or the two differ.
+        ValueError: the dtype is not a floating-point type, or the two arguments differ.
     """
     given = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if kwargs.get(key) is not None}
     parsed = set()

@@ -19,9 +19,9 @@ def open_source(cls: type[Any], name: str | Path, options: dict[str, Any]) -> tu
     """Find a checkpoint and read its configuration.
 
     Args:
-        cls: the class of the model; its ``config_class`` must be that of the checkpoint.
+        cls: the class of the model. Its ``config_class`` must match the checkpoint.
         name: a directory, or a name on the hub.
-        options: keyword arguments of a constructor. Those for the download and those that the configuration has are
+        options: keyword arguments of a constructor. Download arguments and attributes of the configuration are
             removed.
 
     Returns:
@@ -29,7 +29,7 @@ def open_source(cls: type[Any], name: str | Path, options: dict[str, Any]) -> tu
 
     Raises:
         OSError: there is no such checkpoint.
-        ValueError: the checkpoint is of another architecture.
+        ValueError: the checkpoint has another architecture.
     """
     hub = {key: options.pop(key) for key in HUB_ARGUMENTS if key in options}
     variant, subfolder = options.pop("variant", None), options.pop("subfolder", "")
@@ -38,7 +38,7 @@ def open_source(cls: type[Any], name: str | Path, options: dict[str, Any]) -> tu
 
 
 def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) -> Path:
-    """The directory of a checkpoint: ``name`` itself, or the download of that name on the hub.
+    """Return the directory of a checkpoint: ``name`` itself, or its download from the hub.
 
     Args:
         name: a directory, or a name on the hub.
@@ -73,12 +73,12 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
     Args:
         cls: the class of the model.
         directory: the directory of the checkpoint.
-        options: keyword arguments of a constructor. ``config`` is used instead of the saved configuration; without it,
-            arguments that are attributes of the saved one override them. Those that were used are removed.
+        options: keyword arguments of a constructor. ``config`` replaces the saved configuration. Without
+            ``config``, arguments override the saved attributes of the same name. Used arguments are removed.
 
     Raises:
         OSError: there is no ``config.json``.
-        ValueError: it is of another architecture.
+        ValueError: it has another architecture.
     """
     config = options.pop("config", None)
     if config is not None:
@@ -100,7 +100,7 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
 
 
 def copy_config(cls: type[Any], config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of a configuration. Raises ``ValueError`` if it is not one for ``cls``."""
+    """Return a copy of a configuration. Raise ``ValueError`` if ``cls`` needs another configuration class."""
     same = registry.SAME_CLASSES.get(getattr(config, "model_type", ""))
     if not isinstance(config, cls.config_class) and same != cls.config_class.model_type:
         raise ValueError(f"config must be a {cls.config_class.__name__} for {cls.__name__}, got {config!r:.200}")
@@ -108,7 +108,7 @@ def copy_config(cls: type[Any], config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:
-    """The ``generation_config.json`` of a checkpoint; ``None`` without one."""
+    """Read the ``generation_config.json`` of a checkpoint; ``None`` if the checkpoint has none."""
     folder = checkpoint.current_folder(directory, "generation_config.json")
     try:
         return GenerationConfig.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Contracts with other packages: the code that this library relies on, and checks that it is unchanged."""
+"""Contracts with other packages: lists the foreign code that this library relies on, and checks it for changes."""
 
 from oslo_models.contracts.checks import ContractError, broken, changed_layer, holds, require
 

@@ -25,7 +25,7 @@ RECORDED: dict[str, dict[str, str]] = {
 
 
 def found_in(sources: Sources) -> Iterator[tuple[str, str]]:
-    """The keys of `RECORDED`, and the fingerprints of a release for them."""
+    """Yield the keys of `RECORDED`, each with its fingerprint in a release."""
     if sources.package == "transformers":
         for contract in LAYERS.values():
             for original in contract.originals:
@@ -49,7 +49,7 @@ def found_in(sources: Sources) -> Iterator[tuple[str, str]]:
 
 
 def problems_in(sources: Sources) -> Iterator[str]:
-    """Yield the differences of a release from the recorded ones."""
+    """Yield the differences between a release and the recorded fingerprints."""
     found: dict[str, set[str]] = {}
     for key, value in found_in(sources):
         found.setdefault(key, set()).add(value)
@@ -73,7 +73,7 @@ def problems_in(sources: Sources) -> Iterator[str]:
 
 
 def record(sources: Sources, number: str) -> int:
-    """Add the fingerprints of a release; returns how many are new."""
+    """Add the fingerprints of a release. Return the number of new fingerprints."""
     made = {key: dict(values) for key, values in RECORDED.items()}
     new = 0
     for key, value in found_in(sources):

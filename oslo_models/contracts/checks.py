@@ -1,4 +1,4 @@
-"""Compares the installed packages with the contracts, when a feature that relies on one is used."""
+"""Compares installed packages with the contracts, at the first use of a feature that relies on them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class ContractError(ImportError):
 
 
 EAGER = "eager_attention_forward"
-"""The function by which a layer computes eager attention. Layers that select an attention function fall back to it."""
+"""Name of the eager attention function. Layers that select an attention function fall back to it."""
 _BY_NAME = {contract.original: contract for contract in CONTRACTS}
 
 
 def path_of(layer: str) -> str:
-    """The dotted name of the forward of a layer of transformers, such as ``llama.LlamaRMSNorm``."""
+    """Return the dotted name of the forward of a transformers layer, such as ``llama.LlamaRMSNorm``."""
     model, name = layer.split(".")
     return f"transformers.models.{model}.modeling_{model}.{name}.forward"
 
 
 def selection_of(forward: Function) -> str:
-    """The fingerprint of the statements by which a layer selects its attention function."""
+    """Return the fingerprint of the statements that select the attention function of a layer."""
     found = [
         each
         for each in ast.walk(forward)
@@ -49,12 +49,12 @@ def _reads(statement: ast.stmt, attribute: str) -> bool:
 
 
 def changed_layer(kinds: tuple[str, ...], layer: str, forward: Callable[..., Any]) -> str | None:
-    """Return what the installed release changed in a layer that fused modules replace, or ``None``.
+    """Describe the changes of the installed release in a layer that fused modules replace, or return ``None``.
 
     Args:
-        kinds: the kinds of `LAYERS` that the layer is known as.
-        layer: its name, ``model.Class``.
-        forward: its forward as it is in this process.
+        kinds: the kinds of the layer in `LAYERS`.
+        layer: the name of the layer, ``model.Class``.
+        forward: the layer's forward in this process.
     """
     return _changed_layer(kinds, layer, forward, globals_of(forward)) if kinds else None
 
@@ -85,7 +85,7 @@ def _is_known(contract: LayerContract, suffix: str, found: str) -> bool:
 
 
 def helper_key(name: str) -> str:
-    """The key of the fingerprints of a function that layers call, in the file of any model."""
+    """Return the fingerprint key of a function that layers call, in the file of any model."""
     return f"transformers.models {name}"
 
 
@@ -93,7 +93,7 @@ def helper_key(name: str) -> str:
 
 
 def broken(original: str) -> str | None:
-    """Return what the installed release changed in a function of `CONTRACTS`, or ``None``."""
+    """Describe the changes of the installed release in a function of `CONTRACTS`, or return ``None``."""
     contract = _BY_NAME[original]
     try:
         found = resolve_name(original)
@@ -117,7 +117,7 @@ def _broken(contract: Contract, function: Callable[..., Any]) -> str | None:
 
 
 def _is_recorded(original: str, functions: Iterable[Function]) -> bool:
-    """Whether a function and its callees are from checked releases."""
+    """Return whether a function and its callees are from checked releases."""
     first, *called = functions
     names = [original, *(f"{original} {each.name}" for each in called)]
     return all(fingerprint(f) in RECORDED.get(name, ()) for f, name in zip((first, *called), names, strict=True))
@@ -130,10 +130,10 @@ def _told(contract: Contract, verb: str) -> str:
 
 
 def holds(original: str, without: str) -> bool:
-    """Whether a function of `CONTRACTS` is as recorded. If not, a warning says so once.
+    """Return whether a function of `CONTRACTS` is as recorded. If not, warn once.
 
     Args:
-        without: how the caller goes on, for the warning.
+        without: the caller's fallback, for the text of the warning.
     """
     changed = broken(original)
     if changed is not None:
@@ -153,7 +153,7 @@ def require(*users: str) -> None:
         users: modules below ``oslo_models``, or packages of them.
 
     Raises:
-        ContractError: names what changed.
+        ContractError: names the changes.
     """
     if message := _required(users):
         raise ContractError(message)
@@ -176,5 +176,5 @@ def _is_used(contract: Contract, users: Iterable[str]) -> bool:
 
 
 def sorted_versions(numbers: Iterable[str]) -> list[str]:
-    """Versions in their order."""
+    """Return versions in ascending order."""
     return sorted(numbers, key=lambda number: [int(part) for part in number.split(".") if part.isdigit()])

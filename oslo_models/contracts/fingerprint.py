@@ -1,8 +1,7 @@
-"""Fingerprints of source code: equal where only formatting, comments, docstrings, annotations or local names differ.
+"""Fingerprints of source code: equal if only formatting, comments, docstrings, annotations or local names differ.
 
-The fingerprint is made from the syntax tree by a walk of this module, because ``ast.dump`` and ``ast.unparse`` give
-other text in other versions of Python. Absent fields are left out, so that a field that a later Python adds changes
-nothing.
+This module walks the syntax tree itself, because the output of ``ast.dump`` and ``ast.unparse`` depends on the Python
+version. It skips absent fields, so new fields in later Python versions do not change fingerprints.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from collections.abc import Iterator, Mapping
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _IGNORED = frozenset(("annotation", "returns", "type_comment", "type_params", "ctx", "kind", "decorator_list", "name"))
-"""Fields without effect on the results of a function. Decorators are handled apart."""
+"""Fields without effect on the results of a function. Decorators are handled separately."""
 _NEUTRAL = frozenset(("auto_docstring", "deprecate_kwarg"))
-"""Decorators that change nothing for the arguments that transformers itself passes."""
+"""Decorators without effect for the arguments that transformers itself passes."""
 
 
 def fingerprint(function: Function) -> str:
-    """Return the fingerprint of a function. Copies of it in other models have the same one."""
+    """Return the fingerprint of a function. Copies of the function in other models have the same fingerprint."""
     renamed = {name: f"local{index}" for index, name in enumerate(_local_names(function))}
     tokens = (*_decorators(function), *_walk(function, renamed))
     return hashlib.sha256("\n".join(tokens).encode()).hexdigest()[:16]
@@ -32,7 +31,7 @@ def combined(statements: list[ast.stmt]) -> str:
 
 
 def parameters(function: Function) -> tuple[str, ...]:
-    """The names of the parameters of a function, in order, with ``*`` and ``**`` before those that take the rest."""
+    """Return the parameter names of a function, in order. Variadic parameters start with ``*`` or ``**``."""
     args = function.args
     named = [each.arg for each in (*args.posonlyargs, *args.args)]
     rest = [f"*{args.vararg.arg}"] if args.vararg else []
@@ -50,7 +49,7 @@ def _decorators(function: Function) -> Iterator[str]:
 
 
 def _local_names(function: Function) -> list[str]:
-    """The names that a function assigns, without its parameters, in the order of their appearance."""
+    """Return the names that a function assigns, without its parameters, in order of appearance."""
     given = {name.lstrip("*") for name in parameters(function)}
     outer = {name for node in ast.walk(function) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
     stored = [node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]

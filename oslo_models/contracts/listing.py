@@ -1,4 +1,4 @@
-"""The contracts: foreign code that the library replaces, overrides, copies or imports, and that may change any time."""
+"""The contracts: foreign code that the library replaces, overrides, copies or imports. It may change in any release."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ PACKAGES = ("transformers", "torch", "peft", "trl", "accelerate", "deepspeed", "
 
 @dataclass(frozen=True)
 class LayerContract:
-    """A kind of layer that fused modules replace. Layers are named as ``model.Class``.
+    """A kind of layer that fused modules replace. Layer names have the form ``model.Class``.
 
     Attributes:
         operation: the name of the kind in the report of `fuse`.
-        originals: the layers whose forward, with the functions of their file that it calls, is copied.
+        originals: the copied layers. The copy covers the forward and the functions of its file that it calls.
         replaced_by: the fused modules, below ``oslo_models.fusion``.
-        selects: whether the forward stays, and only the attention function that it selects is replaced.
+        selects: keep the forward, and replace only the attention function that it selects.
     """
 
     operation: str
@@ -30,10 +30,10 @@ class Contract:
     """A function that this library overrides, copies or imports.
 
     Attributes:
-        original: its dotted name.
+        original: the dotted name of the function.
         used_by: the overrides, or the modules with the copy or the import, below ``oslo_models``.
-        parameters: the names of its parameters on which they rely, in this order.
-        is_copied: whether its behaviour is copied, so that its source has to be one that was checked.
+        parameters: the names of the parameters that this library relies on, in this order.
+        is_copied: this library copies the behaviour, so the source has to match a checked release.
     """
 
     original: str
@@ -110,7 +110,7 @@ LAYERS: dict[str, LayerContract] = {
         }.items()
     },
 }
-"""By the name of their table in `oslo_models.fusion.known_layers`, or by the name of the layer."""
+"""Layer contracts, by table name in `oslo_models.fusion.known_layers`, or by layer name."""
 
 
 def _contract(original: str, used_by: str, parameters: str = "", is_copied: bool = False) -> Contract:
@@ -302,4 +302,4 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("torch.utils._python_dispatch.TorchDispatchMode", "modeling.initialization"),
     _contract("torch.utils._pytree", "compat checkpoint.quantized.packed deploy distributed layers modeling pipeline"),
 )
-"""Everything else, by package."""
+"""All other contracts, by package."""

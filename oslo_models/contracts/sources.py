@@ -1,4 +1,4 @@
-"""Finds functions in the source of a package: installed, unpacked or in a wheel. Nothing is imported."""
+"""Finds functions in the source of a package: installed, unpacked or in a wheel. Imports nothing."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Sources:
         self._modules: dict[str, dict[str, ast.stmt] | None] = {}
 
     def functions(self, name: str) -> list[Function]:
-        """The function or method with this dotted name, and the functions of its file that it calls, also indirectly.
+        """Return the function or method with this dotted name, and its direct and indirect callees in the same file.
 
         Returns:
-            Empty if the release has no such function.
+            An empty list if the release has no such function.
         """
         module, found = self._find(name)
         if not isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -41,7 +41,7 @@ class Sources:
         return [found, *called(found, self._definitions(module) or {})]
 
     def has(self, name: str) -> bool:
-        """Whether the release has a module, or defines or imports a name there, with this dotted name."""
+        """Return whether the release has a module with this dotted name, or defines or imports the name."""
         return self._definitions(name) is not None or self._find(name)[1] is not None
 
     def _find(self, name: str) -> tuple[str, ast.stmt | None]:
@@ -54,7 +54,7 @@ class Sources:
         return name, None
 
     def _definitions(self, module: str) -> dict[str, ast.stmt] | None:
-        """The statements of a module that bind names, by these names; ``None`` if there is no such module."""
+        """Return the statements of a module that bind names, by name; ``None`` if the module does not exist."""
         if module not in self._modules:
             path = "/".join(module.split("."))
             files = (self._folder / f"{path}.py", self._folder / f"{path}/__init__.py")
@@ -86,7 +86,7 @@ def _member(definitions: dict[str, ast.stmt], path: list[str]) -> ast.stmt | Non
     own = dict(_bound(found.body))
     if path[1] in own:
         return _member(own, path[1:])
-    for base in found.bases:  # of the same file
+    for base in found.bases:  # only base classes of the same file
         if isinstance(base, ast.Name) and base.id != path[0] and base.id in definitions:
             inherited = _member(definitions, [base.id, *path[1:]])
             if inherited is not None:
@@ -95,7 +95,7 @@ def _member(definitions: dict[str, ast.stmt], path: list[str]) -> ast.stmt | Non
 
 
 def called(function: Function, definitions: dict[str, Any], seen: frozenset[str] = frozenset()) -> list[Function]:
-    """The functions among ``definitions`` that a function calls, directly or not, each once."""
+    """Return the functions in ``definitions`` that a function calls, directly or indirectly, each once."""
     made: dict[str, Function] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Name) and node.id not in seen | made.keys():
@@ -112,7 +112,7 @@ def called(function: Function, definitions: dict[str, Any], seen: frozenset[str]
 
 
 def parsed(function: Callable[..., Any]) -> Function | None:
-    """The syntax tree of a function of this process; ``None`` if its source cannot be read."""
+    """Return the syntax tree of a function of this process; ``None`` if its source cannot be read."""
     unwrapped: Any = inspect.unwrap(function)
     if not inspect.isfunction(unwrapped):
         return None
@@ -126,7 +126,7 @@ def parsed(function: Callable[..., Any]) -> Function | None:
 
 
 def globals_of(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """The functions that a function finds among the globals of its file, directly or not, as they are now."""
+    """Return the current functions among the globals of its file that a function uses, directly or indirectly."""
     found: dict[str, Any] = {}
     todo = [inspect.unwrap(function)]
     while todo:
@@ -141,7 +141,7 @@ def globals_of(function: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def functions_of(function: Callable[..., Any]) -> list[Function]:
-    """As `Sources.functions`, of a function of this process."""
+    """Return the same as `Sources.functions`, for a function of this process."""
     unwrapped: Any = inspect.unwrap(function)
     tree = parsed(unwrapped)
     if tree is None:
@@ -166,7 +166,7 @@ def functions_of(function: Callable[..., Any]) -> list[Function]:
 
 
 def installed(package: str) -> Sources | None:
-    """The installed release of a package, if there is one."""
+    """Return the installed release of a package, if any."""
     spec = PathFinder.find_spec(package)
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Sources(package, Path(places[0]).parent) if places else None
@@ -180,10 +180,10 @@ def installed_version(package: str) -> str:
 
 
 def unpacked(path: Path, packages: tuple[str, ...]) -> tuple[Sources, str]:
-    """The release in a wheel, or in a folder that contains the package, and its version.
+    """Return the release in a wheel, or in a folder that contains the package, and its version.
 
     Raises:
-        ValueError: it contains none of ``packages``.
+        ValueError: the path contains none of ``packages``.
     """
     folder: Folder = zipfile.Path(path) if path.is_file() else path
     for package in packages:

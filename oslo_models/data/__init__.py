@@ -1,4 +1,4 @@
-"""Data for language models: tokenise, binarise, index, blend and sample, in Megatron's file format.
+"""Datasets for language models: tokenise, binarise, index, blend and sample, in Megatron's file format.
 
 >>> from oslo_models.data import DatasetForCausalLM, DatasetPreprocessor
 """
@@ -19,7 +19,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first asked for: preprocessing needs no torch."""
+    """Import classes lazily, since preprocessing needs no torch."""
     import importlib
 
     if name == "__all__":

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def integer(name: str, value: Any) -> int:
-    """Return an integer of Python or numpy as Python's, which does not overflow and can be saved as JSON.
+    """Convert a Python or numpy integer to a Python integer. It does not overflow and can be saved as JSON.
 
     Raises:
-        ValueError: it is not an integer; the message has the name of the argument.
+        ValueError: the value is not an integer. The message has the name of the argument.
     """
     try:
         return operator.index(value)

@@ -1,4 +1,4 @@
-"""`DatasetBlender`: several datasets as one, mixed evenly by weight."""
+"""`DatasetBlender`: mixes several datasets evenly by weight."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.utils.data import Dataset
 from oslo_kernels.blending import blend
 
 PRECISION = 1 << 61
-"""Weights are rounded to multiples of one part in so many."""
+"""Weights are rounded to multiples of ``1 / PRECISION`` of their sum."""
 
 
 class DatasetBlender(Dataset[Any]):
-    """Interleaves several datasets: of the first ``k`` samples, ``w * k`` (rounded) are from a dataset of weight ``w``.
+    """Interleaves several datasets. A dataset of weight ``w`` has ``w * k`` (rounded) of the first ``k`` samples.
 
-    The length is the sum of all lengths. A dataset whose weight asks for more samples than it has starts over.
+    The length is the sum of all lengths. A dataset starts over if its weight requires more samples than it has.
 
     Args:
         datasets: any number of datasets with a length.
-        weights: of each dataset, not negative; they need not sum to 1. By default the lengths, so that every sample
-            occurs once.
+        weights: the weight of each dataset, not negative. They need not sum to 1. Defaults to the lengths, so that
+            every sample occurs once.
 
     Raises:
         ValueError: no datasets, invalid weights, or a positive weight of a dataset without samples.
@@ -44,7 +44,7 @@ class DatasetBlender(Dataset[Any]):
         self._places: tuple[NDArray[Any], NDArray[Any]] | None = None
 
     def _blended(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        if self._places is None:  # on first use, also in each process that it is sent to
+        if self._places is None:  # on first use in each process, since it is not pickled
             dataset, sample = blend(np.array(self._shares, np.int64), len(self))
             self._places = dataset.astype(np.min_scalar_type(len(self.datasets) - 1)), sample
         return self._places
@@ -60,7 +60,7 @@ class DatasetBlender(Dataset[Any]):
         return self.datasets[which][sample]
 
     def place(self, index: int) -> tuple[int, int]:
-        """The number of the dataset that a sample is from, and the sample's index there."""
+        """Return the index of a sample's dataset and the sample's index in this dataset."""
         datasets, samples = self._places or self._blended()
         if not -len(datasets) <= index < len(datasets):
             raise IndexError(f"sample {index} of a dataset of {len(datasets)}")
@@ -68,12 +68,12 @@ class DatasetBlender(Dataset[Any]):
         return which, int(samples[index]) % self._lengths[which]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of the samples depends on. The position in training is the state of a sampler or loader."""
+        """Return all inputs of the sample order. The position in training is the state of a sampler or loader."""
         states = [dataset.state_dict() if hasattr(dataset, "state_dict") else None for dataset in self.datasets]
         return {"shares": self._shares, "lengths": self._lengths, "datasets": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that this blend is the one that the state is from.
+        """Check that the state belongs to this blend.
 
         Raises:
             ValueError: the weights or the datasets differ.
@@ -87,7 +87,7 @@ class DatasetBlender(Dataset[Any]):
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Weights as integers in the same proportion, to a precision of 61 bits."""
+    """Convert weights to integers in the same proportion, to a precision of 61 bits."""
     try:
         exact = [_fraction(weight) for weight in weights]
     except (TypeError, ValueError, OverflowError):  # not a number, NaN, infinity
@@ -101,5 +101,5 @@ def _shares(weights: Sequence[float]) -> list[int]:
 
 
 def _fraction(weight: Any) -> Fraction:
-    """The exact value of a number of Python, numpy or torch; numbers of the latter two would overflow below."""
+    """Return the exact value of a Python, numpy or torch number. The latter two would overflow below."""
     return Fraction(weight.item() if hasattr(weight, "item") else weight)

@@ -2,7 +2,7 @@
 
 A byte-level BPE tokenizer first splits a text into words by a regular expression, then encodes each word separately.
 The splitting takes most of the time. For ASCII, the expressions of GPT-2, Llama 3 and Qwen 2 have equivalents in
-Python's `re`, which are used here; the tokens of words are cached.
+Python's `re`. This module uses these equivalents and caches the tokens of words.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 
 CACHE_SIZE = 1 << 17
-"""Words after which the cache is cleared; so many take some 25 MB."""
+"""Maximum number of cached words, some 25 MB. A full cache is cleared."""
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 SPACE = r"[\t-\r ]"
-# expression in a tokenizer's file: its equivalent for printable ASCII and white space
+# from the expression in a tokenizer's file to its equivalent for printable ASCII and white space
 PATTERNS = {
     # GPT-2, GPT-Neo, GPT-J, OPT, RoBERTa, Falcon, ...
     rf"{CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+": (
         rf"{CONTRACTIONS}| ?[a-zA-Z]+| ?[0-9]+| ?[!-/:-@[-`{{-~]+|{SPACE}+(?![!-~])|{SPACE}+"
     ),
 }
-# Llama 3, Qwen 2 and later, which differ in how many digits form a word
+# Llama 3, Qwen 2 and later; they differ in the number of digits per word
 for digits, meaning in ((r"\p{N}{1,3}", "[0-9]{1,3}"), (r"\p{N}", "[0-9]")):
     PATTERNS[
         rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
@@ -36,19 +36,19 @@ for digits, meaning in ((r"\p{N}{1,3}", "[0-9]{1,3}"), (r"\p{N}", "[0-9]")):
         rf"{SPACE}+(?![!-~])|{SPACE}+"
     )
 GPT2 = next(iter(PATTERNS))
-# the characters that represent bytes 0 to 32 in the vocabulary
+# the characters for bytes 0 to 32 in the vocabulary
 BYTES = {byte: 256 + byte for byte in range(33)}
 UNSUPPORTED = re.compile(r"[^\t-\r -~]")
-# No pattern has a word across such a space, and the text after it does not affect the words before it
+# No word of any pattern crosses such a space, and later text does not affect the words before it
 BOUNDARY = re.compile(r"(?<=[!-~]) ")
 
 
 class BpeCache(dict[str, bytes]):
-    """The tokens of words, as bytes; unknown words are encoded on access.
+    """Cache of the tokens of words, as bytes. Access encodes unknown words.
 
     Args:
         backend: a ``tokenizers.Tokenizer``.
-        dtype: of the tokens.
+        dtype: the dtype of the tokens.
         split: the key of `PATTERNS` that splits texts into words.
     """
 
@@ -68,7 +68,7 @@ class BpeCache(dict[str, bytes]):
         return tokens
 
     def encode(self, texts: list[str]) -> list[bytes]:
-        """The tokens of each text."""
+        """Return the tokens of each text."""
         return [self._encode(text) for text in texts]
 
     def _encode(self, text: str) -> bytes:
@@ -92,7 +92,7 @@ class BpeCache(dict[str, bytes]):
 
 
 def find_pattern(spec: str) -> str | None:
-    """The key of `PATTERNS` for a tokenizer (the content of its file); ``None`` if `BpeCache` does not support it."""
+    """Return the key of `PATTERNS` for the content of a tokenizer file; ``None`` if `BpeCache` does not support it."""
     tokenizer = json.loads(spec)
     model, before = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     if model.get("type") != "BPE" or model.get("dropout"):

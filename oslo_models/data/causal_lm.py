@@ -16,30 +16,30 @@ from oslo_models.data.indexed_dataset import IndexedDataset
 from oslo_models.data.sample_index import Split, open_order
 
 IGNORED = -100
-"""The label of tokens that are excluded from the loss."""
+"""Label of tokens excluded from the loss."""
 
 
 class DatasetForCausalLM(Dataset[Any]):
-    """Samples of exactly ``max_seq_length`` tokens, as int64 arrays; nothing is padded.
+    """Samples of exactly ``max_seq_length`` tokens, as int64 arrays without padding.
 
     Documents of the split are shuffled, concatenated and cut into samples. A sample begins with the last token of the
-    previous one, so that each token but the first is predicted once; an incomplete sample at the end is dropped. The
-    samples and their order are those of OSLO 1 for the same seed.
+    previous sample, so that each token except the first is predicted once. An incomplete sample at the end is dropped.
+    For the same seed, the samples and their order equal OSLO 1.
 
     Args:
         data_name: the path of the ``.bin`` and ``.idx`` files without their endings.
-        max_seq_length: the tokens of a sample.
-        split_type: a name for the split, such as ``train``; it appears in the file name of the index only.
-        start_weight: where the split begins, as a share of the documents: the first is number
+        max_seq_length: the number of tokens per sample.
+        split_type: a name for the split, such as ``train``. It only appears in the file name of the index.
+        start_weight: the start of the split, as a share of the documents: its first document is number
             ``round(start_weight * documents)``.
-        end_weight: where it ends, likewise (exclusive): a split that starts with the same weight is disjoint.
-        binarization_impl: how tokens are read, independent of the file format: ``mmap``, ``lazy`` or ``cached``.
-        seed: of the shuffling; ``None`` is 42, as in OSLO 1.
-        labels: samples are dictionaries with ``input_ids`` and equal ``labels``, which transformers' models shift.
-        reset_position_ids: adds ``position_ids``, which restart at 0 with each document.
-        reset_attention_mask: adds a boolean ``attention_mask``, [1, tokens, tokens]: causal, and limited to the
-            document of each token. The first token of a document is then excluded from the loss.
-        cache_dir: directory of the index of samples; by default ``data_name.index``.
+        end_weight: the end of the split, likewise (exclusive). A split that starts with the same weight is disjoint.
+        binarization_impl: the way to read tokens, independent of the file format: ``mmap``, ``lazy`` or ``cached``.
+        seed: the seed of the shuffling. ``None`` is 42, as in OSLO 1.
+        labels: return dictionaries with ``input_ids`` and equal ``labels``. transformers' models shift the labels.
+        reset_position_ids: add ``position_ids``, which restart at 0 with each document.
+        reset_attention_mask: add a boolean ``attention_mask``, [1, tokens, tokens]: causal, and limited to the document
+            of each token. The first token of a document is then excluded from the loss.
+        cache_dir: the directory of the sample index. Defaults to ``data_name.index``.
 
     Raises:
         ValueError: invalid arguments, damaged files, or a split of less than one sample.
@@ -60,7 +60,7 @@ class DatasetForCausalLM(Dataset[Any]):
         reset_attention_mask: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        # of Python: numpy's would round the documents of a split, and are not JSON
+        # Python floats: numpy's would round the documents of a split and are not JSON
         start_weight, end_weight = float(start_weight), float(end_weight)
         max_seq_length = integer("max_seq_length", max_seq_length)
         seed = None if seed is None else integer("seed", seed)
@@ -120,14 +120,14 @@ class DatasetForCausalLM(Dataset[Any]):
         return self._as_dictionary(tokens, [length for length in lengths if length], bounds[sample, 1] == 0)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The samples of a batch, which `DataLoader` requests together: faster than one by one."""
+        """Return the samples of a batch. `DataLoader` requests them together, which is faster than one by one."""
         if self._dictionary:
             return [self[index] for index in indices]
         documents, bounds, shuffle = self._order
         samples = shuffle[np.asarray(indices, np.int64)].astype(np.int64)
         begins, ends = bounds[samples], bounds[samples + 1]
         counts = ends[:, 0] - begins[:, 0] + 1
-        first = np.cumsum(counts) - counts  # of each sample, among the documents of all
+        first = np.cumsum(counts) - counts  # first document of each sample, among the documents of all samples
         which = documents[np.repeat(begins[:, 0] - first, counts) + np.arange(counts.sum())]
         starts, lengths = self._starts[which] // self.index.stride, self._lengths[which]
         lengths[first + counts - 1] = ends[:, 1] + 1
@@ -141,11 +141,11 @@ class DatasetForCausalLM(Dataset[Any]):
         return list(batch)
 
     def _as_dictionary(self, tokens: NDArray[np.int64], counts: list[int], from_start: bool) -> dict[str, NDArray[Any]]:
-        """A sample as a dictionary.
+        """Return a sample as a dictionary.
 
         Args:
             counts: the number of its tokens from each document.
-            from_start: the first of these documents is included from its first token on.
+            from_start: whether the sample includes the first token of its first document.
         """
         sample: dict[str, NDArray[Any]] = {"input_ids": tokens}
         if self._options["labels"]:
@@ -161,14 +161,14 @@ class DatasetForCausalLM(Dataset[Any]):
         return sample
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of the samples depends on. The position in training is the state of a sampler or loader."""
+        """Return all inputs of the sample order. The position in training is the state of a sampler or loader."""
         return {"order": self._key, "samples": len(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that this dataset has the same samples in the same order as the one that the state is from.
+        """Check that this dataset has the same samples in the same order as the saved dataset.
 
         Raises:
-            ValueError: it does not.
+            ValueError: samples or order differ.
         """
         if state != self.state_dict():
             raise ValueError(

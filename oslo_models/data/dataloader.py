@@ -1,4 +1,4 @@
-"""`InfiniteDataLoader`: repeats a loader without end, and resumes at the batch where a run stopped."""
+"""`InfiniteDataLoader`: repeats a loader without end and resumes at the batch where a run stopped."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ COPIED_OPTIONS = (
 
 
 class InfiniteDataLoader:
-    """Yields the batches of ``loader`` without end, and calls ``set_epoch`` of its samplers before each epoch.
+    """Yields the batches of ``loader`` without end and calls ``set_epoch`` of its samplers before each epoch.
 
-    ``state_dict`` records which batch comes next, independent of what workers have prefetched. A loader of a map-style
-    dataset resumes there without loading the batches before; others are read and skipped.
+    ``state_dict`` records the next batch, independent of prefetching by workers. A loader of a map-style dataset
+    resumes there without loading earlier batches. Other loaders read and skip them.
 
     Args:
-        loader: a `DataLoader`, or anything else that can be iterated over repeatedly.
+        loader: a `DataLoader` or any other iterable that can be iterated repeatedly.
 
     Attributes:
         epoch: the number of the current epoch, from 0.
-        batches: how many batches of this epoch were yielded.
+        batches: the number of batches yielded in this epoch.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -38,11 +38,11 @@ class InfiniteDataLoader:
         return self
 
     def __len__(self) -> int:
-        """The number of batches of an epoch."""
+        """Return the number of batches per epoch."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
             ValueError: the loader yields no batch.
@@ -70,7 +70,7 @@ class InfiniteDataLoader:
         self._iterator = iter(self.loader)
 
     def _resume(self, start_state: dict[str, Any]) -> Any:
-        """Restart the epoch with its original random states, and return the batch after those already yielded."""
+        """Restart the epoch with its original random states and return the first batch not yet yielded."""
         self._set_epoch()
         now = torch.get_rng_state()
         try:
@@ -103,16 +103,16 @@ class InfiniteDataLoader:
         return list(found.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the next batch. It can be pickled, and saved with ``torch.save``."""
+        """Return the position of the next batch. It can be pickled and saved with ``torch.save``."""
         dataset: Any = getattr(self.loader, "dataset", None)
         saved = dataset.state_dict() if hasattr(dataset, "state_dict") else None
         return {"epoch": self.epoch, "batches": self.batches, "began_with": self._start_state, "dataset": saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume there, with a loader constructed like the saved one.
+        """Resume at the saved position. The loader must be constructed like the saved loader.
 
         Raises:
-            ValueError: the dataset has other samples than the saved one.
+            ValueError: the samples differ from the saved dataset.
         """
         if state["dataset"] is not None:
             self.loader.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ _END = object()
 
 
 class _SkippingSampler:
-    """A sampler without its first ``start`` elements."""
+    """Sampler without its first ``start`` elements."""
 
     def __init__(self, sampler: Iterable[Any], start: int) -> None:
         self._sampler, self._start = sampler, start
@@ -137,7 +137,7 @@ class _SkippingSampler:
 
 
 def _iterate_from(loader: Iterable[Any], start: int) -> Iterator[Any]:
-    """Iterate from batch ``start`` on, as accelerate's ``skip_first_batches`` does."""
+    """Iterate from batch ``start`` on, like accelerate's ``skip_first_batches``."""
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return islice(loader, start, None)
     options = {name: getattr(loader, name) for name in COPIED_OPTIONS}

@@ -1,6 +1,6 @@
-"""The files of a binarised dataset: ``.bin`` (the tokens, concatenated) and ``.idx`` (the position of each sequence).
+"""Files of a binarised dataset: ``.bin`` (concatenated tokens) and ``.idx`` (the position of each sequence).
 
-`IndexedDataset` reads both of Megatron's formats, `write_index` writes them.
+`IndexedDataset` reads both of Megatron's formats. `write_index` writes them.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Megatron's codes. Older Megatron and OSLO wrote float64 as 7; the size of the .bin file tells them apart.
+# Megatron's codes. Older versions of Megatron and OSLO wrote float64 as 7. The size of the .bin file disambiguates.
 DTYPES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), start=1))
 CODES = {name: code for code, name in DTYPES.items()}
 IMPLS = ("mmap", "lazy", "cached")
 MMAP_MAGIC, LEGACY_MAGIC = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 CHUNK = 1 << 18
-"""Entries of an index that are processed at once."""
+"""Index entries per processing step."""
 
 
 class Index(NamedTuple):
-    """The content of an ``.idx`` file.
+    """Content of an ``.idx`` file.
 
     Attributes:
-        dtype: of the tokens.
-        lengths: [sequences] tokens of each.
-        starts: [sequences] where each begins in the ``.bin`` file, in bytes or in tokens.
-        unit: the bytes that ``starts`` counts in.
+        dtype: the dtype of the tokens.
+        lengths: [sequences] the number of tokens of each sequence.
+        starts: [sequences] the start of each sequence in the ``.bin`` file, in bytes or in tokens.
+        unit: the bytes per unit of ``starts``.
         ends: (offset in the file, count) of the int64 array with the first sequence of each document.
     """
 
@@ -42,19 +42,19 @@ class Index(NamedTuple):
 
 
 class IndexedDataset:
-    """The token sequences of ``name.bin`` and ``name.idx``, of either format.
+    """Token sequences of ``name.bin`` and ``name.idx``, in either format.
 
     Args:
-        name: path of the files without their endings.
-        impl: how tokens are read: ``mmap`` maps the file, ``lazy`` reads on each access, ``cached`` loads the file.
+        name: the path of the files without their endings.
+        impl: the way to read tokens: ``mmap`` maps the file, ``lazy`` reads on each access, ``cached`` loads the file.
 
     Attributes:
-        dtype: of the tokens.
-        lengths: [sequences] tokens of each.
-        stride: by how much the positions of documents grow per token (1, or the bytes of a token).
+        dtype: the dtype of the tokens.
+        lengths: [sequences] the number of tokens of each sequence.
+        stride: the increase of document positions per token (1, or the bytes of a token).
 
     Raises:
-        ValueError: the files are not a dataset, or do not belong together.
+        ValueError: the files are not a dataset or do not belong together.
     """
 
     def __init__(self, name: str | os.PathLike[str], impl: str = "mmap") -> None:
@@ -104,7 +104,7 @@ class IndexedDataset:
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """The tokens of a sequence, or ``length`` of them from ``offset`` on. Read-only."""
+        """Return the tokens of a sequence, or ``length`` tokens from ``offset`` on. The array is read-only."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} of a dataset of {len(self)} sequences")
         have = int(self.lengths[index])
@@ -114,7 +114,7 @@ class IndexedDataset:
         return self.read(int(self._starts[index]) // self.stride + offset, length)
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """``count`` tokens of the file, from token ``start`` on."""
+        """Return ``count`` tokens of the file, from token ``start`` on."""
         if self._tokens is not None:
             return self._tokens[start : start + count]
         assert self._file is not None
@@ -122,10 +122,11 @@ class IndexedDataset:
         return np.frombuffer(os.pread(self._file, count * itemsize, start * itemsize), self.dtype)
 
     def documents(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The position of each document (divided by ``stride``: its first token in the file) and its number of tokens.
+        """Return the position of each document and its number of tokens.
 
-        The index defines the documents. If that part of it is missing or incomplete (older versions of Megatron did not
-        complete it when they merged files), every sequence is a document.
+        Position divided by ``stride`` is the first token in the file. The index defines the documents. If this part of
+        the index is missing or incomplete (older versions of Megatron did not complete it when they merged files),
+        every sequence is a document.
         """
         offset, count = self._ends
         path, sequences = self.name + ".idx", len(self.lengths)
@@ -146,13 +147,13 @@ class IndexedDataset:
 
 
 def check_impl(impl: str) -> None:
-    """Raise ``ValueError`` for an unknown way to store and read tokens."""
+    """Raise ``ValueError`` for an unknown ``binarization_impl``."""
     if impl not in IMPLS:
         raise ValueError(f"binarization_impl={impl!r} is not one of {', '.join(IMPLS)}")
 
 
 def map_file(path: str | os.PathLike[str], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A file as a memory-mapped array."""
+    """Map a file into memory as an array."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size // dtype.itemsize
         if not size:
@@ -191,7 +192,7 @@ def _legacy_index(path: str, head: bytes, size: int) -> Index:
     if sizes != sequences:
         raise ValueError(f"{path}: {sequences} items with {sizes} dimensions; only sequences of tokens can be read")
     content = map_file(path, np.dtype(np.int64).newbyteorder("<"))
-    begin = start // 8 + sequences + 1  # after the offsets of the dimensions, which are 0, 1, 2, ... for sequences
+    begin = start // 8 + sequences + 1  # skip the offsets of the dimensions: 0, 1, 2, ... for sequences
     name = {6: f"float{8 * itemsize}", 7: f"float{8 * itemsize}"}.get(code) or DTYPES[code]
     dtype = np.dtype(name).newbyteorder("<")
     if dtype.itemsize != itemsize:
@@ -209,13 +210,13 @@ def _check(path: str, version: int, expected: int, size: int) -> None:
 
 
 def _check_documents(path: str, index: Index, size: int) -> None:
-    """Raise ``ValueError`` unless each sequence follows the one before it, and all lie within the file of tokens.
+    """Raise ``ValueError`` unless each sequence follows the previous one and all lie within the token file.
 
-    Nothing else may use a length before: a damaged one makes an index of samples of any size.
+    Check this before any use of the lengths: a damaged length could create a sample index of any size.
 
     Args:
-        path: of the index.
-        size: bytes of the file of tokens.
+        path: the path of the index.
+        size: the size of the token file in bytes.
     """
     itemsize, expected = index.dtype.itemsize, 0
     for start, stop in _chunks(len(index.lengths)):
@@ -240,14 +241,14 @@ def write_index(
     impl: str = "mmap",
     ends: NDArray[Any] | None = None,
 ) -> None:
-    """Write the ``.idx`` file of sequences that are contiguous in their ``.bin`` file, in constant memory.
+    """Write the ``.idx`` file for contiguous sequences of a ``.bin`` file, in constant memory.
 
     Args:
-        path: the file.
-        lengths: [sequences] tokens of each.
-        dtype: of the tokens.
-        impl: ``mmap`` for Megatron's current format (MMIDIDX), the others for that of fairseq (TNTIDX).
-        ends: [documents + 1] the first sequence of each document; by default every sequence is a document.
+        path: the file to write.
+        lengths: [sequences] the number of tokens of each sequence.
+        dtype: the dtype of the tokens.
+        impl: ``mmap`` for Megatron's current format (MMIDIDX), ``lazy`` and ``cached`` for fairseq's format (TNTIDX).
+        ends: [documents + 1] the first sequence of each document. By default every sequence is a document.
     """
     check_impl(impl)
     dtype = np.dtype(dtype)
@@ -263,7 +264,7 @@ def write_index(
             for offsets in _offsets(lengths):
                 (offsets[:-1] * dtype.itemsize).tofile(file)
         else:
-            # code 7 was float64 there
+            # fairseq's code 7 is float64
             code = {"float32": 6, "float64": 7}.get(dtype.name, code)
             file.write(LEGACY_MAGIC + struct.pack("<6Q", 1, code, dtype.itemsize, count, count, ends_count))
             _write_range(file, count + 1)
@@ -285,7 +286,7 @@ def _chunks(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _offsets(lengths: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
-    """The number of tokens before each sequence, in chunks that overlap by one element."""
+    """Yield the number of tokens before each sequence, in chunks that overlap by one element."""
     offset = 0
     for start, stop in _chunks(len(lengths)):
         offsets = np.empty(stop - start + 1, "<i8")
@@ -302,5 +303,5 @@ def _write_range(file: Any, count: int) -> None:
 
 
 def total(lengths: NDArray[Any]) -> int:
-    """The sum of the lengths, in constant memory."""
+    """Return the sum of the lengths, in constant memory."""
     return sum(int(lengths[start:stop].sum(dtype=np.int64)) for start, stop in _chunks(len(lengths)))

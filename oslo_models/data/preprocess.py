@@ -1,4 +1,4 @@
-"""`DatasetPreprocessor`: turns texts into a binarised dataset in constant memory, and resumes after a crash."""
+"""`DatasetPreprocessor`: converts texts to a binarised dataset in constant memory and resumes after a crash."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from oslo_models.data.tokenizer_pool import Encoder, TokenizerPool
 from oslo_models.data.writer import Output, Progress
 
 CHARACTERS = 1 << 20
-"""A chunk ends once it has so many characters, which limits the memory of a process when documents are long."""
+"""Characters at which a chunk ends. Limits the memory of a process for long documents."""
 COMMIT_SECONDS = 5.0
-"""Seconds between two commits: the work that a crash may cost."""
+"""Seconds between two commits, the maximum work lost in a crash."""
 UINT16_BELOW = 65500
 """Megatron stores larger vocabularies as int32."""
 
 
 class DatasetPreprocessor:
-    """Tokenises documents and writes them as ``name.bin`` and ``name.idx``, which Megatron reads too.
+    """Tokenises documents and writes them as ``name.bin`` and ``name.idx``. Megatron reads these files too.
 
     Args:
-        tokenizer: of transformers, or its name: a directory, a ``tokenizer.json`` or a name on the Hugging Face hub.
-            Fast tokenizers encode a chunk in one call.
-        chunk_size: documents at most that are sent to a process at once; ``chunksize`` is another name of it.
-        binarization_impl: ``mmap`` writes Megatron's current format, ``lazy`` and ``cached`` the older one of fairseq.
+        tokenizer: a transformers tokenizer, or its name: a directory, a ``tokenizer.json`` or a name on the Hugging
+            Face hub. Fast tokenizers encode a chunk in one call.
+        chunk_size: the maximum number of documents sent to a process at once; ``chunksize`` is an alias.
+        binarization_impl: ``mmap`` writes Megatron's current format, ``lazy`` and ``cached`` the older fairseq format.
         append_eod: whether a token marks the end of each document.
-        eod_token_id: that token; by default the tokenizer's end of sequence, or its separator.
-        num_workers: processes that tokenise; by default one per core. With 0 this process does it.
-        dtype: of the stored tokens; by default ``uint16`` if the vocabulary has less than 65500 tokens, else ``int32``.
+        eod_token_id: the end-of-document token. Defaults to the tokenizer's end-of-sequence token, or its separator.
+        num_workers: the number of tokenising processes. Defaults to one per core. With 0 this process tokenises.
+        dtype: the dtype of stored tokens. Defaults to ``uint16`` if the vocabulary has less than 65500 tokens, else
+            ``int32``.
 
     Raises:
         ValueError: invalid arguments.
@@ -100,24 +101,24 @@ class DatasetPreprocessor:
         text_key: str = "text",
         resume: bool = True,
     ) -> Progress:
-        """Write ``save_file_name.bin`` and ``.idx``. Documents without tokens are left out.
+        """Write ``save_file_name.bin`` and ``.idx``. Documents without tokens are omitted.
 
-        The files appear once they are complete. Until then everything is in ``save_file_name.partial``; after a crash,
-        the same call resumes from there, and the files are byte for byte those of an uninterrupted run.
+        The files appear once they are complete. Until then all data is in ``save_file_name.partial``. After a crash,
+        the same call resumes from there. The files equal an uninterrupted run byte for byte.
 
         Args:
-            iterable: texts, such as an open file, whose lines are documents; rows with the column ``text_key``; or a
-                dataset of Hugging Face. Read once, a few chunks ahead.
-            save_file_name: path of the files without their endings.
+            iterable: texts, such as an open file with one document per line; rows with the column ``text_key``; or a
+                Hugging Face dataset. Read once, a few chunks ahead.
+            save_file_name: the path of the files without their endings.
             log_interval: documents between two updates of the progress bar; 0 shows none.
-            text_key: the key of rows.
-            resume: whether to resume an interrupted call, if there was one.
+            text_key: the column of texts in rows.
+            resume: whether to resume an interrupted call, if any.
 
         Returns:
-            How many documents and tokens were written.
+            The number of written documents and tokens.
 
         Raises:
-            ValueError: an item is not a text, the input or tokenizer is not that of the interrupted call, or another
+            ValueError: an item is not a text, the input or tokenizer differs from the interrupted call, or another
                 process writes the same files.
         """
         encoder = Encoder(self.tokenizer, self.eod_token_id if self.append_eod else None, self.dtype)
@@ -134,7 +135,7 @@ class DatasetPreprocessor:
             return output.progress
 
     def _skip(self, texts: Iterator[str], output: Output) -> Any:
-        """Skip the texts that were written before the interruption, and check that they are the same."""
+        """Skip the texts written before the interruption and check that they are unchanged."""
         digest, done = hashlib.blake2b(digest_size=16), output.progress.inputs
         count = 0
         for text in islice(texts, done):
@@ -187,19 +188,19 @@ class DatasetPreprocessor:
 
     @staticmethod
     def open_jsonl(file: str | os.PathLike[str], json_key: str, on_error: str = "stop") -> Iterator[str]:
-        """The texts under ``json_key`` in a file with a JSON object on each line (``.gz`` and ``.zst`` too).
+        """Yield the texts under ``json_key`` from a file with one JSON object per line (``.gz`` and ``.zst`` too).
 
-        ``.jsonl`` is added to a name that is no file without it. For a line that is no such object,
-        ``on_error="stop"`` raises ValueError with its number, ``"skip"`` warns and continues.
+        If ``file`` does not exist, ``.jsonl`` is appended. For an invalid line, ``on_error="stop"`` raises ValueError
+        with its number, ``"skip"`` warns and continues.
         """
         return sources.open_jsonl(file, json_key, on_error)
 
 
 def as_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer itself, or the one with this name: a directory, a ``tokenizer.json`` or a name on the hub.
+    """Return a tokenizer unchanged, or load it by name: a directory, a ``tokenizer.json`` or a name on the hub.
 
     Raises:
-        ValueError: it is neither a tokenizer nor the name of one.
+        ValueError: the argument is neither a tokenizer nor the name of a tokenizer.
     """
     wanted = "tokenizer must be a tokenizer of transformers, or its name: a directory, a tokenizer.json or a name on "
     if not isinstance(tokenizer, (str, os.PathLike)):
@@ -213,7 +214,7 @@ def as_tokenizer(tokenizer: Any) -> Any:
         if os.path.isfile(name):
             return transformers.PreTrainedTokenizerFast(tokenizer_file=name)
         return transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of any kind, as each kind of tokenizer raises its own
+    except Exception as error:  # each kind of tokenizer raises different errors
         raise ValueError(f"{wanted}the hub; {name!r} cannot be loaded as one: {error}") from error
 
 
@@ -222,12 +223,12 @@ def _is_id(value: object, vocab_size: int) -> bool:
 
 
 def _largest(dtype: str) -> int:
-    """The largest token that a type holds exactly."""
+    """Return the largest token id that a dtype represents exactly."""
     kind = np.dtype(dtype)
     return int(np.iinfo(kind).max) if kind.kind in "iu" else 1 << (np.finfo(kind).nmant + 1)
 
 
 def _bytes(text: str) -> bytes:
-    """A text as bytes behind their length, so that the concatenation of texts is unambiguous."""
+    """Encode a text with a length prefix, so that concatenations of texts are unambiguous."""
     data = text.encode("utf-8", "surrogatepass")
     return len(data).to_bytes(8, "little") + data

@@ -19,22 +19,22 @@ ON_ERROR = ("stop", "skip")
 SKIPPING = "on_error='skip'"
 COMPRESSED = (".gz", ".zst")
 ROWS = 256
-"""Rows of a table that are read at once."""
+"""Rows of a table per read."""
 
 
 def open_documents(file: str | os.PathLike[str], text_key: str = "text", on_error: str = "stop") -> Iterator[str]:
-    """The texts of a ``.txt`` file (each line is one, including its line break), ``.jsonl`` or ``.parquet`` file.
+    """Yield the texts of a ``.txt`` (one per line, including the line break), ``.jsonl`` or ``.parquet`` file.
 
     ``.gz`` and ``.zst`` may follow the ending of a text or JSON file.
 
     Args:
         file: the path.
         text_key: the key or column of the text.
-        on_error: for a line or row without a readable text: ``stop`` raises, ``skip`` warns and continues. A file that
-            is damaged or cut off raises in both cases.
+        on_error: for a line or row without a readable text, ``stop`` raises, ``skip`` warns and continues. A damaged or
+            truncated file raises in both cases.
 
     Raises:
-        ValueError: an unknown ending, or a line, row or file that cannot be read.
+        ValueError: the ending is unknown, or a line, row or file cannot be read.
     """
     _check(on_error)
     path = Path(file)
@@ -52,7 +52,7 @@ def open_documents(file: str | os.PathLike[str], text_key: str = "text", on_erro
 
 
 def open_jsonl(file: str | os.PathLike[str], json_key: str, on_error: str = "stop") -> Iterator[str]:
-    """The texts of a file with a JSON object on each line; ``.jsonl`` is added to a name that is no file without it."""
+    """Yield the texts of a file with one JSON object per line. If ``file`` does not exist, append ``.jsonl``."""
     _check(on_error)
     path = Path(file)
     if not path.is_file() and not str(file).endswith(".jsonl"):
@@ -71,7 +71,7 @@ def _check(on_error: str) -> None:
 def _texts(
     path: Path, name: str, records: Iterable[tuple[int, Any]], read: Callable[[Any], str], on_error: str
 ) -> Iterator[str]:
-    """The texts of numbered records. ``read`` raises ``ValueError`` for a record that has none."""
+    """Yield the texts of numbered records. ``read`` raises ``ValueError`` for a record without text."""
     for number, record in records:
         try:
             text = read(record)
@@ -113,7 +113,7 @@ def _decoded(line: bytes) -> str:
 
 
 def _text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The numbered lines of a text, whose line breaks become those of Unix."""
+    """Yield the numbered lines of a text with Unix line breaks."""
     number = 0
     for line in _lines(path):
         if b"\r" not in line:
@@ -126,10 +126,10 @@ def _text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, without a byte order mark.
+    """Yield the lines of a file, without a byte order mark.
 
     Raises:
-        ValueError: the file is damaged, cut off or in another encoding.
+        ValueError: the file is damaged, truncated or in another encoding.
     """
     read = 0
     try:
@@ -163,10 +163,10 @@ def _open(path: Path) -> Any:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Reads all frames of a file. The readers of zstandard end without an error in the middle of a frame.
+    """Reads all frames of a file. zstandard's readers would accept an incomplete frame without an error.
 
     Raises:
-        CompressionError: the file is damaged or cut off.
+        CompressionError: the file is damaged or truncated.
         ValueError: zstandard is not installed.
     """
 
@@ -214,14 +214,14 @@ class _ZstdFile(io.RawIOBase):
 
 
 class CompressionError(Exception):
-    """A compressed file is damaged or cut off."""
+    """A compressed file is damaged or truncated."""
 
 
 def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
-    """The numbered values of a column; an error in place of a value that is not UTF-8.
+    """Yield the numbered values of a column, with an error in place of values that are not UTF-8.
 
     Raises:
-        ValueError: the file is damaged or cut off, or has no such column of texts.
+        ValueError: the file is damaged or truncated, or has no such column of texts.
     """
     try:
         import pyarrow
@@ -275,7 +275,7 @@ def _value(scalar: Any) -> Any:
 
 
 def texts_of(iterable: Iterable[Any], key: str) -> Iterator[str]:
-    """The texts of an iterable of strings or of rows with a column ``key``, or of a Hugging Face dataset.
+    """Yield the texts of an iterable of strings or of rows with a column ``key``, or of a Hugging Face dataset.
 
     Raises:
         ValueError: an item is not a text.

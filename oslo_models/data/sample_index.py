@@ -1,6 +1,6 @@
-"""The index of samples: the order of documents and samples, as memory-mapped arrays that processes share.
+"""Sample index: the order of documents and samples, as memory-mapped arrays shared by processes.
 
-The order is exactly that of OSLO 1 and Megatron-LM.
+The order is identical to OSLO 1 and Megatron-LM.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK = 1 << 17
-"""Documents that are processed at once."""
+"""Documents per processing step."""
 
 
 class Order(NamedTuple):
-    """The samples of a split.
+    """Samples of a split.
 
     Attributes:
-        documents: [documents] their numbers, in the order in which they are concatenated.
-        bounds: [samples + 1, 2] the position in ``documents`` and the token in it where each sample begins; the last
-            row is the end of the last sample.
-        shuffle: [samples] the order in which the samples are drawn.
+        documents: [documents] the document numbers in order of concatenation.
+        bounds: [samples + 1, 2] the start of each sample: the position in ``documents`` and the token in this document.
+            The last row is the end of the last sample.
+        shuffle: [samples] the order of the samples.
     """
 
     documents: NDArray[Any]
@@ -39,7 +39,7 @@ class Order(NamedTuple):
 
 
 class Split(NamedTuple):
-    """What an order depends on: documents ``start`` to ``stop``, a sample every ``stride`` tokens, and the seed."""
+    """Inputs of an order: documents ``start`` to ``stop``, a sample every ``stride`` tokens, and the seed."""
 
     start: int
     stop: int
@@ -47,7 +47,7 @@ class Split(NamedTuple):
     seed: int
 
     def key(self, lengths: NDArray[Any]) -> str:
-        """A fingerprint of everything that the order depends on."""
+        """Return a fingerprint of all inputs of the order."""
         digest = hashlib.blake2b(json.dumps(["order 1", *self]).encode(), digest_size=12)
         for part in _chunks(lengths, self.start, self.stop):
             digest.update(part.astype("<i8").tobytes())
@@ -55,12 +55,12 @@ class Split(NamedTuple):
 
 
 def open_order(folder: Path, name: str, split: Split, lengths: NDArray[Any]) -> Order:
-    """Read an order, building it first if no process has done so.
+    """Read an order. Build it first if it does not exist.
 
     Args:
         folder: the directory of the orders.
         name: a readable prefix of the file name.
-        lengths: [documents of the dataset] tokens of each.
+        lengths: [documents of the dataset] the number of tokens of each document.
 
     Raises:
         ValueError: the documents have too few tokens for a sample, or the folder cannot be written.
@@ -81,7 +81,7 @@ def open_order(folder: Path, name: str, split: Split, lengths: NDArray[Any]) -> 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process build while the others wait. On a file system without locks all build, and one result is kept."""
+    """Let one process build while the others wait. Without file locks all processes build, and one result is kept."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -104,19 +104,19 @@ def _build(folder: Path, path: Path, split: Split, lengths: NDArray[Any]) -> Non
         try:
             scratch.rename(path)
         except OSError:
-            if not path.exists():  # otherwise another process has built the same
+            if not path.exists():  # otherwise another process has built the same order
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _umask(folder: Path) -> int:
-    """The permissions that a new folder here lacks; mkdtemp gives none to other users."""
+    """Return the permissions to mask in a new folder, from its parent. mkdtemp gives none to other users."""
     return ~folder.stat().st_mode & 0o777
 
 
 def build(folder: Path, split: Split, lengths: NDArray[Any]) -> None:
-    """Write an order. Only the arrays of documents and of the shuffling are held in memory."""
+    """Write an order. Only the arrays of documents and of the shuffling are in memory."""
     tokens = sum(int(part.sum(dtype=np.int64)) for part in _chunks(lengths, split.start, split.stop))
     samples = (tokens - 1) // split.stride
     if samples < 1:
@@ -137,7 +137,7 @@ def build(folder: Path, split: Split, lengths: NDArray[Any]) -> None:
 
 
 def _write_bounds(path: Path, documents: NDArray[Any], lengths: NDArray[Any], stride: int, samples: int) -> None:
-    """Find the document of the first token of each sample: token ``k * stride`` of the concatenated documents."""
+    """Write the position of the first token of each sample: token ``k * stride`` of the concatenated documents."""
     dtype = documents.dtype
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (samples + 1, 2)}

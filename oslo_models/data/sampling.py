@@ -18,22 +18,22 @@ from oslo_models.data.arguments import integer
 
 
 class DistributedProxySampler(DistributedSampler[Any]):
-    """Distributes what ``sampler`` draws over the replicas, as `DistributedSampler` does with a dataset.
+    """Distributes the samples of ``sampler`` over the replicas, like `DistributedSampler` for a dataset.
 
-    All replicas draw the same samples in an epoch, as the random states depend only on ``seed`` and the epoch (a
-    sampler with a generator of its own uses that; seed it alike on all replicas). Call
-    ``set_epoch`` before each epoch; `InfiniteDataLoader` does.
+    All replicas draw the same samples in an epoch, since the random states depend only on ``seed`` and the epoch. A
+    sampler with a separate generator uses that generator; give it the same seed on all replicas. Call ``set_epoch``
+    before each epoch; `InfiniteDataLoader` does so.
 
     Args:
-        sampler: drawn completely at the start of an epoch.
-        num_replicas: number of replicas; by default the world size of ``torch.distributed``, or 1 without it.
-        rank: the number of this replica.
+        sampler: the sampler. It is drawn completely at the start of an epoch.
+        num_replicas: the number of replicas. Defaults to the world size of ``torch.distributed``, or 1 without it.
+        rank: the index of this replica.
         shuffle: whether the drawn samples are shuffled once more.
-        seed: of the shuffling; the same on all replicas.
-        drop_last: whether samples are dropped so that all replicas have equally many; otherwise the first ones are
+        seed: the seed of the shuffling, equal on all replicas.
+        drop_last: whether to drop samples so that all replicas have equal numbers. Otherwise the first samples are
             repeated.
-        mpu: ``model.mpu`` of a parallel model, instead of ``num_replicas`` and ``rank``: the ranks that share a replica
-            get the same samples.
+        mpu: ``model.mpu`` of a parallel model, instead of ``num_replicas`` and ``rank``. Ranks of one replica get the
+            same samples.
 
     Raises:
         ValueError: invalid arguments.
@@ -92,7 +92,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
     def _draw(self) -> Sequence[Any]:
         generator = getattr(self.sampler, "generator", None)
         if generator is not None:
-            if self._drawn_with is not None and self._done:  # resumes an epoch
+            if self._drawn_with is not None and self._done:  # resume an epoch
                 generator.set_state(self._drawn_with)
             self._drawn_with = generator.get_state()
         with _seeded(self.seed + self.epoch):
@@ -103,21 +103,21 @@ class DistributedProxySampler(DistributedSampler[Any]):
             return [*first, *iterator]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch, if all replicas have drawn as many samples as this one.
+        """Return the position in the epoch, provided that all replicas have drawn the same number of samples.
 
-        A `DataLoader` with workers prefetches: with one, save the state of an `InfiniteDataLoader` instead.
+        A `DataLoader` with workers prefetches. Save the state of an `InfiniteDataLoader` instead in this case.
         """
         return {"epoch": self.epoch, "done": self._done, "generator": self._drawn_with}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration resume there, with any number of replicas."""
+        """Make the next iteration resume at the saved position, with any number of replicas."""
         self.epoch, self._drawn_with = state["epoch"], state["generator"]
         self._start = self._done = state["done"]
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global random generators of the CPU, and restore their states afterwards."""
+    """Seed the global random generators of the CPU and restore their states afterwards."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""Tokenises texts in worker processes: `TokenizerPool` starts them; run as a program, this file is one of them."""
+"""Tokenises texts in worker processes. `TokenizerPool` starts them; this file is also the worker program."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from oslo_models.data.bpe_cache import BpeCache, find_pattern
 from oslo_models.starting import import_path, python_module
 
 CACHE = 1 << 17
-"""Words in the cache of the tokenizers package, which has 10,000 by default."""
+"""Words in the cache of the tokenizers package. Its default is 10,000."""
 
 
 class Encoded(NamedTuple):
-    """The non-empty documents of a chunk: [documents] lengths, and their tokens, concatenated."""
+    """Non-empty documents of a chunk: [documents] lengths, and concatenated tokens."""
 
     lengths: NDArray[np.int32]
     tokens: NDArray[Any]
 
 
 class Encoder:
-    """Tokenises like ``tokenizer.encode(text, add_special_tokens=False)``, and appends ``end`` to each document.
+    """Tokenises like ``tokenizer.encode(text, add_special_tokens=False)`` and appends ``end`` to each document.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a transformers tokenizer.
         end: the token after each document, if any.
-        dtype: of the tokens.
+        dtype: the dtype of the tokens.
     """
 
     def __init__(self, tokenizer: Any, end: int | None, dtype: str) -> None:
@@ -47,7 +47,7 @@ class Encoder:
         self._spec, self._split = "", False
         if self._tokenizer is None:
             spec = json.loads(tokenizer.backend_tokenizer.to_str())
-            spec["truncation"] = spec["padding"] = None  # left there by earlier calls
+            spec["truncation"] = spec["padding"] = None  # set by earlier calls
             self._spec = json.dumps(spec)
             self._split = bool(getattr(tokenizer, "split_special_tokens", False))
         self._backend: Any = None
@@ -57,14 +57,14 @@ class Encoder:
         return {**vars(self), "_backend": None, "_cache": None}
 
     def fingerprint(self) -> str:
-        """A hash of everything that the tokens depend on."""
+        """Return a hash of all inputs of the tokenisation."""
         spec = self._spec
         if self._tokenizer is not None:
             spec = f"{type(self._tokenizer).__name__} {sorted(self._tokenizer.get_vocab().items())}"
         return hashlib.blake2b(f"{spec} {self._split}".encode(), digest_size=16).hexdigest()
 
     def encode(self, texts: list[str]) -> Encoded:
-        """Tokens of a chunk of documents; documents without tokens are left out."""
+        """Return the tokens of a chunk of documents. Documents without tokens are omitted."""
         try:
             found = self._encode(texts)
         except (UnicodeEncodeError, TypeError):  # JSON may contain unpaired surrogates
@@ -75,7 +75,7 @@ class Encoder:
         return Encoded(lengths.astype(np.int32), np.frombuffer(b"".join(documents), self.dtype))
 
     def _encode(self, texts: list[str]) -> list[bytes]:
-        """The tokens of each text, as bytes."""
+        """Return the tokens of each text, as bytes."""
         if self._tokenizer is not None:
             found = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
             return [np.array(ids, self.dtype).tobytes() for ids in found]
@@ -95,21 +95,21 @@ class Encoder:
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Whether the tokenizer's Python methods add nothing to the tokenizers package."""
+    """Return whether the tokenizer's Python methods add nothing to the tokenizers package."""
     methods = (getattr(type(tokenizer), name, None) for name in ("encode", "_encode_plus", "__call__"))
     plain = all(getattr(method, "__module__", "").startswith("transformers.tokenization_") for method in methods)
     return plain and hasattr(tokenizer, "backend_tokenizer")
 
 
 class TokenizerPool:
-    """Processes that encode chunks of texts.
+    """Pool of processes that encode chunks of texts.
 
-    They are started, not forked (threads and CUDA do not survive a fork), and do not import the script that starts
-    them, so it needs no ``if __name__ == "__main__"``.
+    The processes are started, not forked, since threads and CUDA do not survive a fork. They do not import the main
+    script, so it needs no ``if __name__ == "__main__"``.
 
     Args:
-        encoder: sent to each process.
-        workers: number of processes; 0 encodes in this process.
+        encoder: the encoder for each process.
+        workers: the number of processes; 0 encodes in this process.
     """
 
     def __init__(self, encoder: Encoder, workers: int) -> None:
@@ -120,7 +120,7 @@ class TokenizerPool:
         self._threads = ThreadPoolExecutor(max(workers, 1))
 
     def encode(self, chunks: Iterable[list[str]]) -> Iterator[tuple[list[str], Encoded]]:
-        """Chunks and their tokens, in order. At most two chunks per process are read ahead."""
+        """Yield chunks and their tokens in order. At most two chunks per process are read ahead."""
         waiting: deque[tuple[list[str], Future[Encoded]]] = deque()
         for chunk in chunks:
             waiting.append((chunk, self._threads.submit(self._ask, chunk)))
@@ -147,14 +147,14 @@ class TokenizerPool:
 
 
 class _Worker:
-    """One worker process, seen from the process that started it."""
+    """Handle of a worker process in the parent process."""
 
     def __init__(self, encoder: Encoder) -> None:
         try:
             self._message = pickle.dumps(encoder)
         except Exception as error:
             raise ValueError(f"the tokenizer cannot be sent to a process ({error}); use num_workers=0") from error
-        # one thread each, as there are as many processes as cores
+        # one thread each, since there is one process per core
         environment = {"PYTHONPATH": import_path(), "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             python_module(__name__),
@@ -186,10 +186,10 @@ class _Worker:
 
 
 def main() -> None:
-    """Answer chunks from stdin on stdout until the other side closes them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    """Read chunks from stdin and write answers to stdout until the parent process closes them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keeps what a tokenizer prints out of the answers
+    os.dup2(2, 1)  # keep the output of tokenizers out of the answers
     encoder: Encoder | None = None
     answer: Encoded | str
     while True:
@@ -215,6 +215,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from oslo_models.data.tokenizer_pool import main as run  # so that pickled classes are not those of __main__
+    from oslo_models.data.tokenizer_pool import main as run  # pickle classes of this module, not of __main__
 
     run()

@@ -1,4 +1,4 @@
-"""`Output`: the files of a preprocessing run, which appear only when complete and can be resumed after a crash."""
+"""`Output`: files of a preprocessing run. They appear only when complete. A run can resume after a crash."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from oslo_models.data.indexed_dataset import map_file, write_index
 
 @dataclass
 class Progress:
-    """The work done up to a commit.
+    """Completed work at a commit.
 
     Attributes:
-        inputs: texts that were read.
-        documents: texts that had tokens.
-        tokens: tokens of all documents.
-        digest: hash of the texts that were read.
-        complete: whether the files only have to be moved to their final names.
+        inputs: the number of texts read.
+        documents: the number of texts with tokens.
+        tokens: the number of tokens of all documents.
+        digest: a hash of the texts read.
+        complete: whether only the move of the files to their final names is left.
     """
 
     inputs: int = 0
@@ -36,13 +36,13 @@ class Progress:
 
 
 class Output:
-    """The files of one run, in the folder ``name.partial`` until `finish`.
+    """Files of one run, in the folder ``name.partial`` until `finish`.
 
-    The files ``tokens`` and ``lengths`` only grow. ``progress.json`` records how much of them is valid; it is replaced
-    once that much is on disk.
+    The files ``tokens`` and ``lengths`` only grow. ``progress.json`` records their valid size. It is replaced once this
+    size is on disk.
 
     Raises:
-        ValueError: another process writes them, or the interrupted run had other settings.
+        ValueError: another process writes the files, or the interrupted run had other settings.
     """
 
     def __init__(self, name: str, dtype: str, settings: dict[str, Any], resume: bool) -> None:
@@ -66,7 +66,7 @@ class Output:
         if resume and state.exists():
             self._resume(json.loads(state.read_text()))
         else:
-            state.unlink(missing_ok=True)  # before the files that it describes
+            state.unlink(missing_ok=True)  # before the files it describes
         self._tokens = self._open("tokens", self.progress.tokens * self.dtype.itemsize)
         self._lengths = self._open("lengths", self.progress.documents * 4)
 
@@ -79,7 +79,7 @@ class Output:
             )
         self.progress = Progress(**state)
         data, placed = self.folder / "tokens", Path(self.name + ".bin")
-        if self.progress.complete and not data.exists():  # interrupted while the files were moved: undo that
+        if self.progress.complete and not data.exists():  # interrupted during the move: undo it
             if not placed.exists() or placed.stat().st_size != self.progress.tokens * self.dtype.itemsize:
                 self.progress = Progress()
                 return
@@ -113,7 +113,7 @@ class Output:
         self.progress.tokens += len(tokens)
 
     def commit(self, digest: str) -> None:
-        """Make everything added so far survive a crash."""
+        """Make all data added so far durable."""
         for file in (self._tokens, self._lengths):
             file.flush()
             os.fdatasync(file.fileno())
@@ -126,7 +126,7 @@ class Output:
         new.replace(state)
 
     def finish(self, impl: str) -> None:
-        """Write the index and move the files to their final names: the index last, after removing an older one."""
+        """Write the index and move the files to their final names: the index last, after removal of an older index."""
         index = self.folder / "index"
         write_index(index, map_file(self.folder / "lengths", np.dtype(np.int32)), self.dtype, impl)
         self.progress.complete = True

@@ -1,4 +1,4 @@
-"""``deploy=True``: worker processes hold the model, and a plain Python script calls it as if it were here."""
+"""``deploy=True``: worker processes hold the model, and a plain Python script calls it like a local model."""
 
 from __future__ import annotations
 

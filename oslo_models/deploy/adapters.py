@@ -1,4 +1,4 @@
-"""The adapters of a deployed model: transformers' methods, carried out by the workers."""
+"""The adapters of a deployed model: transformers' methods, run by the workers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 _Call = tuple[str, tuple[Any, ...]]
 _OVERRIDING = (("set_adapter",), ("enable_adapters", "disable_adapters"))
-"""Methods of which only the last call counts when calls are repeated."""
+"""Methods that override their earlier calls, so a restart repeats only the last call."""
 
 
 class DeployedAdapters:
-    """A mixin of deployed models. Adapters stay unmerged, and are loaded again by ``restart``.
+    """A mixin of deployed models. Adapters stay unmerged. ``restart`` loads them again.
 
-    A call of ``generate`` computes with the adapters that are active when it begins.
+    A call of ``generate`` uses the adapters that are active when it begins.
     """
 
     _engine: Any
@@ -22,20 +22,20 @@ class DeployedAdapters:
     _adapter_lock: threading.Lock
 
     def load_adapter(self, peft_model_id: str | Path, adapter_name: str = "default") -> None:
-        """Load an adapter that ``peft`` has saved, and make it the active one.
+        """Load an adapter that ``peft`` has saved, and activate it.
 
         Args:
-            peft_model_id: its directory, which the workers can read, or its name on the hub.
+            peft_model_id: its directory, readable by the workers, or its name on the hub.
             adapter_name: its name for `set_adapter`.
 
         Raises:
-            ValueError: there is an adapter of this name, or it is of a kind that sharded models do not support.
+            ValueError: the name is taken, or sharded models do not support this kind of adapter.
         """
         source = Path(peft_model_id)
         self._change_adapters("load_adapter", str(source.resolve() if source.is_dir() else peft_model_id), adapter_name)
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
-        """Make one or several adapters the active ones. Raises ``ValueError`` if there is none of the name."""
+        """Activate one or several adapters. Raise ``ValueError`` if there is no adapter of the name."""
         self._change_adapters("set_adapter", adapter_name)
 
     def disable_adapters(self) -> None:
@@ -51,26 +51,26 @@ class DeployedAdapters:
         self._change_adapters("delete_adapter", adapter_names)
 
     def active_adapters(self) -> list[str]:
-        """The names of the active adapters. Raises ``ValueError`` if none was loaded."""
+        """Return the names of the active adapters. Raise ``ValueError`` if none was loaded."""
         names: list[str] = self._engine.call("adapters", ("active_adapters", ()))
         return names
 
     def _change_adapters(self, method: str, *args: Any) -> None:
         replaced = next((group for group in _OVERRIDING if method in group), ())
-        with self._adapter_lock:  # so that a restart in between repeats it too
+        with self._adapter_lock:  # so that a concurrent restart repeats the call too
             self._engine.call("adapters", (method, args))
             kept = [call for call in self._adapter_calls if call[0] not in replaced]
             self._adapter_calls = _without(args[0], kept) if method == "delete_adapter" else [*kept, (method, args)]
 
     def _repeat_adapter_calls(self) -> None:
-        """Bring workers that were started again to the same adapters."""
+        """Restore the adapters in restarted workers."""
         with self._adapter_lock:
             for method, args in self._adapter_calls:
                 self._engine.call("adapters", (method, args))
 
 
 def _without(deleted: str | list[str], calls: list[_Call]) -> list[_Call]:
-    """Calls that lead to the same adapters without loading deleted ones, whose files may be gone."""
+    """Return calls that restore the adapters without the deleted ones. Files of deleted adapters may be missing."""
     names = _names(deleted)
     loads = [call for call in calls if call[0] == "load_adapter" and call[1][1] not in names]
     if not loads:
@@ -86,7 +86,7 @@ def _names(names: str | list[str]) -> list[str]:
 
 
 def call_adapters(model: Any, method: str, args: tuple[Any, ...]) -> Any:
-    """Carry out one of these methods on the model of a rank, or on a full one. A collective of all ranks."""
+    """Call one of these methods on a rank's model, or on a full model. A collective of all ranks."""
     result = getattr(model, method)(*args)
     model.eval()
     return result if method == "active_adapters" else None

@@ -1,4 +1,4 @@
-"""Waiting for messages without sleeping, for as long as no other thread wants the core."""
+"""Busy polling for messages, for as long as no other thread wants the core."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import select
 import time
 
 LONGEST_LOOK = 0.0005
-"""Seconds between two looks after which another thread must have had the core: alone, a look takes a microsecond."""
+"""Seconds between two polls that show that another thread had the core. Alone, a poll takes a microsecond."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 5.0
-"""Seconds without busy waiting after the core was wanted: at first, and when it was wanted time and again."""
+"""First and longest pause of busy polling, in seconds, after another thread wanted the core."""
 
 
 def has_spare_core(ranks: int) -> bool:
-    """Whether a core is left for busy waiting beside those on which the ranks compute."""
+    """Return whether there is a core for busy polling beside the cores of the ranks."""
     return len(os.sched_getaffinity(0)) > ranks
 
 
 class BusyPoll:
-    """Polls without sleeping until something arrives, the time is up or another thread wants the core.
+    """Polls without sleeping until a message arrives, the time is up or another thread wants the core.
 
-    A thread that slept is slow right after it wakes. Polling saves 120 us per call in the caller and 100 us in the
-    worker, of 940 us (1.12 and 1.10 times as long without, quartiles within 0.03). These figures and those at other
-    places in this package are medians of 300 calls of ``forward`` of a GPT-2 with two layers of size 64 on one rank, on
-    two cores, with and without in alternating blocks of ten calls, at real-time priority so that other processes do not
-    disturb.
+    A thread is slow right after it wakes from sleep. Polling saves 120 us per call in the caller and 100 us in the
+    worker, of 940 us (1.12 and 1.10 times as long without, quartiles within 0.03). These and other figures in this
+    package are medians of 300 calls of ``forward`` of a GPT-2 with two layers of size 64 on one rank, on two cores.
+    Calls with and without the feature alternate in blocks of ten, at real-time priority so that other processes do not
+    disturb them.
 
-    Where others compete for the cores it costs instead, most of all if what has to send the answer is among them: it
-    would wait for milliseconds until the time of the polling thread is up. So each look is followed by an offer of the
-    core. If it is taken, this thread sleeps for a while whenever it waits, and longer each time it happens again.
+    Polling costs time if other threads compete for the cores, most of all if the sender of the answer is among them: it
+    would wait for milliseconds until the time slice of the polling thread ends. So the thread yields the core after
+    each poll. If another thread takes the core, this thread stops polling for a while. The pause grows with each
+    repetition.
     """
 
     def __init__(self, incoming: select.poll) -> None:
@@ -36,7 +37,7 @@ class BusyPoll:
         self._pause, self._resumes = FIRST_PAUSE, 0.0
 
     def wait(self, seconds: float) -> list[tuple[int, int]]:
-        """What ``poll`` returns for what has arrived; none if there is still reason to wait."""
+        """Return the result of ``poll``; empty if nothing has arrived."""
         last = time.monotonic()
         if not seconds or last < self._resumes:
             return []

@@ -1,4 +1,4 @@
-"""Rejects calls that the workers cannot compute, in the caller's process: on a GPU an index out of range ends them.
+"""Rejects invalid calls in the caller's process. On a GPU, an index out of range would end the workers.
 
 Legend:
     B: rows.
@@ -20,14 +20,14 @@ from oslo_models import cache_argument
 
 SCRIPT = "__main__"
 _OTHER_INPUTS = ("inputs_embeds", *cache_argument.NAMES, "encoder_outputs")
-"""With one of them, token ids may be missing, and a mask may be longer than they are."""
+"""With one of these inputs, token ids may be missing, and a mask may be longer than the token ids."""
 _MOST_OFFSET = 8
-"""Rows that a table of positions may have beyond those of the configuration: OPT's and BART's have two."""
+"""Maximum extra rows of a position table beyond the configuration. OPT's and BART's tables have two."""
 _OF_POSITIONS = re.compile("pos(?!t)|wpe")
 
 
 def positions_of(config: Any) -> int | None:
-    """The positions that the configuration of a model says its decoder has."""
+    """Return the decoder's number of positions in the configuration of a model."""
     positions: int | None = getattr(
         config.get_text_config(decoder=not config.is_encoder_decoder), "max_position_embeddings", None
     )
@@ -35,12 +35,12 @@ def positions_of(config: Any) -> int | None:
 
 
 def check_prompt(given: Mapping[str, Any], positions: int | None, skeleton: Callable[[], Any]) -> None:
-    """Raise ``ValueError`` for token ids without tokens or longer than the model's positions, and for masks of others.
+    """Raise ``ValueError`` for empty prompts, prompts longer than the model's positions, and masks of another shape.
 
     Args:
         given: the arguments of `generate`.
-        positions: as of `positions_of`.
-        skeleton: makes the model without weights; called only for prompts that are longer.
+        positions: from `positions_of`.
+        skeleton: makes the model without weights. Called only for prompts that are too long.
     """
     name = "inputs" if given.get("input_ids") is None else "input_ids"
     ids_BL, mask = given.get(name), given.get("attention_mask")
@@ -69,7 +69,7 @@ def check_prompt(given: Mapping[str, Any], positions: int | None, skeleton: Call
 
 
 def _has_table(model: Any, positions: int) -> bool:
-    """Whether positions are looked up in a table of that many rows. Rotary and relative ones have no end."""
+    """Return whether the model has a position table of this size. Rotary and relative positions have no limit."""
     return any(
         _OF_POSITIONS.search(f"{name}.{leaf}")
         and value.dim() > 1
@@ -83,7 +83,7 @@ def _has_table(model: Any, positions: int) -> bool:
 def check_importable(method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for arguments with classes or functions of the script itself.
 
-    Pickle finds them here, in ``__main__``; but that is another module in the workers.
+    Pickle finds them here in ``__main__``, but ``__main__`` is another module in the workers.
     """
     for name, value in (*((f"argument {index}", each) for index, each in enumerate(args)), *kwargs.items()):
         names = _of_script(value)

@@ -1,4 +1,4 @@
-"""Cancelling a call of a deployed model from another thread than the one that waits for it."""
+"""Cancels a call of a deployed model from another thread than the waiting thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class CallCancelled(RuntimeError):
 
 
 class Cancellation:
-    """Passed to `Deployment.generate`, whose call `cancel` ends from any thread, before or while it is computed."""
+    """Handle passed to `Deployment.generate`. `cancel` ends the call from any thread, before or during computation."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class Cancellation:
 
     @contextmanager
     def observed(self, callback: Callable[[], object]) -> Iterator[None]:
-        """Within the block, ``callback`` is called once on `cancel`; at once if that has happened already."""
+        """Context in which `cancel` calls ``callback`` once. If already cancelled, calls it at once."""
         with self._lock:
             known = self.cancelled
             if not known:

@@ -11,30 +11,31 @@ _LENGTH_BYTES = 8
 
 
 class WorkerConnection:
-    """Sends each message behind its length.
+    """Sends messages with a length prefix.
 
-    Unlike `multiprocessing`'s connections it can send without waiting (`send_now`), which a suspended worker requires.
-    It is not for speed: a call of a small model takes as long with theirs (0.98 to 1.05 times, as `BusyPoll` says).
+    Unlike `multiprocessing`'s connections, it can send without waiting (`send_now`), which a suspended worker requires.
+    Speed is not the reason: a call of a small model takes as long with their connections (0.98 to 1.05 times, measured
+    as `BusyPoll` says).
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        connected.settimeout(None)  # whatever default the application has set
+        connected.settimeout(None)  # overrides the application's default timeout
         self._incoming = select.poll()
         self._incoming.register(connected, select.POLLIN)
         self._busy_poll = BusyPoll(self._incoming)
 
     def fileno(self) -> int:
-        """Its file descriptor, -1 when it is closed."""
+        """Return the file descriptor; -1 after `close`."""
         return self._socket.fileno()
 
     def send_bytes(self, data: bytes) -> None:
-        """Send a message, waiting until there is room for all of it."""
+        """Send a message. Wait until all of it is sent."""
         if rest := self.send_now(data):
             self.send_rest(rest)
 
     def send_now(self, data: bytes) -> memoryview:
-        """Send as much as fits without waiting, and return the rest: pass it to `send_rest` before other messages."""
+        """Send as much as fits without waiting. Return the rest, which `send_rest` must send before other messages."""
         length = len(data).to_bytes(_LENGTH_BYTES, "little")
         try:
             sent = self._socket.sendmsg((length, data), (), socket.MSG_DONTWAIT)
@@ -45,19 +46,19 @@ class WorkerConnection:
         return memoryview(length + data)[sent:]
 
     def send_rest(self, rest: memoryview) -> None:
-        """Send what `send_now` has returned."""
+        """Send the rest that `send_now` has returned."""
         self._socket.sendall(rest)
 
     def spin(self, seconds: float) -> None:
-        """Wait for a message for at most so many seconds, without sleeping; see `BusyPoll`."""
+        """Wait for a message without sleeping, for at most ``seconds``; see `BusyPoll`."""
         self._busy_poll.wait(seconds)
 
     def has_arrived(self) -> bool:
-        """Whether `recv_bytes` has something to read, if only the end of the connection."""
+        """Return whether `recv_bytes` would return or raise at once, with a message or the end of the connection."""
         return bool(self._incoming.poll(0))
 
     def recv_bytes(self) -> bytes:
-        """The next message.
+        """Receive the next message.
 
         Raises:
             EOFError: the other end was closed.

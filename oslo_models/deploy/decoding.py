@@ -1,7 +1,7 @@
-"""What `generate` of a deployed model can do beyond transformers': OpenAI's penalties, grammars and log-probabilities.
+"""Decoding features of deployed models beyond transformers': OpenAI's penalties, grammars and log-probabilities.
 
-They work on the logits as the model computes them, before the temperature and top-k, top-p and min-p of `generate`;
-the ``logits_processor`` argument of `generate` would come after those.
+They apply to the raw logits of the model, before the temperature, top-k, top-p and min-p of `generate`. The
+``logits_processor`` argument of `generate` would apply after these.
 
 Legend:
     B: rows.
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Scored(NamedTuple):
-    """What a streamer gets for each token if log-probabilities are asked for.
+    """A token with log-probabilities. The streamer gets one per token if the request asks for log-probabilities.
 
     Attributes:
         token: the new token.
-        logprob: its natural logarithm of the probability, before any setting of the request changes it.
-        top: the most probable tokens with theirs, best first.
+        logprob: natural logarithm of its probability, before the settings of the request change it.
+        top: the most probable tokens with their log-probabilities, best first.
     """
 
     token: int
@@ -37,14 +37,15 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoding:
-    """The argument ``decoding`` of `Deployment.generate`: for one row, greedy or sampled.
+    """The argument ``decoding`` of `Deployment.generate`, for one row, greedy or sampled.
 
     Attributes:
-        frequency_penalty: subtracted from the logit of a token for each time it has been generated.
-        presence_penalty: subtracted once if it has been generated. Both as OpenAI defines them: the prompt does not
-            count.
-        grammar: what the text has to be.
-        logprobs: the streamer gets `Scored` with so many alternatives instead of tokens; ``None``: tokens.
+        frequency_penalty: subtracted from the logit of a token once per earlier occurrence in the output.
+        presence_penalty: subtracted once if the token occurs in the output. Both penalties follow OpenAI's definition:
+            the prompt does not count.
+        grammar: constrains the text.
+        logprobs: number of alternatives in the `Scored` that the streamer gets for each token; ``None``: it gets
+            tokens.
     """
 
     frequency_penalty: float = 0.0
@@ -53,7 +54,7 @@ class Decoding:
     logprobs: int | None = None
 
     def processors(self) -> list[Any]:
-        """Logits processors for one row, to be placed before those of `generate`."""
+        """Return logits processors for one row. They run before the processors of `generate`."""
         made: list[Any] = []
         if self.frequency_penalty or self.presence_penalty:
             made.append(_Penalties(self.frequency_penalty, self.presence_penalty))
@@ -62,17 +63,17 @@ class Decoding:
         return made
 
     def scored(self, score_V: Tensor, token: int) -> Scored:
-        """What a streamer gets for a token, by the log-probabilities of all tokens; ``logprobs`` is set."""
+        """Return the `Scored` of a token from the log-probabilities of all tokens. Requires ``logprobs``."""
         assert self.logprobs is not None
         best = score_V.topk(min(self.logprobs, len(score_V)))
         top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         return Scored(token, float(score_V[token]), top)
 
     def method(self, streamer: Any) -> Callable[..., Any]:
-        """The decoding loop of transformers with these processors, for calls outside the running batch.
+        """Return transformers' decoding loop with these processors, for calls outside the running batch.
 
         Args:
-            streamer: of the call; `generate` does not hand it to a decoding loop of its caller's.
+            streamer: of the call. `generate` does not pass it to a custom decoding loop.
         """
         from transformers import LogitsProcessorList
 
@@ -113,7 +114,7 @@ class _Penalties:
 
 
 class _ScoringStreamer:
-    """Hands on each new token of a single row with its log-probabilities."""
+    """Passes each new token of a single row on with its log-probabilities."""
 
     def __init__(self, streamer: Any, scores: deque[Tensor], scored: Callable[[Tensor, int], Scored]) -> None:
         self._streamer, self._scores, self._scored = streamer, scores, scored

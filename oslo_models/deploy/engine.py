@@ -1,4 +1,4 @@
-"""The client side of the workers: calls them on behalf of any number of threads and raises their failures here."""
+"""The client side of the workers: sends the calls of any number of threads and raises the workers' failures."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from oslo_models.deploy.serialization import encode
 SPIN_SECONDS = 0.005
 """Seconds that a lone caller polls for its answer before it sleeps, if a core is free for it (see `BusyPoll`)."""
 RECEIVER_DELAY = 0.05
-"""Seconds without a caller that receives for itself until the receiver thread does it."""
+"""Seconds until the receiver thread takes over after a caller last received for itself."""
 
 
 class Engine:
-    """The workers of one model. `start` makes it ready; then any thread may `call`.
+    """The workers of one model. After `start`, any thread may `call`.
 
-    Messages are received by one thread at a time, the holder of ``_receive_lock``: a lone caller receives for itself,
-    and the receiver thread (`_receive_in_background`) when several calls are in flight. Without a switch of threads, a
-    lone call of 940 us is 170 us faster (1.18 times as long without, quartiles 1.15 to 1.20; with two ranks 490 us and
+    One thread at a time receives messages and holds ``_receive_lock``. A lone caller receives for itself. The receiver
+    thread (`_receive_in_background`) receives while several calls are in flight. Without a thread switch, a lone call
+    of 940 us is 170 us faster (1.18 times as long with the switch, quartiles 1.15 to 1.20; with two ranks 490 us and
     1.27 times), measured as `BusyPoll` says.
 
     Args:
         limits: of the running batch.
-        leader: the rank that schedules it.
+        leader: the rank that schedules the running batch.
 
     Attributes:
         devices: the device of each rank.
-        reused_tokens: of prompts, which the running batch did not compute again.
+        reused_tokens: number of prompt tokens that the running batch took from cached prefixes.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Engine:
         self._calls: dict[int, PendingCall] = {}
         self._pongs: dict[int, tuple[float, Pong]] = {}
         self._receive_lock, self._receiver_needed = threading.Lock(), threading.Event()
-        self._received_at = 0.0  # when a caller last did so for itself
+        self._received_at = 0.0  # when a caller last received for itself
         self._spin_seconds = SPIN_SECONDS if has_spare_core(ranks) else 0.0
         self._numbers, self._seeds, self._pid = itertools.count(1), random.Random(), os.getpid()
         self._broken: str | None = "it was not started"
-        self._restoring: int | None = None  # the thread that brings new workers to the state of the old ones
+        self._restoring: int | None = None  # the thread that restores the state of the old workers
         self._executor: Executor | None = None  # set while calls can be made
         self._loading: Executor | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -85,11 +85,11 @@ class Engine:
         """Start the workers and wait until each has loaded its part.
 
         Raises:
-            EngineError: one died.
-            Exception: what a worker raised while it loaded.
+            EngineError: a worker died.
+            Exception: a worker failed to load. The exception is the worker's.
         """
         with self._starting:
-            with self._ending:  # until the workers before, which the receiver thread may be ending, are gone
+            with self._ending:  # wait until the receiver thread has ended the old workers
                 pass
             executor = self._loading = self._start_executor(self.ranks)
             if executor.host == LOOPBACK and not executor.port and self.ranks > 1:
@@ -120,7 +120,7 @@ class Engine:
             executor.wait(timeout)
             return list(executor.receive())
         except (OSError, ValueError):
-            if self._loading is executor:  # not closed by another thread: a signal handler has raised this
+            if self._loading is executor:  # no thread has closed it: a signal handler raised this
                 raise
             raise EngineError("the workers were ended while the model was loaded") from None
 
@@ -128,11 +128,11 @@ class Engine:
         """End the workers and start new ones.
 
         Args:
-            restore: makes the calls that bring them to the state of the old ones. Until it has returned, calls of other
-                threads raise `EngineError`: they would be computed in another state.
+            restore: makes the calls that restore the state of the old workers. Until it has returned, calls of other
+                threads raise `EngineError`, because the state would differ.
 
         Raises:
-            Exception: what `start` or ``restore`` raises; then there are no workers.
+            Exception: `start` or ``restore`` failed. Then there are no workers.
         """
         with self._starting:
             self.close("it is being restarted")
@@ -169,7 +169,7 @@ class Engine:
                     return
                 self._executor, self._broken = None, why
                 calls, self._calls = list(self._calls.values()), {}
-            executor.kill()  # before any caller is woken: one that looks for surviving processes finds none
+            executor.kill()  # before callers wake, so that they find no surviving process
             self._remove_directory()
         for call in calls:
             call.events.put(("raise", EngineError(f"the deployed model cannot answer: {self._broken}")))
@@ -195,16 +195,16 @@ class Engine:
         Args:
             streamer: receives the tokens of `generate` in this thread, as they are generated.
             timeout: seconds to wait.
-            gather: return the results of all ranks, not only that of the rank with the outputs.
+            gather: return the results of all ranks, not only of the rank with the outputs.
             cancellation: cancels the call from another thread.
-            joins: the call is computed in the running batch.
+            joins: compute the call in the running batch.
 
         Raises:
-            TimeoutError: it took longer; the call is cancelled.
-            CallCancelled: by ``cancellation``.
+            TimeoutError: it took longer. The call is cancelled.
+            CallCancelled: ``cancellation`` cancelled the call.
             EngineError: the workers died or hang.
-            ValueError: an argument cannot be sent to them.
-            Exception: what the workers raised, with their traceback as its cause.
+            ValueError: an argument cannot be sent to the workers.
+            Exception: a worker raised it. The worker's traceback is its cause.
         """
         if self._pid != os.getpid():
             raise EngineError("this process was forked from the one that deployed the model; deploy it here")
@@ -235,7 +235,7 @@ class Engine:
         return results if gather else next((result for result in results if result is not None), None)
 
     def _wait(self, call: PendingCall, streamer: Any, timeout: float | None) -> list[Any]:
-        """Wait for the results by rank, and pass streamed tokens on."""
+        """Wait for the results by rank. Pass streamed tokens on meanwhile."""
         deadline = None if timeout is None else time.monotonic() + timeout
         ended = False
         try:
@@ -260,7 +260,7 @@ class Engine:
             self._cancel(call)
             if streamer is not None and not ended:
                 with suppress(Exception):
-                    streamer.end()  # another thread that reads from it must not wait for ever
+                    streamer.end()  # a thread that reads from it must not hang
             raise
 
     def _cancel(self, call: PendingCall) -> None:
@@ -273,7 +273,7 @@ class Engine:
 
         Returns:
             ``healthy``, ``reason`` (why not), and ``ranks``, one dictionary per rank: ``pid``, ``device``, ``busy``
-            (seconds spent in its current call, ``None`` when idle) and ``answered`` (whether it did in time).
+            (seconds spent in its current call, ``None`` when idle) and ``answered`` (whether it answered in time).
         """
         executor, asked = self._executor, time.monotonic()
         if executor is None or self._restoring is not None:
@@ -294,31 +294,31 @@ class Engine:
         return {"healthy": reason is None, "reason": reason, "ranks": ranks}
 
     def memory(self, kind: str) -> dict[str, int]:
-        """Bytes that are ``"allocated"`` or ``"reserved"``, by device; on CPU the resident memory of each worker."""
+        """Return the ``"allocated"`` or ``"reserved"`` bytes by device; on CPU the resident memory of each worker."""
         return dict(self.call("memory", (kind,), gather=True))
 
     # Receiving --------------------------------------------------------------------------------------------------------
 
     def _receive_in_background(self, executor: Executor) -> None:
-        """The receiver thread: receives until the workers end, whenever no caller does."""
+        """Run the receiver thread: receive whenever no caller does, until the workers end."""
         while self._executor is executor:
             announced = self._receiver_needed.wait(RECEIVER_DELAY)
             self._receiver_needed.clear()
             if not announced and time.monotonic() - self._received_at < RECEIVER_DELAY:
-                continue  # the next lone call would have to wait for a switch of threads
+                continue  # the next lone call would wait for a thread switch
             if self._receive_lock.acquire(blocking=False):
                 try:
                     calls = True
                     while calls and self._executor is executor:
                         self._receive(executor, 0.2 if self._calls else 1.0)
-                        # A caller adds its call before it sets the event: the next line sees every call so announced.
+                        # A caller adds its call before it sets the event, so the next line misses no announced call.
                         self._receiver_needed.clear()
                         calls = bool(self._calls)
                 finally:
                     self._receive_lock.release()
 
     def _receive_for(self, call: PendingCall) -> None:
-        """Receive in the thread of a lone caller until its call has an event."""
+        """Receive in the thread of a lone caller, until its call has an event."""
         # `with`, not `acquire`: an interrupt could come between an acquire and the try block that releases.
         with self._receive_lock:
             spin = self._spin_seconds
@@ -328,10 +328,10 @@ class Engine:
             self._received_at = time.monotonic()
 
     def _receive(self, executor: Executor, timeout: float, spin: float = 0.0) -> None:
-        """Wait for messages of workers, and dispatch them to the calls.
+        """Wait for messages of the workers and dispatch them to the calls.
 
         Args:
-            spin: seconds of busy waiting at first.
+            spin: initial seconds of busy waiting.
         """
         waiting = True
         try:
@@ -342,13 +342,13 @@ class Engine:
             if self._executor is not executor and isinstance(error, (OSError, ValueError)):
                 return  # another thread has closed the connections
             interrupted = threading.current_thread() is threading.main_thread()  # a signal handler may raise anything
-            if not (interrupted and waiting):  # a message that was being read is lost
+            if not (interrupted and waiting):  # the message in reading is lost
                 self._break(executor, f"the messages of the workers cannot be received: {error!r}")
             if interrupted:
                 raise
 
     def _dispatch(self, executor: Executor) -> None:
-        """Read what has arrived and hand it to the calls; break the engine when a rank hangs or has died."""
+        """Pass the received messages to their calls. Break the engine if a rank hangs or has died."""
         late = [call for call in list(self._calls.values()) if call.deadline < time.monotonic()]
         if late:
             assert late[0].failure is not None

@@ -1,12 +1,12 @@
-"""A process that has imported torch and transformers, and forks the workers of this host from that state.
+"""A process that imports torch and transformers once, then forks the workers of this host.
 
 Started as ``python -m oslo_models.deploy.fork_server FD MODULE...``, or a copy of the application (see `process_copy`).
-It has one thread, has not initialised CUDA and holds no process group, so what it forks is like a process that has just
-imported the same modules. It ends when the application closes the connection.
+It has one thread, has not initialised CUDA and holds no process group. So a forked worker equals a new process that has
+imported the same modules. The server ends when the application closes the connection.
 
 An order of the application is a length, with the file descriptors of the worker as ancillary data (see `DESCRIPTORS`),
-and then an `Order` as JSON. On the socket for news the server sends the worker's process id with a descriptor that
-stands for the process, and its wait status once it has ended.
+followed by an `Order` as JSON. On the news socket, the server sends the worker's process id with a process file
+descriptor (pidfd), and the wait status once the worker has ended.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from typing import NamedTuple, NoReturn
 LENGTH = struct.Struct("Q")
 NUMBER = struct.Struct("i")
 DESCRIPTORS = ("connection", "news", "stdout", "stderr")
-"""What comes with an order: the worker's end of its connection, where to report on it, and its output."""
+"""The descriptors of an order: the worker's end of its connection, the news socket, and the worker's output."""
 WORKER = "oslo_models.deploy.worker"
-"""The module of what is forked; by its name, since what it imports leads to the application's side of this module."""
+"""The module that a forked worker runs. Imported by name, because a direct import would be circular."""
 USABLE, UNUSABLE = b"1", b"0"
-"""The first byte from the server: whether a process that it forks is as good as a new one."""
+"""The first byte from the server: whether a forked worker is equivalent to a new process."""
 
 
 class Order(NamedTuple):
-    """What a worker inherits from the application, as it is when the order is given."""
+    """State of the application at the time of the order, which the worker inherits."""
 
     environment: dict[str, str]
     directory: str
 
 
 class Worker(NamedTuple):
-    """A process that was forked and still runs, and where to report on it."""
+    """A running forked process, and the socket for its news."""
 
     pid: int
     news: socket.socket
 
 
 def serve(control: socket.socket) -> NoReturn:
-    """Fork a worker for each order until the application closes its end; then end with the last of them."""
-    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # descriptors of orders are not to take their places
+    """Fork a worker for each order until the application closes its end. Then exit after the last worker."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # keep descriptors of orders out of the standard streams
         pass
     os.close(free)
-    gc.freeze()  # a collection in a worker would write to, and so copy, all pages that it shares with the others
+    gc.freeze()  # a garbage collection in a worker would write to all shared pages, and so copy them
     control.sendall(USABLE if _is_usable() else UNUSABLE)
-    workers: dict[int, Worker] = {}  # by the descriptor that stands for the process
+    workers: dict[int, Worker] = {}  # by process file descriptor
     incoming = select.poll()
     incoming.register(control, select.POLLIN)
     is_open = True
@@ -72,11 +72,11 @@ def serve(control: socket.socket) -> NoReturn:
                 incoming.unregister(control)
             elif (process := _fork(*order, control, workers)) is not None:
                 incoming.register(process, select.POLLIN)
-    os._exit(0)  # without what the application or its modules registered for their exit
+    os._exit(0)  # skips exit handlers of the application and its modules
 
 
 def _fork(order: Order, descriptors: list[int], control: socket.socket, workers: dict[int, Worker]) -> int | None:
-    """Fork a worker; returns the descriptor that stands for it, ``None`` if that failed."""
+    """Fork a worker. Return its process file descriptor; ``None`` if the fork failed."""
     connection, news_descriptor, *output = descriptors
     news, process = socket.socket(fileno=news_descriptor), None
     try:
@@ -86,7 +86,7 @@ def _fork(order: Order, descriptors: list[int], control: socket.socket, workers:
     else:
         if pid == 0:
             for end in (control, news, *(worker.news for worker in workers.values())):
-                end.close()  # otherwise the others would not see that it is closed
+                end.close()  # otherwise the peers would not see it close
             for other in workers:
                 os.close(other)
             _become_worker(order, connection, *output)
@@ -99,9 +99,9 @@ def _fork(order: Order, descriptors: list[int], control: socket.socket, workers:
 
 
 def _receive(control: socket.socket) -> tuple[Order, list[int]] | None:
-    """The next order and its descriptors; ``None`` at the end of the connection."""
+    """Receive the next order and its descriptors; ``None`` at the end of the connection."""
     body = b""
-    with suppress(ConnectionResetError):  # it was closed before all that was sent there was read
+    with suppress(ConnectionResetError):  # the peer closed it with unread data
         head, descriptors, _, _ = socket.recv_fds(control, LENGTH.size, len(DESCRIPTORS))
         left = LENGTH.unpack(head)[0] if head else 0
         while len(body) < left and (more := control.recv(left - len(body))):
@@ -112,7 +112,7 @@ def _receive(control: socket.socket) -> tuple[Order, list[int]] | None:
 
 
 def _report_end(process: int, worker: Worker) -> None:
-    """Take the status of a worker that has ended, so that it does not stay as a zombie, and pass it on."""
+    """Collect the wait status of an ended worker, so that it is no zombie, and send it to the application."""
     os.close(process)
     _, status = os.waitpid(worker.pid, 0)
     _send(worker.news, status)
@@ -125,7 +125,7 @@ def _send(news: socket.socket, number: int, *descriptors: int) -> None:
 
 
 def _become_worker(order: Order, connection: int, stdout: int, stderr: int) -> NoReturn:
-    """Do in a forked process what a new one does."""
+    """Initialise the forked process: session, output, working directory, environment, seeds. Then run the worker."""
     code = 1
     try:
         os.setsid()
@@ -149,16 +149,16 @@ def _become_worker(order: Order, connection: int, stdout: int, stderr: int) -> N
 
 
 def _seed_anew() -> None:
-    """Other random numbers than those of the workers forked before, as in a new process."""
+    """Seed the random generators, so that workers draw different numbers, as new processes do."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
 
 
 def _is_usable() -> bool:
-    """Whether a process forked from this one can use CUDA and holds no locks of threads that it does not have.
+    """Return whether a forked process can use CUDA and holds no locks of missing threads.
 
-    Threads are counted after forking, as the libraries that can be forked end theirs for that (OpenBLAS does).
+    Threads are counted after the fork, because fork-safe libraries such as OpenBLAS end their threads for it.
     """
     pid = os.fork()
     if pid == 0:
@@ -170,9 +170,9 @@ def _is_usable() -> bool:
 
 
 def _has_driver() -> bool:
-    """Whether there can be a GPU. A torch for CUDA refuses GPUs in forks once it has counted them, even where none are.
+    """Return whether there can be a GPU. CUDA builds of torch refuse GPUs in forks after counting, even if none exist.
 
-    Asking torch is no way: a fork of a process that has initialised the driver counts none.
+    torch cannot answer this: a fork of a process that has initialised the driver counts no GPUs.
     """
     if sys.modules["torch"].version.hip is not None:
         return True
@@ -185,9 +185,9 @@ def _has_driver() -> bool:
 
 @contextmanager
 def _ending_with(control: socket.socket) -> Iterator[None]:
-    """Have the kernel end this process when the other end is closed: for as long as nothing is sent to it.
+    """Context in which the kernel ends this process when the other end closes. The other end must not send data.
 
-    A thread that waits for that is no way: this process must have one only.
+    A waiting thread is not possible, because this process must have only one thread.
     """
     flags = fcntl.fcntl(control, fcntl.F_GETFL)
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
@@ -199,8 +199,8 @@ def _ending_with(control: socket.socket) -> Iterator[None]:
 
 
 def import_modules(control: socket.socket, modules: Iterable[str]) -> None:
-    """Import what the workers need. Ends this process if the application closes its end meanwhile."""
-    gc.disable()  # imports leave little garbage, and looking for it takes a tenth of their time
+    """Import the modules of the workers. Exit if the application closes its end meanwhile."""
+    gc.disable()  # imports leave little garbage, and collections take a tenth of their time
     with _ending_with(control):
         for name in modules:
             with suppress(Exception):  # the worker that needs it reports the failure

@@ -1,4 +1,4 @@
-"""The application's side of `fork_server`: starts it, has it fork workers, and hears how they ended."""
+"""The application's side of `fork_server`: starts it, requests forks, and receives the exit status of workers."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ MODULES = (
     "oslo_models.distributed.directory_store",
     "transformers.generation.utils",
 )
-"""What every worker needs, and with it torch and transformers."""
+"""Modules that every worker needs. They import torch and transformers."""
 _NOT_AT_IMPORT = ("LOCAL_RANK", "PYTHONPATH", "PYTEST_CURRENT_TEST")
 START_SECONDS = 300.0
-"""For the fork server to import its modules."""
+"""Time limit for the fork server to import its modules."""
 ANSWER_SECONDS = 10.0
-"""For an answer of the fork server; one that takes longer stands still, and is replaced."""
+"""Time limit for an answer of the fork server. A slower server counts as hung and is replaced."""
 Environment = dict[str, str]
 Server = subprocess.Popen[bytes] | ProcessCopy
 
 
 def start_fork_server(environment: Environment, modules: Iterable[str] = ()) -> None:
-    """Start the fork server of this process, unless it runs; does not wait until it has imported its modules.
+    """Start the fork server of this process if it does not run. Does not wait for its imports.
 
     Args:
         environment: of a worker.
-        modules: what the server imports in addition to `MODULES`.
+        modules: further modules to import, in addition to `MODULES`.
     """
     if is_available():
         _servers(os.getpid()).start(environment, modules)
 
 
 def fork_worker(connection: socket.socket, environment: Environment) -> ForkedProcess | None:
-    """Have the fork server of this process fork a worker; start the server if there is none.
+    """Let the fork server of this process fork a worker. Start the server if it does not run.
 
     Args:
         connection: the worker's end.
 
     Returns:
-        ``None`` where it cannot be used: then a worker has to be started as a process of its own.
+        ``None`` if no fork server can be used. Then start the worker as a new process.
     """
     return _servers(os.getpid()).fork(connection, environment) if is_available() else None
 
 
 def is_available() -> bool:
-    """Whether this system can have a fork server: Linux, of which it uses handles of processes."""
+    """Return whether this system supports the fork server. It needs Linux for process file descriptors (pidfd)."""
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
@@ -68,9 +68,9 @@ class ForkServer:
     """A running fork server.
 
     Args:
-        environment: that it was started with, which the modules that it imports have read.
-        control: the connection to it.
-        process: it itself.
+        environment: the environment at its start, which its imported modules have read.
+        control: the connection to the server.
+        process: the server process.
     """
 
     def __init__(self, environment: Environment, control: socket.socket, process: Server) -> None:
@@ -78,20 +78,20 @@ class ForkServer:
 
     @locked_property
     def is_usable(self) -> bool:
-        """Whether what it forks is as good as a new process; waits until it has imported its modules."""
+        """Whether a forked worker is equivalent to a new process. Waits until the server has imported its modules."""
         self._control.settimeout(START_SECONDS)
         try:
             return self._control.recv(1) == USABLE
         except OSError:
-            self._process.kill()  # it stands still, or has ended
+            self._process.kill()  # it hangs, or has ended
         return False
 
     def fork(self, connection: socket.socket, environment: Environment) -> ForkedProcess:
-        """Have it fork a worker.
+        """Fork a worker.
 
         Raises:
             ConnectionError: the server has ended.
-            OSError: it cannot fork.
+            OSError: the server cannot fork.
         """
         body = json.dumps(Order(environment, os.getcwd())).encode()
         news, theirs = socket.socketpair()
@@ -104,7 +104,7 @@ class ForkServer:
             self._control.sendall(body)
         try:
             data, received, _, _ = socket.recv_fds(news, NUMBER.size, 1)
-        except TimeoutError:  # it stands still
+        except TimeoutError:  # it hangs
             self._process.kill()
             data, received = b"", []
         number = NUMBER.unpack(data)[0] if data else None
@@ -114,13 +114,13 @@ class ForkServer:
         return ForkedProcess(number, received[0], news)
 
     def close(self) -> None:
-        """Have it end, after its last worker."""
+        """Let the server end after its last worker."""
         self._control.close()
         threading.Thread(target=_reap, args=(self._process,), daemon=True, name="oslo-deploy-reap").start()
 
 
 def _reap(server: Server) -> None:
-    """Wait until a server without a connection has ended. A stopped one is continued, since it would not end."""
+    """Wait until a disconnected server has ended. Continue a stopped server, because it could not end otherwise."""
     try:
         handle = os.pidfd_open(server.pid)
     except ProcessLookupError:  # the application waits for all of its children
@@ -172,13 +172,13 @@ class _Servers:
 
 @functools.cache
 def _servers(pid: int) -> _Servers:
-    """Those of a process; a forked child does not use its parent's."""
+    """Return the servers of a process. A forked child does not share its parent's server."""
     return _Servers()
 
 
 def _start(environment: Environment, modules: Iterable[str]) -> ForkServer:
     ours, theirs = socket.socketpair()
-    ours.settimeout(None)  # whatever default the application has set
+    ours.settimeout(None)  # overrides the application's default timeout
     theirs.settimeout(None)
     with theirs:
         process = copy_this_process(theirs, modules) or _new_process(theirs, environment, modules)
@@ -188,7 +188,7 @@ def _start(environment: Environment, modules: Iterable[str]) -> ForkServer:
 def _new_process(theirs: socket.socket, environment: Environment, modules: Iterable[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         python_module("oslo_models.deploy.fork_server", str(theirs.fileno()), *modules),
-        # Otherwise torch initialises the driver if a module asks whether there is a GPU, and workers could not.
+        # Otherwise torch initialises the driver when a module asks for GPUs. Forked workers could not use them then.
         env={**environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
@@ -197,7 +197,7 @@ def _new_process(theirs: socket.socket, environment: Environment, modules: Itera
 
 
 def _at_import(environment: Environment) -> Environment:
-    """The variables that modules may read when they are imported, so that a server with others has to be replaced."""
+    """Return the variables that modules may read at import. A server with other values has to be replaced."""
     return {key: value for key, value in environment.items() if key not in _NOT_AT_IMPORT}
 
 
@@ -210,11 +210,11 @@ def _is_open(descriptor: int) -> bool:
 
 
 class ForkedProcess:
-    """A worker that the fork server, its parent, has forked; as if `subprocess` had started it here.
+    """A worker process, child of the fork server, with an interface like ``subprocess.Popen``.
 
     Args:
-        handle: the descriptor that stands for the process, also after its id was given to another one.
-        news: where the server reports how it ended.
+        handle: the process file descriptor (pidfd). It stays valid if the process id is reused.
+        news: the socket on which the server reports the exit status.
     """
 
     def __init__(self, pid: int, handle: int, news: socket.socket) -> None:
@@ -228,19 +228,19 @@ class ForkedProcess:
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait until it has ended.
+        """Wait until the worker has ended.
 
         Returns:
-            Its exit code; ``None`` if the fork server, which knew it, has ended as well.
+            Its exit code; ``None`` if the fork server, which collects it, has ended too.
 
         Raises:
-            TimeoutExpired: it still runs after so many seconds.
+            TimeoutExpired: it still runs after ``timeout`` seconds.
         """
         ended = select.poll()
         ended.register(self._handle, select.POLLIN)
         if not ended.poll(None if timeout is None else timeout * 1e3):
             raise subprocess.TimeoutExpired("the worker", timeout or 0.0)
-        with self._lock, suppress(TimeoutError):  # the fork server stands still
+        with self._lock, suppress(TimeoutError):  # the fork server hangs
             if self.returncode is None and (data := self._news.recv(NUMBER.size)):
                 self.returncode = os.waitstatus_to_exitcode(NUMBER.unpack(data)[0])
         return self.returncode

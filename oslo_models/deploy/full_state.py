@@ -1,4 +1,4 @@
-"""Copies the weights of a deployed model, one tensor at a time, from the workers that hold parts of them."""
+"""Gathers the weights of a deployed model from the workers, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class HeldTensor(NamedTuple):
-    """A tensor of the full model that a worker holds, or holds a part of.
+    """A tensor of the full model that a worker holds in full or as a shard.
 
     Attributes:
         source: one name for all names of a tied weight.
-        is_parameter: not a buffer.
+        is_parameter: a parameter, not a buffer.
         is_saved: part of the ``state_dict``.
         bytes: of the full tensor.
     """
@@ -32,7 +32,7 @@ class HeldTensor(NamedTuple):
 
 
 def held_tensors(model: Any) -> dict[str, HeldTensor]:
-    """In a worker: the parameters and buffers of its part of the model, by their names in the full model."""
+    """In a worker: return the parameters and buffers of its part of the model, by their names in the full model."""
     params = dict(model.named_parameters(remove_duplicate=False))
     saved, found, first = model.state_dict().keys(), {}, dict[int, str]()
     copied = {} if model.stage is None else model.stage.full_names  # copies of modules that another stage holds
@@ -47,10 +47,10 @@ def held_tensors(model: Any) -> dict[str, HeldTensor]:
 
 
 def held_part(model: Any, name: str) -> tuple[Layout | None, int, Tensor] | None:
-    """In a worker: its part of a tensor, with the layout (``None``: replicated) and the rank in it.
+    """In a worker: return its shard of a tensor, with the layout (``None``: replicated) and the rank in the layout.
 
     Returns:
-        ``None`` if it holds nothing of the tensor, or if another rank sends the same.
+        ``None`` if it holds no part of the tensor, or if another rank sends the same part.
 
     Raises:
         ValueError: the tensor is quantised.
@@ -81,7 +81,7 @@ class FullState:
         engine: calls the workers.
 
     Attributes:
-        tensors: those of all workers, by their names in the full model.
+        tensors: the tensors of all workers, by their names in the full model.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -91,12 +91,12 @@ class FullState:
             self.tensors |= {name: each for name, each in held.items() if name not in self.tensors}
 
     def bytes(self, with_buffers: bool = True) -> int:
-        """The bytes of the full model, with each tied weight once."""
+        """Return the bytes of the full model. Tied weights count once."""
         once = {held.source: held for held in self.tensors.values() if held.is_parameter or with_buffers}
         return sum(held.bytes for held in once.values())
 
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors in host memory; the same object for each name of a tied weight."""
+        """Yield full tensors in host memory. All names of a tied weight get the same object."""
         names = list(names)
         sources = [self.tensors[name].source for name in names]
         made: dict[str, Tensor] = {}

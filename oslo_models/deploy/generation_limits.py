@@ -1,8 +1,8 @@
-"""Rejects settings of `generate` that overflow the logits, before they reach a worker: on a GPU they would end it.
+"""Rejects settings of `generate` that overflow the logits before they reach a worker. On a GPU they would end it.
 
-Logits are float32. A scale beyond its range turns them into infinities or NaN, from which nothing can be sampled:
-`torch.multinomial` raises on a CPU; on a GPU it fails a device-side assertion, after which the process cannot use the
-device any more.
+Logits are float32. A scale beyond this range turns them into infinities or NaN, which cannot be sampled.
+`torch.multinomial` raises on a CPU. On a GPU it fails a device-side assertion, and the process cannot use the device
+any more.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ FINITE = ("top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"
 
 
 def is_scale(value: float) -> bool:
-    """Whether logits can be multiplied and divided by it. 0 is left to transformers to accept or reject; NaN is not."""
+    """Return whether a value can scale logits. False for NaN. True for 0, which transformers accepts or rejects."""
     return value == 0 or LEAST <= abs(value) <= MOST
 
 
 def is_bias(value: float) -> bool:
-    """Whether it can be added to a logit; ``-inf``, which forbids a token, can."""
+    """Return whether a value can be added to a logit. ``-inf``, which forbids a token, is allowed."""
     return value == -math.inf or LEAST_BIAS <= value <= MOST
 
 
 def settings_of(given: Mapping[str, Any], defaults: Any) -> Callable[[str], Any]:
-    """A function of the name of a setting of `generate`: the value that applies, ``None`` where nothing is set.
+    """Return a function that looks up a setting of `generate` by name; ``None`` if the setting is not set.
 
     Args:
         given: the arguments of the call.
-        defaults: the generation configuration that applies where the arguments set nothing.
+        defaults: the generation configuration for settings that the arguments leave out.
     """
     sources = [given, *(getattr(config, "__dict__", {}) for config in (given.get("generation_config"), defaults))]
 
@@ -50,7 +50,7 @@ def check_generation(given: Mapping[str, Any], defaults: Any) -> None:
     """Raise ``ValueError`` for settings of `generate` that turn logits into infinities or NaN.
 
     Args:
-        given, defaults: as of `settings_of`.
+        given, defaults: as for `settings_of`.
     """
     setting = settings_of(given, defaults)
     for name in SCALES:
@@ -69,6 +69,6 @@ def check_generation(given: Mapping[str, Any], defaults: Any) -> None:
 
 
 def _seconds(pairs: Any) -> list[Any]:
-    """The second element of each pair; anything else is left to transformers to reject."""
+    """Return the second element of each pair. transformers rejects anything else."""
     pairs = pairs if isinstance(pairs, (list, tuple)) else ()
     return [pair[1] for pair in pairs if isinstance(pair, (list, tuple)) and len(pair) == 2]

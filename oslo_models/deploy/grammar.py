@@ -1,4 +1,4 @@
-"""Grammars that generated text has to follow, by llguidance (https://github.com/guidance-ai/llguidance)."""
+"""Grammars for structured output, by llguidance (https://github.com/guidance-ai/llguidance)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from oslo_models.deploy.grammar_check import GrammarChecker, limits, one_line
 from oslo_models.locking import locked_property
 
 _KEPT = 4
-"""Vocabularies that a process keeps; each takes about a second to prepare."""
+"""Maximum number of prepared vocabularies per process. Each takes about a second to prepare."""
 _prepared: dict[str, Any] = {}  # by digest, oldest first
 
 
 class MissingVocabulary(LookupError):
-    """A worker has not been sent the vocabulary of a grammar yet: send the call again with it."""
+    """A worker does not have the vocabulary of a grammar yet. Send the call again with the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int, ends: list[int]) -> Vocabulary:
-        """That of a fast tokenizer of transformers.
+        """Return the vocabulary of a fast tokenizer of transformers.
 
         Raises:
-            ValueError: the tokenizer is a slow one, or nothing ends a text.
+            ValueError: the tokenizer is slow, or there is no end token.
         """
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise ValueError(f"structured output needs a fast tokenizer, and {type(tokenizer).__name__} is none")
@@ -62,7 +62,7 @@ class Vocabulary:
         return hashlib.sha256(repr((self.tokenizer, self.size, self.ends)).encode()).hexdigest()
 
     def prepared(self) -> Any:
-        """llguidance's form of it."""
+        """Return llguidance's form of the vocabulary."""
         made = _prepared.get(self.digest)
         if made is None:
             made = _llguidance().LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=list(self.ends))
@@ -74,13 +74,13 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text has to be. Sent to workers without the vocabulary, which is large; see `MissingVocabulary`.
+    """Grammar that a text has to match. Sent to workers without the large vocabulary; see `MissingVocabulary`.
 
     Attributes:
         text: the grammar in llguidance's format.
         digest: of the vocabulary.
         ends: tokens that end the text.
-        least: tokens before one of them, unless the grammar allows no other.
+        least: minimum tokens before an end token, unless the grammar allows no other token.
     """
 
     text: str
@@ -91,27 +91,27 @@ class Grammar:
 
     @classmethod
     def compiled(cls, kind: str, source: Any, vocabulary: Vocabulary) -> Grammar:
-        """A grammar of a request.
+        """Compile the grammar of a request.
 
         Args:
             kind: ``"json"`` (``source`` is a schema), ``"regex"``, ``"choice"`` (a list of texts) or ``"grammar"``
                 (in Lark's notation, as llguidance understands it).
 
         Raises:
-            ValueError: it is invalid, too large or too slow.
+            ValueError: the grammar is invalid, too large or too slow.
         """
         _llguidance()
         return cls(vocabulary.checker.compile(kind, source), vocabulary.digest, vocabulary.ends)
 
     def with_vocabulary(self, vocabulary: Vocabulary) -> Grammar:
-        """Itself with what workers need that do not have the vocabulary yet."""
+        """Return a copy with the vocabulary, for workers that do not have it yet."""
         return replace(self, vocabulary=vocabulary)
 
     def processor(self) -> Any:
-        """A logits processor that forbids everything else, for one row.
+        """Return a logits processor for one row that forbids all tokens outside the grammar.
 
         Raises:
-            MissingVocabulary: this process does not have it.
+            MissingVocabulary: this process does not have the vocabulary.
         """
         prepared = self.vocabulary.prepared() if self.vocabulary else _prepared.get(self.digest)
         if prepared is None:

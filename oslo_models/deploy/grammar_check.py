@@ -1,7 +1,7 @@
-"""Compiles the grammars of requests in a process that may die, so that a native parser cannot take the server down.
+"""Compiles the grammars of requests in a separate process, so that a native parser cannot crash the server.
 
-`GrammarChecker` starts the process, which runs this module. Both sides send a length and then JSON; nothing that
-comes back is unpickled. The process is killed by the kernel when a grammar takes more than `CPU_SECONDS`.
+`GrammarChecker` starts the process, which runs this module. Both sides send a length and then JSON. No answer is
+unpickled. The kernel kills the process when a grammar takes more than `CPU_SECONDS`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ MOST_RULES = 1000
 MOST_PARTS = 4096
 """Alternatives of a Lark grammar, options of a choice, or keys and items of a schema."""
 FIRST_MASK_SECONDS = 0.5
-"""CPU time in which a grammar has to be compiled and its first mask computed."""
+"""CPU time limit to compile a grammar and compute its first mask."""
 CPU_SECONDS = 1.0
 """CPU time after which the kernel ends the process."""
 WAIT_SECONDS = 10.0
-"""Wall time to wait for an answer, which includes the queue for a core."""
+"""Wall time limit for an answer, including the wait for a core."""
 START_SECONDS = 60.0
-"""Wall time to start the process and to prepare a vocabulary."""
+"""Wall time limit to start the process and prepare a vocabulary."""
 MOST_MEMORY = 8 << 30
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
-"""Without a bound, a model may write spaces until its tokens are used up."""
+"""Without this bound, a model may generate spaces until its token limit."""
 UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
-"""Where only one text can follow, llguidance would allow only the tokens of its tokenizer, which may be special."""
+"""Disables forcing: for a forced text, llguidance allows only its tokenizer's tokens, which may be special tokens."""
 _LENGTH = struct.Struct("<Q")
 _STACK = 4 << 20
-"""Bytes of stack: half of a worker's, so that a grammar that passes here cannot overflow there."""
+"""Stack size in bytes: half of a worker's stack, so that a grammar that passes here cannot overflow a worker."""
 _BRACKETS = re.compile(r"\\.|[(\[{]|[)\]}]", re.DOTALL)
 
 
 def check_size(kind: str, source: Any) -> None:
-    """Raise ``ValueError`` for a grammar that is too large for its parser. Looks at its text only."""
+    """Raise ``ValueError`` for a grammar that is too large for its parser. Does not parse it."""
     size, depth, rules, parts = _measure(kind, source)
     limits = ((size, MOST_BYTES, "bytes"), (depth, MOST_DEPTH, "levels"))
     for found, most, what in (*limits, (rules, MOST_RULES, "rules"), (parts, MOST_PARTS, "parts")):
@@ -56,13 +56,13 @@ def check_size(kind: str, source: Any) -> None:
 
 
 def _measure(kind: str, source: Any) -> tuple[int, int, int, int]:
-    """Bytes, levels of nesting, rules, and parts."""
+    """Count bytes, levels of nesting, rules, and parts."""
     if kind == "choice":
         return sum(len(text.encode()) for text in source), 0, 0, len(source)
     if kind == "json":
         depth, parts, size = 0, 0, 0
         level: list[Any] = [source]
-        while level and depth <= MOST_DEPTH and parts <= MOST_PARTS:  # not recursive: it may be nested deeply
+        while level and depth <= MOST_DEPTH and parts <= MOST_PARTS:  # not recursive: the schema may be deep
             size += sum(len(each.encode()) if isinstance(each, str) else 8 for each in level)
             below = [item for each in level if isinstance(each, dict) for item in each.values()]
             keys = [key for each in level if isinstance(each, dict) for key in each]
@@ -85,7 +85,7 @@ def _measure(kind: str, source: Any) -> tuple[int, int, int, int]:
 
 
 class GrammarChecker:
-    """Compiles grammars in another process: one at a time, started on first use and again after it has died.
+    """Compiles grammars in another process, one at a time. Starts the process on first use and after it has died.
 
     Args:
         tokenizer: as JSON, in the format of tokenizers.
@@ -102,7 +102,7 @@ class GrammarChecker:
         """Return the grammar in the format of llguidance.
 
         Raises:
-            ValueError: it is invalid, too large or too slow.
+            ValueError: the grammar is invalid, too large or too slow.
         """
         check_size(kind, source)
         with self._lock:
@@ -132,7 +132,7 @@ class GrammarChecker:
             raise ValueError(f"structured output cannot be used with this model: {why}")
 
     def _ask(self, message: Any, seconds: float) -> Any:
-        """The answer; ``None`` if the process has died, or was ended since it took longer."""
+        """Send a message and return the answer; ``None`` if the process has died or exceeded ``seconds``."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         body = json.dumps(message).encode()
         try:
@@ -159,15 +159,15 @@ class GrammarChecker:
 
 
 def one_line(text: str) -> str:
-    """The beginning of a parser's message, without its quotations of what a client sent."""
+    """Return the beginning of a parser's message, without quotations of client data."""
     first = next(iter(text[:1000].strip().splitlines()), "")
     return re.sub(r"\"[^\"]*(\"|$)", "...", first)[:200]
 
 
 def limits() -> dict[str, Any]:
-    """What a parser may spend, as keyword arguments of llguidance: the same here and in the workers.
+    """Return the parser limits as keyword arguments of llguidance. They are the same here and in the workers.
 
-    They count work and not time, so that all ranks come to the same end.
+    The limits count work and not time, so that all ranks come to the same result.
     """
     import llguidance
 
@@ -176,11 +176,11 @@ def limits() -> dict[str, Any]:
 
 
 def _read(pipe: Any, deadline: float) -> bytes:
-    """A message, from the descriptor and not from a buffer.
+    """Read a message from the descriptor, not from a buffer.
 
     Raises:
         EOFError: the process ended.
-        TimeoutError: it did not come in time.
+        TimeoutError: the message did not arrive in time.
     """
     data, length = b"", _LENGTH.size
     while len(data) < length:
@@ -202,7 +202,7 @@ def compiled(kind: str, source: Any, prepared: Any) -> str:
     """Compile a grammar and compute its first mask.
 
     Raises:
-        ValueError: it is invalid or too slow.
+        ValueError: the grammar is invalid or too slow.
     """
     from llguidance import LLMatcher
 
@@ -227,7 +227,7 @@ def compiled(kind: str, source: Any, prepared: Any) -> str:
 
 
 def main() -> None:
-    """Answer grammars from stdin on stdout until the other side closes them."""
+    """Compile grammars from stdin and answer on stdout, until the other side closes the pipes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -242,10 +242,10 @@ def main() -> None:
                 tokenizer, size, ends = message
                 prepared = LLTokenizer(tokenizer, n_vocab=size, eos_token=ends)
             else:
-                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process, native code included
+                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process, even in native code
                 kind, source = message
                 answer["text"] = compiled(kind, source, prepared)
-        except Exception as error:  # noqa: BLE001  the other side says so
+        except Exception as error:  # noqa: BLE001  the other side reports it
             answer["error"] = str(error)[:1000]
         signal.setitimer(signal.ITIMER_PROF, 0)
         body = json.dumps(answer).encode()

@@ -1,7 +1,7 @@
-"""Authentication of the other end of a connection, before anything that it sends is unpickled.
+"""Authenticates the other end of a connection, before any of its data is unpickled.
 
-On one host the kernel names the user at the other end of a Unix socket. Between hosts both ends prove that they know a
-secret without sending it: a challenge and a response, keyed with the secret, in both directions.
+On one host, the kernel reports the user at the other end of a Unix socket. Between hosts, both ends prove that they
+know a secret without sending it: challenge and response, keyed with the secret, in both directions.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import time
 from contextlib import suppress
 
 LEAST = 16
-"""Characters of a secret at least: whoever records a handshake can try secrets against it offline."""
+"""Minimum characters of a secret. An attacker who records a handshake can try secrets against it offline."""
 TIMEOUT = 10.0
-"""Seconds that the other end may take to authenticate itself, in all."""
+"""Total seconds that the other end may take to authenticate itself."""
 _SIZE = 32
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -28,7 +28,7 @@ class HandshakeError(ConnectionError):
 
 
 def check_secret(name: str, secret: object) -> None:
-    """Raise ``ValueError`` for an unusable secret; the message does not contain it."""
+    """Raise ``ValueError`` for an unusable secret. The message does not contain the secret."""
     if not isinstance(secret, str) or len(secret.strip()) < LEAST:
         what = f"{len(secret.strip())} characters" if isinstance(secret, str) else type(secret).__name__
         raise ValueError(
@@ -86,7 +86,7 @@ def connect(address: str | tuple[str, int], secret: str | None) -> socket.socket
 
 def tune(connection: socket.socket) -> socket.socket:
     """Send small messages without delay, and detect hosts that are gone."""
-    connection.settimeout(None)  # whatever default the application has set
+    connection.settimeout(None)  # overrides the application's default timeout
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -94,10 +94,10 @@ def tune(connection: socket.socket) -> socket.socket:
 
 
 def require_same_user(connected: socket.socket) -> None:
-    """Check that a process of this user is at the other end of a Unix socket.
+    """Check that a process of the same user is at the other end of a Unix socket.
 
     Raises:
-        HandshakeError: it is another user's.
+        HandshakeError: the process belongs to another user.
     """
     data = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
@@ -106,7 +106,7 @@ def require_same_user(connected: socket.socket) -> None:
 
 
 def accept(connected: socket.socket, secret: str) -> None:
-    """Authenticate to the process that connected, and require it to do the same.
+    """Authenticate to the connecting process, and require it to do the same.
 
     Raises:
         HandshakeError: it does not know the secret.
@@ -115,15 +115,15 @@ def accept(connected: socket.socket, secret: str) -> None:
 
 
 def dial(connected: socket.socket, secret: str) -> None:
-    """The counterpart of `accept`, at the end that connects."""
+    """The counterpart of `accept` at the connecting end."""
     _handshake(connected, secret, connected.getpeername(), b"dials", b"accepts")
 
 
 def _handshake(connected: socket.socket, secret: str, address: tuple[str, int], own: bytes, other: bytes) -> None:
-    """Exchange challenges, then the responses to them, that of the connecting end first.
+    """Exchange challenges, then responses. The connecting end responds first.
 
-    A response depends on the role, so that it cannot be reflected to its sender, and on the address that was dialled,
-    so that a man in the middle at another address cannot relay it.
+    A response depends on the role, so that it cannot be reflected to its sender. It also depends on the dialled
+    address, so that a man in the middle at another address cannot relay it.
     """
     key = secret.strip().encode()
     deadline = time.monotonic() + TIMEOUT

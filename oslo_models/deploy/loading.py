@@ -1,4 +1,4 @@
-"""Has freshly started workers load their parts of a model, with progress bars, and reports what fails."""
+"""Loads the model in newly started workers, with progress bars, and reports failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oslo_models.deploy.process_executor import Executor
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits
 
 ROOT_CAUSE_SECONDS = 0.3
-"""Seconds to wait, once a rank failed to load, for news that another one died: the failure may be its consequence."""
+"""Seconds to wait, after a rank failed to load, for the death of another rank that may have caused the failure."""
 
 
 def load_workers(
@@ -32,10 +32,10 @@ def load_workers(
     """Send every worker its setup and wait until all have loaded.
 
     Args:
-        threads: of each worker, for torch.
+        threads: number of torch threads of each worker.
         make: constructs the model; see `Setup`.
-        receive: returns the messages that arrive within so many seconds, with their ranks.
-        directory: private to this user, for ranks that are all on this host.
+        receive: waits for a number of seconds. Returns the received messages with their ranks.
+        directory: private to this user, if all ranks are on this host.
         limits: of the running batch.
 
     Returns:
@@ -43,7 +43,7 @@ def load_workers(
 
     Raises:
         EngineError: a worker died.
-        Exception: what a worker raised.
+        Exception: a worker failed to load. The exception is the worker's.
     """
     salt = secrets.token_bytes(32)
     for rank in range(ranks):

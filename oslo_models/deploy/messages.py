@@ -9,18 +9,18 @@ from oslo_models.deploy.running_batch.limits import BatchLimits
 
 
 class Setup(NamedTuple):
-    """To a worker, first: its rank and what to load.
+    """To a worker, first: its rank and the model to load.
 
     Attributes:
-        threads: of torch.
+        threads: number of torch threads.
         path: the ``sys.path`` of the application.
-        make: constructs the model: ``(class, name of its constructor, arguments, keyword arguments)``, pickled
-            separately, so that a class that cannot be imported is reported like any other failure of loading.
+        make: constructs the model: ``(class, name of its constructor, arguments, keyword arguments)``. It is pickled
+            separately, so that a failed import of the class is reported like any other loading failure.
         host: the address at which the other ranks reach rank 0, if they do not meet in a directory.
-        port: the port at which rank 0 listens; 0: a free one.
-        directory: where the ranks find each other if they are on one host; private to this user.
-        salt: random; with the secret of the deployment, if there is one, it makes the key by which ranks know that
-            objects come from each other.
+        port: the port at which rank 0 listens; 0 for a free port.
+        directory: the directory in which ranks on one host find each other. It is private to this user.
+        salt: random bytes. The salt and the secret of the deployment, if there is one, form the key with which ranks
+            authenticate objects from each other.
         limits: of the running batch.
     """
 
@@ -49,8 +49,8 @@ class Request(NamedTuple):
         seed: for all random generators, set before the call.
         stream: send the tokens as they are generated.
         gather: every rank returns its result.
-        generation_config: replaces that of the model, if the application has changed its own.
-        joins: it is a call of `generate` that is computed in the running batch.
+        generation_config: replaces the model's generation configuration, if the application has changed it.
+        joins: compute this call of `generate` in the running batch.
     """
 
     number: int
@@ -71,7 +71,7 @@ class Cancel(NamedTuple):
 
 
 class Ping(NamedTuple):
-    """To a worker, which answers with `Pong` at any time, also during a call."""
+    """To a worker. It answers with `Pong` at any time, even during a call."""
 
 
 class Listening(NamedTuple):
@@ -81,7 +81,7 @@ class Listening(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """From a worker: how many of its weights it has read."""
+    """From a worker: the number of weights read so far."""
 
     done: int
     total: int
@@ -94,30 +94,31 @@ class Ready(NamedTuple):
 
 
 class Streamed(NamedTuple):
-    """From the rank that has the outputs: a value that `generate` gave to its streamer; ``None`` at the end."""
+    """From the rank with the outputs: a value that `generate` gave to its streamer; ``None`` at the end."""
 
     number: int
     value: Any
 
 
 class Stepped(NamedTuple):
-    """From the leader of the running batch, once a step: what the streamers of its calls get.
+    """From the leader of the running batch, once per step: values for the streamers of its calls.
 
     Attributes:
-        values: pairs of the number of a call and a token, a `Scored`, a prompt (a list of lists) or ``None``: the end.
+        values: pairs of call number and value. A value is a token, a `Scored`, a prompt (a list of lists), or ``None``
+            at the end.
     """
 
     values: list[tuple[int, Any]]
 
 
 class Reused(NamedTuple):
-    """From the leader of the running batch: so many tokens of a prompt were not computed, as a prefix had them."""
+    """From the leader of the running batch: the number of prompt tokens that a cached prefix covered."""
 
     tokens: int
 
 
 class Reply(NamedTuple):
-    """From a worker: a call has returned. ``result`` is set by the rank that has the outputs, or with ``gather``."""
+    """From a worker: a call has returned. The rank with the outputs sets ``result``; with ``gather``, all ranks do."""
 
     number: int
     result: Any = None
@@ -128,7 +129,7 @@ class Failure(NamedTuple):
 
     Attributes:
         text: the traceback.
-        secondary: a consequence of the failure of another rank.
+        secondary: the failure of another rank caused this one.
     """
 
     number: int
@@ -142,7 +143,7 @@ class Pong(NamedTuple):
 
     Attributes:
         busy: seconds since its current call began; ``None`` when it is idle.
-        progress: how many tokens it has generated since it was started.
+        progress: the number of tokens generated since its start.
     """
 
     busy: float | None = None

@@ -1,4 +1,4 @@
-"""One rank of a model in a worker process: loads it and carries out the calls."""
+"""One rank of a model in a worker process: loads the model and runs its calls."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Send = Callable[[tuple[Any, ...], int], None]
 
 
 class ModelRunner:
-    """The part of a model that one rank holds.
+    """Runs the part of a model on one rank.
 
     Args:
         send: sends a message about a call to the application.
-        join: waits for the message that announces the store of rank 0.
-        cancelled: numbers of the calls to end at the next token; changed by another thread.
+        join: waits for the `Join` message with the store's port on rank 0.
+        cancelled: numbers of the calls to end at the next token. Another thread changes it.
         secret: of the deployment, if it has one.
 
     Attributes:
-        has_outputs: whether the results of calls come from this rank: the first of the last pipeline stage.
-        progress: how many tokens `generate` has made.
+        has_outputs: whether this rank returns the results of calls. It is the first rank of the last pipeline stage.
+        progress: the number of generated tokens.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class ModelRunner:
         set_tqdm_hook(self._progress_hook)
         self.model = getattr(cls, constructor)(*args, **kwargs).eval()
         set_tqdm_hook(None)
-        self.device = self.model.device  # kept: a module searches its parameters for it each time
+        self.device = self.model.device  # cached: a module searches its parameters on each access
         leader = self.model.mesh.tp.size * (self.model.mesh.pp.size - 1)
         self.has_outputs = setup.rank == leader
         self._setup, self._leader = setup, leader
 
     @locked_property
     def batch(self) -> RunningBatch:
-        """The running batch, once a call joins it."""
+        """The running batch, created when the first call joins."""
         from oslo_models.deploy.running_batch.loop import RunningBatch
 
         require("deploy.running_batch")
@@ -98,7 +98,7 @@ class ModelRunner:
         self.progress += 1
 
     def _progress_hook(self, bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replaces the progress bars of transformers: the application shows them."""
+        """Replace the progress bars of transformers, because the application shows its own."""
         if not args or not isinstance(args[0], Sized):
             return bar(*args, **kwargs)
         return self._with_progress(args[0])
@@ -112,11 +112,11 @@ class ModelRunner:
                 self._send(Loading(number, len(items)), 0)
 
     def call(self, request: Request) -> Any:
-        """Carry out a call. Raises whatever the model does."""
+        """Run a call. Exceptions of the model propagate."""
         _seed(request.seed, self.device, only_torch=request.method == "forward")
         if request.generation_config is not None:
             self.model.generation_config = request.generation_config
-        if self.model.pipeline is not None:  # an earlier call that was abandoned does not concern this one
+        if self.model.pipeline is not None:  # forget that an earlier call was abandoned
             self.model.pipeline.runner.abandoned = False
         self._forget_prefixes_before(request.method)
         kwargs = dict(request.kwargs)
@@ -148,7 +148,7 @@ class ModelRunner:
         from transformers import StoppingCriteriaList
 
         criteria = [*(kwargs.pop("stopping_criteria", None) or []), self._cancellation_criterion(request.number)]
-        if request.stream:  # on every rank, so that transformers treats the call alike on all of them
+        if request.stream:  # on every rank, so that transformers takes the same path on all ranks
             send = partial(self._stream, request.number) if self.has_outputs else lambda value: None
             kwargs["streamer"] = _ForwardingStreamer(send)
         if (decoding := kwargs.pop("decoding", None)) is not None:
@@ -161,14 +161,14 @@ class ModelRunner:
         self._send(Streamed(number, value), number)
 
     def _cancellation_criterion(self, number: int) -> Callable[..., Tensor]:
-        """Stops `generate` when the application has cancelled the call; all ranks agree on the token."""
+        """Return a criterion that stops `generate` after a cancellation, at the same token on all ranks."""
         import torch
 
         from oslo_models.distributed.collectives import all_reduce
 
         def is_cancelled(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
             self.progress += 1
-            # reduced over the ranks: the message may reach one of them a token earlier than the others
+            # all-reduced, because the message may reach one rank a token earlier than the others
             flag = all_reduce(self.model.mesh.model, torch.tensor([float(number in self._cancelled)]))
             return torch.full((len(input_ids),), bool(flag), device=input_ids.device)
 
@@ -187,7 +187,7 @@ class ModelRunner:
         return output
 
     def _memory(self, kind: str) -> tuple[str, Any]:
-        """The device of this rank and its memory: in bytes, or for ``"summary"`` a text."""
+        """Return the device of this rank and its memory, in bytes; for ``"summary"``, a text."""
         import torch
 
         if self.device.type == "cuda":
@@ -199,7 +199,7 @@ class ModelRunner:
 
 
 def _start_process_group(setup: Setup, send: Send, join: Callable[[], Join]) -> Any:
-    """Meet the other ranks: on one host in a directory that only this user can enter, else at the store of rank 0.
+    """Start the process group. Ranks on one host meet in a private directory, other ranks at the store of rank 0.
 
     Returns:
         The store.
@@ -220,7 +220,7 @@ def _store_in_directory(directory: str) -> Any:
 
 
 def _store_of_rank_0(setup: Setup, send: Send, join: Callable[[], Join]) -> Any:
-    """The store of rank 0, whose port the application passes on. Anybody who reaches it may write to it."""
+    """Open the store of rank 0. The application passes its port on. Anybody who reaches the port can write to it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if setup.rank == 0:
@@ -236,7 +236,7 @@ def _store_of_rank_0(setup: Setup, send: Send, join: Callable[[], Join]) -> Any:
 
 
 def _seed(seed: int, device: Any, only_torch: bool) -> None:
-    """As transformers' ``set_seed``, without seeding unused devices, which takes as long as a call of a small model."""
+    """Seed as transformers' ``set_seed``, except unused devices: they would take as long as a call of a small model."""
     import torch
 
     if not only_torch:
@@ -265,11 +265,11 @@ _OF_THE_RANK: dict[str, Callable[..., Any]] = {
     "get_dtype": _get_dtype,
     "adapters": _adapters,
 }
-"""What the application asks a rank about its part of the model."""
+"""Requests for one rank's part of the model."""
 
 
 class _ForwardingStreamer:
-    """A streamer that sends on what it is given, and ``None`` at the end."""
+    """A streamer that forwards its values, and ``None`` at the end."""
 
     def __init__(self, send: Callable[[Any], Any]) -> None:
         self._send = send
@@ -282,7 +282,7 @@ class _ForwardingStreamer:
 
 
 def _to_device(values: Any, device: Any) -> Any:
-    if device.type == "cpu":  # messages bring them there
+    if device.type == "cpu":  # tensors of messages are on the CPU
         return values
     from torch import Tensor
     from torch.utils._pytree import tree_map_only

@@ -1,4 +1,4 @@
-"""The arguments that only ``deploy=True`` accepts, and the choice of an executor by them."""
+"""The arguments that only ``deploy=True`` accepts, and the choice of an executor."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class DeployOptions:
 
     Attributes:
         deploy_backend: how workers are started: ``"process"`` on this host, ``"torchrun"`` by the processes of a
-            launcher, ``"ray"`` as actors of Ray; ``"auto"``: by a launcher if there is one, by Ray if it runs and this
-            host has too few GPUs, else on this host.
-        max_batch_size: rows of the running batch, in which calls of `generate` from several threads are computed
-            together; 1: they are computed one after another. By default 8, on GPUs 64, or as many as fit into 16 GiB
-            on each GPU.
-        max_batch_length: tokens of a row, prompt and answer together; longer calls are computed between its steps.
-        prefill_chunk_size: tokens of a prompt that are computed in one step, beside a token of every other row. By
-            default 256, on GPUs 2048.
-        reuse_prefixes: prompts of the running batch take over the keys and values of tokens that they share with the
-            beginning of a call that was computed before.
-        threads_per_worker: torch's number of threads in each worker on CPUs; by default this process's number, divided
-            by the workers.
+            launcher, ``"ray"`` as Ray actors. ``"auto"`` uses the launcher if there is one, Ray if it runs and this
+            host has too few GPUs, else this host.
+        max_batch_size: maximum rows of the running batch, which computes `generate` calls from several threads
+            together; 1 computes calls one after another. Default 8 on CPUs, 64 on GPUs, or fewer if the cache would
+            not fit into 16 GiB per GPU.
+        max_batch_length: tokens of a row, prompt and answer together. Longer calls are computed between the steps.
+        prefill_chunk_size: prompt tokens that are computed in one step, before all other rows get a token. Default 256
+            on CPUs, 2048 on GPUs.
+        reuse_prefixes: prompts of the running batch reuse the keys and values of a prefix that they share with an
+            earlier call.
+        threads_per_worker: number of torch threads in each worker on CPUs. By default the threads of this process are
+            divided among the workers.
         verbose: ``"simple"`` or ``"detail"`` prints the memory of each device.
-        deploy_secret: known to the processes of a launcher and nobody else; required if they are on several hosts,
-            which authenticate each other with it.
-        master_addr, master_port: the address of this host, and the port, at which workers on this host meet; by default
-            the loopback interface and a free port.
+        deploy_secret: known to the processes of a launcher and nobody else. Required if the processes are on several
+            hosts, to authenticate each other.
+        master_addr, master_port: the address of this host and the port at which its workers meet. By default the
+            loopback interface and a free port.
     """
 
     deploy_backend: str = "auto"
@@ -60,11 +60,11 @@ class DeployOptions:
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> DeployOptions:
-        """Take the arguments out of ``kwargs``."""
+        """Remove the arguments from ``kwargs`` and return them."""
         return cls(**{each.name: kwargs.pop(each.name) for each in fields(cls) if each.name in kwargs})
 
     def check(self) -> None:
-        """Raise ``ValueError`` for invalid values, whatever the number of ranks."""
+        """Raise ``ValueError`` for values that are invalid for any number of ranks."""
         if self.deploy_backend not in BACKENDS:
             raise ValueError(f"deploy_backend={self.deploy_backend!r} is none of {', '.join(map(repr, BACKENDS))}")
         check_size("max_batch_length", self.max_batch_length)
@@ -83,21 +83,21 @@ class DeployOptions:
             raise ValueError(f"master_addr must be an address of this host, got {self.master_addr!r}")
 
     def limits(self, config: Any, ranks: int) -> BatchLimits:
-        """Of the running batch of a model on so many ranks."""
+        """Return the limits of the running batch for a model on ``ranks`` ranks."""
         length = longest(config, BatchLimits(length=self.max_batch_length))
         default = default_limits(config, length, ranks if torch.cuda.device_count() else 0)
         rows, chunk = self.max_batch_size or default.rows, self.prefill_chunk_size or default.chunk
         return BatchLimits(rows, length, chunk, self.reuse_prefixes)
 
     def threads(self, ranks: int) -> int:
-        """Of each worker."""
+        """Return the number of torch threads of each worker."""
         return self.threads_per_worker or max(1, torch.get_num_threads() // ranks)
 
     def backend(self, ranks: int) -> str:
-        """The backend to use.
+        """Choose the backend.
 
         Raises:
-            ValueError: none has room for so many ranks, or the one asked for cannot be used here.
+            ValueError: no backend has room for ``ranks`` ranks, or the requested backend cannot be used here.
         """
         launched, devices = torchrun.is_launched(), torch.cuda.device_count()
         chosen = self.deploy_backend
@@ -141,14 +141,14 @@ OF_DEPLOYMENT = tuple(each.name for each in fields(DeployOptions))
 
 
 def prepare(backend: str, cls: type[Any]) -> None:
-    """Start what takes long and does not depend on the other arguments: what the workers will import."""
+    """Start the fork server early, so that the imports of the workers overlap with argument checks."""
     if backend == "process":
         own = {base.__module__ for base in cls.__mro__ if base.__module__.startswith("oslo_models.models.")}
         start_fork_server(worker_environment(0), sorted(own))
 
 
 def executor_of(backend: str, stages: int, options: DeployOptions) -> StartExecutor:
-    """The constructor of the executor of a backend."""
+    """Return the executor constructor of a backend."""
     if backend == "ray":
         from oslo_models.deploy.ray_executor import RayExecutor
 

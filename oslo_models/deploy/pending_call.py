@@ -1,4 +1,4 @@
-"""A call that workers have not answered yet, and how their messages complete it."""
+"""A call in flight, which the messages of the workers complete."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from oslo_models.deploy.errors import exception_from
 from oslo_models.deploy.messages import Failure, Reply, Streamed
 
 GRACE = 3.0
-"""Seconds that the other ranks get to answer when one has raised; they may wait for it in a collective for ever."""
+"""Seconds that the other ranks get to answer after one has raised. They may hang in a collective."""
 
 
 class PendingCall:
-    """One call, as the thread that waits for it and the thread that receives messages share it.
+    """One call, shared by the waiting thread and the receiving thread.
 
     Args:
-        ranks: those that answer it. Others may report a failure.
+        ranks: the ranks that answer the call. Other ranks may report a failure.
 
     Attributes:
-        events: what the caller waits for: ``("stream", value)``, ``("return", results by rank)`` or
+        events: queue on which the caller waits: ``("stream", value)``, ``("return", results by rank)`` or
             ``("raise", exception)``.
         unanswered: the ranks that have neither returned nor raised.
-        failure: the first failure with its rank; a failure that is not the consequence of another one replaces it.
-        deadline: when the ranks that have not answered are given up, in seconds of ``time.monotonic``.
+        failure: the first failure, with its rank. A primary failure replaces a secondary one.
+        deadline: when to give up on unanswered ranks, in seconds of ``time.monotonic``.
     """
 
     def __init__(self, number: int, ranks: Iterable[int]) -> None:
@@ -53,7 +53,7 @@ class PendingCall:
         return not self.unanswered
 
     def stream(self, value: Any) -> None:
-        """Pass on what the leader of the running batch sent for the streamer; see `Stepped`."""
+        """Pass a value from the leader of the running batch on to the streamer; see `Stepped`."""
         if isinstance(value, (int, list)):
             value = torch.tensor([value] if isinstance(value, int) else value)
         self.events.put(("stream", value))

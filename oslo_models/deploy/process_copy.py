@@ -1,7 +1,7 @@
-"""Makes the fork server a copy of the application, where that is as good as a process that imports everything anew.
+"""Forks the fork server off the application, if the copy is equivalent to a new process with the same imports.
 
-An application that only imports the library and deploys a model is: it has one thread, no GPU and nothing in memory but
-modules. So its workers start at once instead of after the seconds that torch and transformers take to import.
+An application that only imports the library and deploys a model qualifies: it has one thread, no GPU and only modules
+in memory. Its workers then start at once, without the seconds that torch and transformers take to import.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import NoReturn
 from oslo_models.deploy import fork_server
 
 MOST_BYTES = 1 << 30
-"""Of memory that is not of files: a copy would keep it from being freed for as long as the application runs."""
+"""Limit on anonymous memory. A copy would keep it allocated for as long as the application runs."""
 
 
 class ProcessCopy:
-    """The copy as seen from the application; the part of ``subprocess.Popen`` that `ForkServer` needs."""
+    """Handle of the copy in the application: the part of ``subprocess.Popen`` that `ForkServer` needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -48,11 +48,11 @@ def copy_this_process(control: socket.socket, modules: Iterable[str]) -> Process
     """Fork a fork server off this process.
 
     Args:
-        control: its end of the connection.
-        modules: what it imports, as far as the application has not.
+        control: the server's end of the connection.
+        modules: modules to import, unless the application has imported them already.
 
     Returns:
-        ``None`` where a worker that it forks could behave otherwise than a new process.
+        ``None`` if a forked worker could behave differently from a new process.
     """
     if not _is_like_new():
         return None
@@ -63,7 +63,7 @@ def copy_this_process(control: socket.socket, modules: Iterable[str]) -> Process
     if pid == 0:
         _be_server(control, modules)
     copy = ProcessCopy(pid)
-    if len(os.listdir("/proc/self/task")) > 1:  # threads of libraries, which may hold locks in the copy
+    if len(os.listdir("/proc/self/task")) > 1:  # library threads may hold locks in the copy
         copy.kill()
         copy.wait()
         return None
@@ -71,7 +71,7 @@ def copy_this_process(control: socket.socket, modules: Iterable[str]) -> Process
 
 
 def _is_like_new() -> bool:
-    """Whether this process has imported torch and done nothing else that would be noticed in a copy."""
+    """Return whether this process has imported torch and has no other state that a copy would inherit."""
     if threading.active_count() > 1 or threading.current_thread() is not threading.main_thread():
         return False
     if sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__:  # loggers write to these objects
@@ -127,10 +127,9 @@ def _reset_signals() -> None:
 
 
 def leave_files(kept: Set[int]) -> None:
-    """Close what the original of this process has open, so that others see the end of its connections.
+    """Close the files inherited from the application, so that its peers see the end of their connections.
 
-    The descriptors are not freed: objects of the original that still name them would otherwise write to whatever a
-    process opens next.
+    The descriptors stay reserved. Otherwise inherited objects that still use them would write to the next opened file.
 
     Args:
         kept: descriptors that stay open.
@@ -138,7 +137,7 @@ def leave_files(kept: Set[int]) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
-            with suppress(OSError):  # that of the directory itself is closed already
+            with suppress(OSError):  # the directory's descriptor is closed already
                 os.fstat(int(name))
                 os.dup2(nothing, int(name), inheritable=False)
 

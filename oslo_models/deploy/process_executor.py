@@ -1,4 +1,4 @@
-"""Starts workers and exchanges messages with them: the interface, and its implementation by processes on this host."""
+"""Starts workers and exchanges messages with them: the interface, and the implementation with local processes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ LOOPBACK = "127.0.0.1"
 
 
 SECRET_VARIABLE = "OSLO_MODELS_DEPLOY_SECRET"
-"""The environment variable by which a worker gets the secret of its deployment from the process that starts it."""
+"""The environment variable that passes the secret of a deployment from the parent process to a worker."""
 
 
 class Executor(Protocol):
-    """Workers, one for each rank: started by its constructor, ended by `kill`."""
+    """Workers, one per rank. The constructor starts them, and `kill` ends them."""
 
     @property
     def pids(self) -> list[int]:
@@ -51,10 +51,10 @@ class Executor(Protocol):
 
     @property
     def port(self) -> int:
-        """The port at which rank 0 listens; 0: a free one."""
+        """The port at which rank 0 listens; 0 for a free port."""
 
     def send(self, rank: int, message: tuple[Any, ...]) -> None:
-        """Send to one worker without waiting for it; `receive` reports a worker that has died."""
+        """Send to one worker without waiting. `receive` reports a worker that has died."""
 
     def broadcast(self, data: bytes) -> None:
         """Send an encoded message to all workers."""
@@ -63,24 +63,24 @@ class Executor(Protocol):
         """Wait for at most ``timeout`` seconds until a worker has sent something or has died.
 
         Args:
-            spin: seconds of busy waiting at first, where the implementation gains by it.
+            spin: initial seconds of busy waiting, if the implementation benefits from it.
 
         Raises:
             OSError: `kill` was called.
         """
 
     def receive(self) -> Iterator[tuple[int, Any]]:
-        """The messages that have arrived, as ``(rank, message)``; ``None`` for a message: the worker has died.
+        """Yield the received messages as ``(rank, message)``. A ``None`` message means that the worker has died.
 
         Raises:
             OSError: `kill` was called.
         """
 
     def exit_reason(self, rank: int) -> str:
-        """How a worker ended, for an error message."""
+        """Return how a worker ended, for an error message."""
 
     def kill(self) -> None:
-        """Kill all workers, suspended ones too, and wait until they have exited."""
+        """Kill all workers, including suspended ones, and wait until they have exited."""
 
 
 class Process(Protocol):
@@ -97,10 +97,10 @@ class Process(Protocol):
 class ProcessExecutor:
     """Processes on this host, each connected by a socket pair.
 
-    A worker exits when its connection closes, so none outlives the application, however that ends.
+    A worker exits when its connection closes, so no worker outlives the application, even after a crash.
 
     Args:
-        host, port: of the store at which they meet; port 0: a free one.
+        host, port: of the store at which the workers meet; port 0 for a free port.
     """
 
     def __init__(self, count: int, host: str = LOOPBACK, port: int = 0) -> None:
@@ -177,7 +177,7 @@ class ProcessExecutor:
 class _Sender:
     """Writes to a connection without waiting for the worker, which may be suspended.
 
-    What fits into the socket's buffer is sent at once, the rest by a thread.
+    Sends as much as fits into the socket's buffer at once. A thread sends the rest.
     """
 
     def __init__(self, connection: WorkerConnection) -> None:
@@ -218,10 +218,10 @@ def start_worker(
     """Start a worker on this host.
 
     Args:
-        theirs: its end of the connection.
+        theirs: the worker's end of the connection.
         local_rank: the index of its GPU on this host.
-        loopback: all workers are on this host, so gloo needs the loopback interface only.
-        secret: of the deployment; passed on in the environment, which only this user can read.
+        loopback: all workers are on this host, so gloo needs only the loopback interface.
+        secret: of the deployment. It is passed in the environment, which only this user can read.
     """
     return subprocess.Popen(
         python_module("oslo_models.deploy.worker", str(theirs.fileno())),
@@ -233,7 +233,7 @@ def start_worker(
 
 
 def worker_environment(local_rank: int, loopback: bool = True, secret: str | None = None) -> dict[str, str]:
-    """The environment variables of a worker; for the arguments see `start_worker`."""
+    """Return the environment variables of a worker. See `start_worker` for the arguments."""
     environment = {key: value for key, value in os.environ.items() if not _is_launcher_variable(key)}
     environment |= {"LOCAL_RANK": str(local_rank), "TOKENIZERS_PARALLELISM": "false"}
     if secret is not None:
@@ -249,4 +249,4 @@ def _is_launcher_variable(variable: str) -> bool:
 
 
 StartExecutor = Callable[[int], Executor]
-"""Constructs an executor with so many workers."""
+"""Constructor of an executor from the number of workers."""

@@ -1,4 +1,4 @@
-"""What ``deploy=True`` returns: a proxy of the model's class without weights, which forwards its calls to workers."""
+"""The model proxy that ``deploy=True`` returns. It has no weights and forwards its calls to workers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from oslo_models.distributed.devices import visible_gpus
 
 
 class Deployment(DeployedAdapters, RemoteModule):
-    """A mixin placed before the class of a model, so that every call goes to the workers.
+    """A mixin before the class of a model that sends every call to the workers.
 
-    ``generate`` and ``forward`` take the arguments of transformers, and in addition ``timeout`` (seconds, after which
-    the call is cancelled and raises ``TimeoutError``) and ``seed`` (of the random generators). Any number of threads
-    may call. The model cannot be trained.
+    ``generate`` and ``forward`` take the arguments of transformers, and in addition ``timeout`` and ``seed`` (of the
+    random generators). After ``timeout`` seconds, the call is cancelled and raises ``TimeoutError``. Any number of
+    threads may call. The model cannot be trained.
     """
 
     config: Any
@@ -78,14 +78,14 @@ class Deployment(DeployedAdapters, RemoteModule):
         cancellation: Cancellation | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As transformers' ``generate``; the tokens are on the CPU. ``cancellation`` ends it from another thread.
+        """As transformers' ``generate``. The tokens are on the CPU. ``cancellation`` ends it from another thread.
 
         Raises:
-            CallCancelled: by ``cancellation``.
+            CallCancelled: ``cancellation`` cancelled the call.
             TimeoutError: no answer within ``timeout`` seconds.
             EngineError: the workers died, hang or were closed.
-            ValueError: an argument cannot be sent, is rejected by transformers, or overflows the logits; there are no
-                tokens, more than the model has positions, or a mask of another shape.
+            ValueError: an argument cannot be sent, is rejected by transformers, or overflows the logits; or the prompt
+                has no tokens, more tokens than the model has positions, or a mask of another shape.
         """
         if inputs is not None:
             kwargs["inputs"] = inputs
@@ -94,7 +94,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         _check_call(timeout, seed)
         check_generation(kwargs, self.generation_config)
         check_prompt(kwargs, self._positions, lambda: self._skeleton)
-        # once it was changed it is always sent: the workers have to know too if it is changed back
+        # always sent after a first change, so that the workers also learn when it is changed back
         self._config_changed = self._config_changed or not _are_equal(self.generation_config, self._sent_config)
         changed = self.generation_config if self._config_changed else None
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
@@ -103,7 +103,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         return self._engine.call("generate", (), kwargs, **options)
 
     def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
-        """As transformers' ``forward``, without gradients; key-value caches stay with the workers."""
+        """As transformers' ``forward``, without gradients. Key-value caches stay on the workers."""
         _check_call(timeout, seed)
         return self._engine.call("forward", args, kwargs, timeout=timeout, seed=seed)
 
@@ -111,7 +111,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         return self.forward(*args, **kwargs)
 
     def fuse(self, *args: Any, **kwargs: Any) -> Any:
-        """As `ParallelModel.fuse`, in the workers, and again in those that `restart` starts."""
+        """As `ParallelModel.fuse`, in the workers. `restart` repeats it."""
         self._engine.call("fuse", args, kwargs)
         self._fuse_calls.append((args, kwargs))
         return self
@@ -125,7 +125,7 @@ class Deployment(DeployedAdapters, RemoteModule):
     def _call_method(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: Any = None, seed: Any = None
     ) -> Any:
-        """Call a method of the model's own code on all workers; with full outputs, on the CPU."""
+        """Call a method of the model on all workers. Return full outputs on the CPU."""
         _check_call(timeout, seed)
         return self._engine.call("call_with_full_outputs", (name, args, kwargs), timeout=timeout, seed=seed)
 
@@ -142,7 +142,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         return self._engine.call("fusion_report")
 
     def save_pretrained_with_parallel(self, *args: Any, **kwargs: Any) -> None:
-        """As `ParallelModel.save_pretrained_with_parallel`: each worker writes its part."""
+        """As `ParallelModel.save_pretrained_with_parallel`. Each worker writes its part."""
         self._engine.call("save_pretrained_with_parallel", args, kwargs)
 
     def save_parallelized(self, *args: Any, **kwargs: Any) -> None:
@@ -156,19 +156,19 @@ class Deployment(DeployedAdapters, RemoteModule):
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
     def health(self, timeout: float = 2.0) -> dict[str, Any]:
-        """Whether the workers are alive; see `Engine.health`."""
+        """Check whether the workers are alive; see `Engine.health`."""
         return self._engine.health(timeout)
 
     def restart(self) -> None:
-        """End the workers and start new ones, which load the model again, are fused and have its adapters.
+        """End the workers and start new ones. They load the model again, fuse it and load its adapters.
 
         Raises:
-            Exception: what a worker raised; then there are no workers.
+            Exception: a worker failed. Then there are no workers.
         """
         self._engine.restart(self._restore)
 
     def _restore(self) -> None:
-        """Bring workers that were started again to the state of those before."""
+        """Restore the state of the old workers in the restarted ones."""
         for args, kwargs in self._fuse_calls:
             self._engine.call("fuse", args, kwargs)
         self._repeat_adapter_calls()
@@ -176,7 +176,7 @@ class Deployment(DeployedAdapters, RemoteModule):
             self.reserve_batch()
 
     def close(self) -> None:
-        """End the workers. Afterwards only `restart` is of use."""
+        """End the workers. Afterwards, only `restart` is possible."""
         self._engine.close()
 
     def __enter__(self) -> Any:
@@ -186,42 +186,42 @@ class Deployment(DeployedAdapters, RemoteModule):
         self.close()
 
     def memory_allocated(self) -> dict[str, int]:
-        """Bytes allocated by tensors, by device; on CPU the resident memory of the worker."""
+        """Return the bytes of tensors by device; on CPU the resident memory of each worker."""
         return self._engine.memory("allocated")
 
     def memory_reserved(self) -> dict[str, int]:
-        """Bytes reserved by the allocator, by device; on CPU the resident memory of the worker."""
+        """Return the bytes reserved by the allocator, by device; on CPU the resident memory of each worker."""
         return self._engine.memory("reserved")
 
     memory_cached = memory_chached = memory_reserved  # misspelled so in parallelformers
 
     def reserve_batch(self) -> dict[str, int]:
-        """Allocate the memory of the running batch now, which otherwise grows when it is needed.
+        """Allocate the full memory of the running batch now. Otherwise it grows as needed.
 
         Returns:
-            Its bytes by device; none if calls of this model cannot join a batch.
+            Its bytes by device; empty if calls of this model cannot join a batch.
 
         Raises:
-            MemoryError: there is too little.
+            MemoryError: there is too little memory.
         """
         if self._admission.reason is None:
             self._batch_bytes = dict(self._engine.call("reserve_batch", gather=True))
         return self._batch_bytes
 
     def batch_graphs(self) -> dict[int, str]:
-        """The number of CUDA graphs that the running batch has captured, or why it decodes without, by rank.
+        """Return the number of CUDA graphs of the running batch, or why decoding is eager, by rank.
 
-        None if calls of this model cannot join a batch.
+        Empty if calls of this model cannot join a batch.
         """
         return {} if self._admission.reason is not None else dict(self._engine.call("batch_graphs", gather=True))
 
     @property
     def reused_prompt_tokens(self) -> int:
-        """Tokens of prompts that the running batch did not compute again, as a prefix of a former call had them."""
+        """The number of prompt tokens that the running batch took from prefixes of former calls."""
         return self._engine.reused_tokens
 
     def describe_batch(self) -> str:
-        """The limits of the running batch and its memory, if that is allocated; or why there is none."""
+        """Describe the limits of the running batch and its allocated memory, or why there is no running batch."""
         limits, reason = self._engine.limits, self._admission.reason
         reuse = "; prompts reuse former prefixes" if limits.reuse else ""
         if reason is not None:
@@ -232,7 +232,7 @@ class Deployment(DeployedAdapters, RemoteModule):
     # As a module ------------------------------------------------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """End the workers and load the full model in this process, then call its ``to`` with the same arguments.
+        """End the workers, load the full model in this process, then call its ``to`` with the same arguments.
 
         Raises:
             RuntimeError: there is no such device, or this is one of several processes of a launcher.
@@ -251,7 +251,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         return self._make_full().to(*args, **kwargs)
 
     def _make_full(self) -> Any:
-        """The full model in this process, once the workers have ended."""
+        """Make the full model in this process, after the workers have ended."""
         model = self._construct_locally()
         for arguments, options in self._fuse_calls:
             model.fuse(*arguments, **options)
@@ -273,8 +273,10 @@ class Deployment(DeployedAdapters, RemoteModule):
 
 
 def _are_equal(config: Any, sent: Any) -> bool:
-    """Whether two generation configurations are equal; transformers' comparison, for which it writes both as JSON,
-    takes longer than all else that a call does in this process, and is asked only if their values seem to differ.
+    """Return whether two generation configurations are equal.
+
+    transformers' comparison writes both as JSON. This takes longer than the rest of a call in this process, so it runs
+    only if the values seem to differ.
     """
     try:
         if vars(config) == vars(sent):
@@ -303,12 +305,12 @@ def deploy(
 
     Args:
         constructor: the name of the class method that the workers call with ``source`` and the arguments.
-        maker: the class that has the method, if not ``cls``.
+        maker: the class with the constructor, if not ``cls``.
 
     Raises:
-        ValueError: an argument is invalid, or it or the class cannot be sent to the workers.
+        ValueError: an argument is invalid, or an argument or the class cannot be sent to the workers.
         EngineError: a worker died while loading.
-        Exception: what a worker raised while loading.
+        Exception: a worker failed to load. The exception is the worker's.
     """
     arguments.check(kwargs)
     kwargs = {key: value for key, value in kwargs.items() if key != "deployment"}
@@ -327,7 +329,7 @@ def deploy(
         raise ValueError(
             f"{cls.__name__} is defined in the script itself; put it into a module that workers can import"
         )
-    if maker is None and cls.made_from is not None:  # the class itself has no name by which workers would find it
+    if maker is None and cls.made_from is not None:  # workers cannot import the class itself by name
         maker, kwargs["plan"] = cls.made_from, None
     maker = maker or cls
     try:
@@ -359,7 +361,7 @@ def _read_configs(
         source: a configuration, or the name or directory of a checkpoint.
 
     Returns:
-        Its configurations, and the arguments that the class itself takes.
+        Its configurations, and the arguments of the class's ``__init__``.
     """
     arguments.check(kwargs)
     options = {key: value for key, value in kwargs.items() if key != "quantization_config"}

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from oslo_models.deploy.serialization import decode, encode
 
 PLACEMENT_TIMEOUT = 60.0
-"""Seconds that Ray gets to place the workers; an autoscaling cluster may need some."""
+"""Seconds that Ray gets to place the workers. An autoscaling cluster may need time to grow."""
 
 
 class _Mailbox:
@@ -32,7 +32,7 @@ class _Mailbox:
 
 
 class _Actor:
-    """A worker. Its three concurrency groups run beside each other; within one, calls run in order."""
+    """A worker. Its three concurrency groups run in parallel. Calls within a group run in order."""
 
     def __init__(self) -> None:
         self._mailbox = _Mailbox()
@@ -52,7 +52,7 @@ class _Actor:
 
     @ray.method(concurrency_group="collect")  # type: ignore[untyped-decorator]
     def collect(self) -> list[bytes]:
-        """The messages that the worker has sent since the last call; waits for the first."""
+        """Return the messages that the worker has sent since the last call. Waits for the first message."""
         messages = [self._mailbox.outgoing.get()]
         with suppress(queue.Empty):
             while True:
@@ -61,9 +61,9 @@ class _Actor:
 
 
 class RayExecutor:
-    """Actors in a placement group: those of one pipeline stage are on one host.
+    """Actors in a placement group. The actors of one pipeline stage are on one host.
 
-    Ray is started on this host alone if it does not run yet. It ends the actors when the application exits.
+    If Ray does not run yet, it is started on this host only. Ray ends the actors when the application exits.
     """
 
     port = 0

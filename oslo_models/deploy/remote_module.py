@@ -1,4 +1,4 @@
-"""`RemoteModule`: what a deployed model has in common with a module whose weights are in this process, and what not."""
+"""`RemoteModule`: the module interface of a deployed model, without weights in this process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _REFUSED = {
         *("register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"),
     ),
 }
-"""Methods of modules that a deployed model refuses, by the reason: what they inherit would see a module of nothing."""
+"""Module methods that a deployed model refuses, by reason. The inherited methods would see an empty module."""
 
 
 def _refusal(name: str, reason: str) -> Callable[..., Any]:
@@ -50,9 +50,9 @@ def _refusal(name: str, reason: str) -> Callable[..., Any]:
 
 
 class RemoteModule:
-    """The part of a deployed model that answers as a module would.
+    """The part of a deployed model that behaves like a module.
 
-    Copies of weights are made only on request, by ``gather=True``.
+    Weights are copied only on request, with ``gather=True``.
     """
 
     config: Any
@@ -80,17 +80,17 @@ class RemoteModule:
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> Any:
-        """As `ParallelModel.num_parameters`: of the full model. Nothing of a deployed model is trainable."""
+        """Count the parameters of the full model, as `ParallelModel.num_parameters`. No parameter is trainable."""
         return 0 if only_trainable else self._engine.call("num_parameters", (False, exclude_embeddings))
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """The bytes of the full model; what each device holds: `Deployment.memory_allocated`."""
+        """Return the bytes of the full model. See `Deployment.memory_allocated` for the memory of each device."""
         return FullState(self._engine).bytes(return_buffers)
 
     # Copies of weights ------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, gather: bool = False, **kwargs: Any) -> dict[str, Tensor]:
-        """With ``gather=True`` copies of all weights of the full model, in host memory. ``RuntimeError`` without."""
+        """Return copies of all full weights in host memory. Raise ``RuntimeError`` without ``gather=True``."""
         _require(gather, "state_dict")
         if args or kwargs:
             raise TypeError("state_dict of a deployed model takes no argument but gather")
@@ -100,12 +100,12 @@ class RemoteModule:
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True, *, gather: bool = False
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """With ``gather=True`` yields copies of the full parameters, made one at a time. ``RuntimeError`` without."""
+        """Yield copies of the full parameters, one at a time. Raise ``RuntimeError`` without ``gather=True``."""
         _require(gather, "named_parameters")
         return self._copies(f"{prefix}." if prefix else "", remove_duplicate)
 
     def parameters(self, recurse: bool = True, *, gather: bool = False) -> Iterator[nn.Parameter]:
-        """With ``gather=True`` yields copies of the full parameters, made one at a time. ``RuntimeError`` without."""
+        """Yield copies of the full parameters, one at a time. Raise ``RuntimeError`` without ``gather=True``."""
         _require(gather, "parameters")
         return (param for _, param in self._copies("", True))
 
@@ -119,7 +119,7 @@ class RemoteModule:
             yield prefix + name, nn.Parameter(tensor, requires_grad=False)
 
     def get_input_embeddings(self, *, gather: bool = False) -> Any:
-        """With ``gather=True`` a copy of the full module. Raises ``RuntimeError`` without."""
+        """Return a copy of the full module. Raise ``RuntimeError`` without ``gather=True``."""
         return self._module_copy("get_input_embeddings", gather)
 
     def get_output_embeddings(self, *, gather: bool = False) -> Any:
@@ -139,7 +139,7 @@ class RemoteModule:
         raise RuntimeError(f"base_model: {_ELSEWHERE}; call the model itself, or deploy the class of the base model")
 
     def _module_copy(self, getter: str, gather: bool, *args: Any) -> Any:
-        """A copy, with weights, of the module that a method of the full model returns."""
+        """Return a copy, with weights, of the module that a getter of the full model returns."""
         _require(gather, getter)
         found = getattr(self._skeleton, getter)(*args)
         names = [name for name, module in self._skeleton.named_modules() if module is found]
@@ -158,15 +158,15 @@ class RemoteModule:
 
     @locked_property
     def _skeleton(self) -> Any:
-        """The full model without memory, on the meta device: it knows what the attributes are."""
+        """The full model on the meta device, without memory. Attribute lookups read it."""
         with torch.device("meta"):
             return self._make_skeleton().eval()
 
     def __getattr__(self, name: str) -> Any:
-        """A plain attribute of the model, such as ``num_labels``.
+        """Return a plain attribute of the model, such as ``num_labels``.
 
         Raises:
-            AttributeError: it is a module or tensor, which the workers hold; or there is no such attribute.
+            AttributeError: the attribute is a module or tensor, which only the workers hold; or it does not exist.
         """
         kind = type(self).__name__
         if name.startswith("_") or "_engine" not in vars(self):
@@ -194,10 +194,10 @@ def _require(gather: bool, name: str) -> None:
 
 
 def deployed_class(base: Any, cls: type[Any]) -> Any:
-    """The class of a deployed model: ``base``, then ``cls`` with the public methods of the model's code forwarded.
+    """Return the class of a deployed model: a subclass of ``base`` and ``cls`` that forwards the model's own methods.
 
-    That code is the classes of ``transformers.models`` and those of the user; what they inherit (``generate``,
-    ``prepare_inputs_for_generation``, ...) is that of ``base``, or works on the configuration alone.
+    The own methods are public methods defined in ``transformers.models`` or in the user's code. Inherited methods
+    (``generate``, ``prepare_inputs_for_generation``, ...) come from ``base``, or need only the configuration.
     """
 
     @functools.wraps(cls.forward)  # libraries look at its signature
@@ -223,7 +223,7 @@ def _is_model_code(module: str) -> bool:
 
 
 def _forwarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs on all workers; it takes ``timeout`` and ``seed`` too, as ``forward`` does."""
+    """Return a method that runs on all workers. It also takes ``timeout`` and ``seed``, as ``forward`` does."""
     own = inspect.signature(method).parameters
 
     @functools.wraps(method)

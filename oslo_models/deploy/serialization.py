@@ -1,9 +1,9 @@
-"""Messages as bytes. Tensors travel as raw bytes beside a pickle of everything else.
+"""Converts messages to bytes: tensors as raw bytes, and a pickle of everything else.
 
-Pickle looks up every class that it meets, and torch's own pickling of a tensor is slow and sends the full storage of a
-view. So tensors, model outputs and the containers around them are taken apart here, and only objects of other kinds are
-left to pickle and torch. That saves 550 us of a call of 940 us (1.57 times as long with plain pickle, quartiles 1.49 to
-1.65; two ranks: 1.47 times), measured as `BusyPoll` says.
+Pickle looks up every class, and torch's pickling of a tensor is slow and sends the full storage of a view. So this
+module flattens tensors, model outputs and their containers. pickle and torch handle only other objects. This saves
+550 us of a call of 940 us (1.57 times as long with plain pickle, quartiles 1.49 to 1.65; two ranks: 1.47 times),
+measured as `BusyPoll` says.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ _NUMPY_DTYPES = {
     *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128"),
 }
 _TORCH_DTYPES = {"bfloat16", "complex32", "float8_e4m3fn", "float8_e5m2"}
-"""Those that numpy does not have. Quantized tensors are more than their elements, so they are left to torch."""
+"""Dtypes that numpy does not have. Quantized tensors have more than elements, so torch pickles them."""
 
 
 class SentOutput:
-    """Marks a ``ModelOutput`` for `encode`, which sends all its fields but the cache: that stays with the worker."""
+    """Marks a ``ModelOutput`` for `encode`, which sends all fields except the cache. The cache stays on the worker."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
 
 
 def encode(message: tuple[Any, ...], number: int = 0) -> bytes:
-    """A message as bytes: a header, the pickle of its fields without tensors, and the bytes of the tensors.
+    """Return a message as bytes: a header, the pickle of its fields without tensors, and the bytes of the tensors.
 
     Args:
-        number: of the call that the message is about.
+        number: of the message's call.
     """
     buffers: list[bytes] = []
     fields, parts = _flatten(tuple(message), buffers)
@@ -72,7 +72,7 @@ def encode(message: tuple[Any, ...], number: int = 0) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The message; if it cannot be unpickled here, a `Failure` of the call that it is about."""
+    """Return the message; if it cannot be unpickled here, a `Failure` of its call."""
     try:
         return _decode(data)
     except Exception as error:  # noqa: BLE001  unpickling may raise anything, such as when a class cannot be imported
@@ -87,15 +87,15 @@ def _decode(data: bytes) -> Any:
 
 
 def _flatten(value: Any, buffers: list[bytes]) -> tuple[Any, Any]:
-    """Take a value apart.
+    """Separate a value from its tensors and outputs.
 
     Args:
-        buffers: the bytes of each tensor are appended here.
+        buffers: receives the bytes of each tensor.
 
     Returns:
-        The value, with ``None`` in place of a tensor and a dictionary in place of an output; and how `_restore` makes
-        the original: for a tensor or output ``(kind, *arguments)``, for a container the same of its items by key or
-        index, ``None`` for everything else.
+        The value, with ``None`` in place of a tensor and a dictionary in place of an output; and the recipe for
+        `_restore`: ``(kind, *arguments)`` for a tensor or output, the recipes of the items by key or index for a
+        container, ``None`` for everything else.
     """
     kind = type(value)
     items: Iterable[tuple[Any, Any]]
@@ -121,7 +121,7 @@ def _flatten(value: Any, buffers: list[bytes]) -> tuple[Any, Any]:
 
 
 def _restore(value: Any, parts: Any, buffers: memoryview) -> Any:
-    """The inverse of `_flatten`."""
+    """Invert `_flatten`."""
     if parts is None:
         return value
     if type(parts) is tuple:
@@ -134,7 +134,7 @@ def _restore(value: Any, parts: Any, buffers: memoryview) -> Any:
 
 
 def _flatten_tensor(value: Any, buffers: list[bytes]) -> tuple[Any, ...] | None:
-    """Append the bytes of a tensor and return how to restore it; ``None`` if it is better pickled by torch."""
+    """Append the bytes of a tensor and return the recipe to restore it; ``None`` if torch should pickle it."""
     torch = sys.modules["torch"]
     name = _dtype_names().get(value.dtype)
     if name is None or value.layout is not torch.strided or value.is_conj() or value.is_neg():
@@ -150,7 +150,7 @@ def _restore_tensor(value: None, buffers: memoryview, start: int, stop: int, nam
     import numpy
     import torch
 
-    data = bytearray(buffers[start:stop])  # a copy, so that one tensor that is kept does not keep the whole message
+    data = bytearray(buffers[start:stop])  # a copy, so that a tensor does not keep the whole message alive
     if name in _NUMPY_DTYPES:
         return torch.from_numpy(numpy.ndarray(shape, name, data))
     return torch.from_numpy(numpy.ndarray(len(data), "uint8", data)).view(getattr(torch, name)).view(shape)
@@ -180,7 +180,7 @@ _RESTORE: dict[str, Callable[..., Any]] = {"tensor": _restore_tensor, "output": 
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error, or one of its nearest base class that can be pickled."""
+    """Return the error, or an error of its nearest picklable base class."""
     try:
         pickle.loads(pickle.dumps(error))
         return error

@@ -1,4 +1,4 @@
-"""The former place of `oslo_models.server.app`; what is public there can still be imported from here."""
+"""The former location of `oslo_models.server.app`. Its public names can still be imported from here."""
 
 from oslo_models.server.app import Service, application
 

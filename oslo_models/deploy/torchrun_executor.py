@@ -1,11 +1,11 @@
 """Workers under a launcher such as torchrun: rank 0 is the application, the other processes start workers for it.
 
-Every process of the launcher runs the same script. In all but rank 0 the constructor does not return: it starts
-workers on its host when the application asks for them, and exits when the application does. Each worker, on whatever
-host, has a connection to the application, which uses them as `ProcessExecutor` does.
+Every process of the launcher runs the same script. On ranks other than 0, the constructor does not return: it starts
+workers on its host at the application's request, and exits when the application does. The workers may be on several
+hosts. Each has a connection to the application, which uses them as `ProcessExecutor` does.
 
-Anybody who can reach the launcher's store can write to it. So only the address of the application is read from it, and
-nothing received from that address is unpickled before both ends have authenticated each other (see `handshake`).
+Anybody who can reach the launcher's store can write to it. So only the address of the application is read from it. Data
+from that address is unpickled only after both ends have authenticated each other (see `handshake`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from oslo_models.deploy.connection import WorkerConnection
 from oslo_models.deploy.process_executor import LOOPBACK, Process, ProcessExecutor, start_worker
 
 MOST_STRANGERS = 64
-"""Connections that may be in their handshake at once; beyond it the oldest one is closed."""
+"""Maximum number of concurrent handshakes. Beyond it, the oldest connection is closed."""
 ARRIVAL_TIMEOUT = 300.0
 """Seconds that the application waits for the other processes to reach their constructor."""
 _ORDER_TIMEOUT = 30.0
 """Seconds that another process may take to answer an order."""
 _MAX_MESSAGE_BYTES = 1 << 16
-"""Of an order or an answer."""
+"""Maximum bytes of an order or an answer."""
 
 
 def is_launched() -> bool:
-    """Whether this process is one of several that run the same script."""
+    """Return whether a launcher started this process as one of several with the same script."""
     if dist.is_initialized():
         return dist.get_world_size() > 1
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -58,10 +58,10 @@ def launched_size() -> int:
 
 
 def spans_hosts(secret: str | None) -> bool:
-    """Whether the processes of the launcher are on several hosts.
+    """Return whether the processes of the launcher are on several hosts.
 
     Raises:
-        ValueError: they are, and no secret is given.
+        ValueError: they are on several hosts, and no secret is given.
     """
     local, world = os.environ.get("LOCAL_WORLD_SIZE"), str(launched_size())
     if secret is None and local not in (None, world):
@@ -98,7 +98,7 @@ class TorchrunExecutor(ProcessExecutor):
 
 
 class _LauncherProcesses:
-    """The other processes of the launcher, seen from the application; shared by all models that it deploys."""
+    """The application's handle of the other processes of the launcher, shared by all of its deployed models."""
 
     def __init__(self, secret: str | None) -> None:
         self.secret = secret
@@ -124,7 +124,7 @@ class _LauncherProcesses:
             missing.discard(rank)
 
     def _listen(self) -> tuple[socket.socket, list[Any]]:
-        """The socket that the other processes connect to, and its address as published in the store."""
+        """Open the socket for the other processes. Return it with its address as published in the store."""
         if self.loopback:
             name = f"oslo-models-{secrets.token_hex(16)}"
             listener = socket.socket(socket.AF_UNIX)
@@ -133,15 +133,15 @@ class _LauncherProcesses:
             return listener, [name]
         try:
             listener = socket.create_server((self.host, 0))
-        except OSError:  # the launcher knows this host by an address that none of its interfaces has
+        except OSError:  # no interface has the launcher's address of this host
             listener = socket.create_server(("", 0))
         return listener, [self.host, listener.getsockname()[1]]
 
     def _accept(self, timeout: float, *others: Connection) -> socket.socket:
-        """A connection from another process of the launcher.
+        """Return a connection from another process of the launcher.
 
         Args:
-            others: connections that give up waiting when they close or have a message.
+            others: connections that end the wait when they close or have a message.
 
         Raises:
             TimeoutError: no process connected within ``timeout`` seconds.
@@ -167,7 +167,7 @@ class _LauncherProcesses:
         self._woken, self._wake = socket.socketpair()
 
     def _begin_handshake(self, accepted: socket.socket) -> None:
-        """Authenticate a connection in a thread, so that strangers who say nothing do not keep others waiting."""
+        """Authenticate a connection in a thread, so that silent strangers do not block other connections."""
         if len(self._strangers) >= MOST_STRANGERS:
             with suppress(OSError):
                 self._strangers.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
@@ -187,11 +187,11 @@ class _LauncherProcesses:
             self._authenticated.put(accepted)
             self._wake.send(b"1")
         finally:
-            with suppress(ValueError):  # it was taken out to make room
+            with suppress(ValueError):  # removed already to make room
                 self._strangers.remove(accepted)
 
     def start(self, rank: int) -> tuple[Process, WorkerConnection]:
-        """Have a worker started by another process."""
+        """Start a worker in another process of the launcher."""
         if rank not in self._orders:
             raise ValueError(f"{rank + 1} processes are needed, and the launcher started {launched_size()}")
         conn, accepted, pid = self._orders[rank], None, None
@@ -267,17 +267,17 @@ def _store() -> Any:
         store = shared.clone()  # a connection that waits for an answer blocks its other users
     else:
         store, _, _ = next(rendezvous("env://"))
-    # The prefix changes when the launcher restarts the processes, as its store keeps the old values.
+    # The prefix changes when the launcher restarts the processes, because its store keeps the old values.
     return PrefixStore(f"oslo_models.deploy {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def serve(secret: str | None = None) -> NoReturn:
-    """Start workers on behalf of the application until it exits; runs in all processes of the launcher but rank 0.
+    """Start workers for the application until it exits. Runs on all ranks of the launcher except rank 0.
 
     Raises:
         SystemExit: the application has exited.
         ValueError: the processes are on several hosts, and no secret is given.
-        ConnectionError: the address in the store is not that of the application.
+        ConnectionError: the application is not at the address in the store.
     """
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from oslo_models.deploy.model_runner import ModelRunner
 
 LISTENER_INTERVAL = 0.05
-"""Seconds that a call computes until the listener thread receives messages: shorter ones never lose them to it."""
+"""Seconds of a call after which the listener thread receives messages. Shorter calls never switch to it."""
 SPIN_SECONDS = 0.001
 """Seconds that a worker polls for the next call before it sleeps, if a core is free for it (see `BusyPoll`)."""
 
@@ -44,18 +44,18 @@ class Channel(Protocol):
 
 
 class Worker:
-    """Receives calls, has the model carry them out, and answers.
+    """Receives calls, runs them on the model, and answers.
 
-    Messages are received by one thread at a time, the holder of ``_receive_lock``: the main thread while it is idle, so
-    that a call needs no switch of threads, and the listener thread during long calls, so that `Ping` and `Cancel` are
+    One thread at a time receives messages and holds ``_receive_lock``. The main thread receives while it is idle, so
+    that a call needs no thread switch. The listener thread receives during long calls, so that `Ping` and `Cancel` are
     handled at once. Receiving in the main thread saves 135 us of a call of 940 us (1.14 times as long without,
     quartiles 1.12 to 1.16; with two ranks no difference was seen), measured as `BusyPoll` says.
 
     Args:
-        spin: waits for at most so many seconds for a message, without sleeping.
-        secret: of the deployment, from the process that started this one.
-        has_arrived: whether a message has arrived. Without it, the listener thread receives all messages of the running
-            batch, so that a call of one token switches threads four times more.
+        spin: waits for a message without sleeping, for at most the given seconds.
+        secret: of the deployment, from the parent process.
+        has_arrived: returns whether a message has arrived. Without it, the listener thread receives all messages of the
+            running batch, and a call of one token costs four more thread switches.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Worker:
             self.connection.send_bytes(data)
 
     def _listen(self) -> None:
-        """The listener thread: receives while the main thread is busy."""
+        """Run the listener thread: receive while the main thread is busy."""
         while True:
             announced = self._listener_needed.wait(LISTENER_INTERVAL)
             if announced:
@@ -92,16 +92,16 @@ class Worker:
                         pass
 
     def _is_busy(self, seconds: float) -> bool:
-        """Whether the main thread has been at one call for longer than this."""
+        """Return whether the current call has run for longer than ``seconds``."""
         busy_since = self.busy_since
         return busy_since is not None and time.monotonic() - busy_since > seconds
 
     def _receive(self) -> bool:
-        """Receive one message; return whether it is for the main thread. Exit when the connection closes."""
+        """Receive one message. Return whether it is for the main thread. Exit when the connection closes."""
         try:
             message = decode(self.connection.recv_bytes())
         except (EOFError, OSError):
-            if self._directory is not None:  # the application was killed before it could do this
+            if self._directory is not None:  # a killed application has not removed it
                 shutil.rmtree(self._directory, ignore_errors=True)
             os._exit(0)
         if isinstance(message, Ping):
@@ -115,7 +115,7 @@ class Worker:
         return False
 
     def _next(self) -> Any:
-        """The next message for the main thread."""
+        """Wait for the next message for the main thread."""
         while self.inbox.empty() and self._receive_lock.acquire(blocking=False):
             try:
                 if self.spin is not None and self.runner is not None:
@@ -126,7 +126,7 @@ class Worker:
         return self.inbox.get()
 
     def get_nowait(self) -> Any:
-        """The next message for the main thread, which receives it itself unless the listener thread does.
+        """Return the next message for the main thread. Receives in this thread unless the listener thread does.
 
         Raises:
             queue.Empty: none has arrived.
@@ -140,7 +140,7 @@ class Worker:
         return self.inbox.get_nowait()
 
     def get(self) -> Any:
-        """The next message for the main thread, once it has arrived."""
+        """Wait for the next message for the main thread."""
         return self.inbox.get() if self._has_arrived is None else self._next()
 
     def run(self) -> None:
@@ -164,7 +164,7 @@ class Worker:
                 self._answer(request, self.runner)
 
     def _run_batch(self, first: Request, runner: ModelRunner) -> None:
-        """Compute the running batch until it is empty; messages are received between its steps."""
+        """Compute the running batch until it is empty. Receive messages between its steps."""
         from oslo_models.deploy.running_batch.loop import Messages
 
         self._batch_runs = True
@@ -209,7 +209,7 @@ class Worker:
 
 
 class _Log(io.TextIOWrapper):
-    """Standard output or error that ignores write errors: a disk full of logs is no reason to stop answering."""
+    """Standard output or error that ignores write errors, so that a full disk does not stop the worker."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -222,17 +222,17 @@ class _Log(io.TextIOWrapper):
 
 
 def work(descriptor: int) -> None:
-    """Be a worker.
+    """Run a worker in this process.
 
     Args:
         descriptor: of the connection to the application.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         if (stream := getattr(sys, name)) is not None:
-            # Made anew: those of a copied application remember whether the descriptor was a file when it started.
+            # Replaced, because a copied application's streams assume the file type that they had at its start.
             output = open(number, "wb", closefd=False)  # noqa: SIM115
             setattr(sys, name, _Log(output, stream.encoding, "backslashreplace", line_buffering=True))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the application handles Ctrl-C
     connection = WorkerConnection(socket.socket(fileno=descriptor))
     Worker(connection, connection.spin, os.environ.pop(SECRET_VARIABLE, None), connection.has_arrived).run()
 

@@ -25,7 +25,7 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # The autograd engine may pass the same gradient to others, so it is not summed in place.
+        # The autograd engine may pass the same gradient elsewhere, so do not sum it in place.
         grad = grad.clone(memory_format=torch.contiguous_format)
         return (_ReduceFrom.apply(grad, ctx.axis) if _has_graph(grad) else reduce_fresh(ctx.axis, grad)), None
 
@@ -73,7 +73,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # Gradients that nobody needs are zeros here: all ranks exchange the same tensors in the same order.
+        # Unused gradients are zeros here, so that all ranks exchange the same tensors in the same order.
         return None, None, None, *_Exchange.apply(ctx.axis, ctx.received, ctx.sent, *grads)
 
 
@@ -90,17 +90,17 @@ class _AverageGrad(torch.autograd.Function):
 
 
 def _has_graph(grad: Tensor) -> bool:
-    """Whether a backward pass is itself recorded (``create_graph=True``)."""
+    """Return whether a backward pass is itself recorded (``create_graph=True``)."""
     return torch.is_grad_enabled() and grad.requires_grad
 
 
 def exchange(axis: Axis, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, ...]:
-    """Send rows of several tensors to the ranks of the axis forward (`all_to_all`), and their gradients back backward.
+    """Exchange rows of several tensors over the axis (`all_to_all`). The backward pass sends their gradients back.
 
     Args:
         tensors: ``[sum(sent), ...]`` each.
-        sent: how many rows are for each rank.
-        received: how many rows each rank sends to this one.
+        sent: the number of rows for each rank.
+        received: the number of rows from each rank.
 
     Returns:
         ``[sum(received), ...]`` each.
@@ -137,11 +137,11 @@ def reduce_from(axis: Axis, x: Tensor) -> Tensor:
     """Sum partial results over the axis forward, identity backward.
 
     Args:
-        x: a temporary that the caller does not use again: the sum overwrites it.
+        x: a temporary. The sum overwrites it.
     """
     if axis.size == 1:
         return x
-    if not torch.is_grad_enabled():  # nothing is kept for backward; decoding also saves the checks of `reduce_fresh`
+    if not torch.is_grad_enabled():  # no backward pass; this also saves decoding the checks of `reduce_fresh`
         return all_reduce(axis, x)
     if not x.requires_grad:
         return reduce_fresh(axis, x)

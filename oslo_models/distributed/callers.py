@@ -1,4 +1,4 @@
-"""Whose call this is: wrappers of torch and DeepSpeed do not tell a model what they are about to do with it."""
+"""Detects DDP, FSDP and DeepSpeed on the call stack, since these wrappers do not announce themselves to a model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh
 
 
 def object_under_construction(cls: str) -> Any:
-    """The object of a class of this name, or of one derived from it, whose constructor is on the call stack."""
+    """Return the object under construction if its class is ``cls`` or a subclass of it; ``None`` if there is none."""
     frame = _constructor(cls)
     return None if frame is None else frame.f_locals["self"]
 
 
 def _constructor(cls: str) -> FrameType | None:
-    """The frame of the constructor of a class of this name, or of one derived from it."""
+    """Return the frame of the constructor of the class ``cls`` or a subclass of it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # its own constructor is in a module that knows it by name; locals, which are slow to ask for, then tell
+        # The module of the constructor has the class name as a global. Check this first: reading f_locals is slow.
         if frame.f_code.co_name == "__init__" and cls in frame.f_globals:
             owner = frame.f_locals.get("self")
             if any(base.__name__ == cls for base in type(owner).__mro__):
@@ -33,7 +33,7 @@ def _constructor(cls: str) -> FrameType | None:
 
 
 def require_replicas_in_ddp(sharding: Any) -> None:
-    """Raise ``ValueError`` if ``DistributedDataParallel``, or FSDP1, is being constructed around a part of a model.
+    """Raise ``ValueError`` if ``DistributedDataParallel`` or FSDP1 is being constructed around part of a model.
 
     Args:
         sharding: the `Sharding` of a parameter that the constructor reads.
@@ -45,10 +45,10 @@ def require_replicas_in_ddp(sharding: Any) -> None:
 
 
 def require_replicas_in_zero(sharding: Any) -> None:
-    """Raise ``ValueError`` if a ``ZeroRedundancyOptimizer`` is being constructed over ranks with other shards.
+    """Raise ``ValueError`` if a ``ZeroRedundancyOptimizer`` is being constructed over ranks with different shards.
 
     Args:
-        sharding: the `Sharding` of a parameter whose type the constructor asks for.
+        sharding: the `Sharding` of a parameter. The constructor calls its ``type`` method.
     """
     frame = _constructor("ZeroRedundancyOptimizer")
     if frame is None or "process_group" not in frame.f_locals:
@@ -64,13 +64,13 @@ def require_replicas_in_zero(sharding: Any) -> None:
 
 
 def require_replicas(wrapper: str, group: Any, what: str, mesh: ParallelMesh, replicas: Axis) -> None:
-    """Raise ``ValueError`` if a wrapper takes ranks that hold other shards for replicas.
+    """Raise ``ValueError`` if the process group of a wrapper contains ranks with different shards.
 
     Args:
-        wrapper: its name.
-        group: its process group; ``None``: all ranks.
-        what: the model or the parameter that it wraps.
-        replicas: the ranks that hold the same shards.
+        wrapper: the name of the wrapper.
+        group: its process group; ``None`` for all ranks.
+        what: the wrapped model or parameter.
+        replicas: the ranks with the same shards.
     """
     ranks = dist.get_process_group_ranks(group)
     if set(ranks) <= set(replicas.ranks):
@@ -97,11 +97,11 @@ _OVER_REPLICAS = {
 def refuse_fsdp1(what: str) -> None:
     """Raise ``ValueError`` if torch's first ``FullyShardedDataParallel`` is being constructed around shards.
 
-    It takes each rank's shards for full parameters: over all ranks it mixes those of different ranks, over replicas
-    whose experts differ it mixes experts, and its ``clip_grad_norm_`` counts the shards of one rank only.
+    FSDP1 treats local shards as full parameters. Over all ranks it mixes shards of different ranks. Over replicas with
+    different experts it mixes experts. Its ``clip_grad_norm_`` counts the shards of one rank only.
 
     Args:
-        what: the model or the parameter that it wraps.
+        what: the wrapped model or parameter.
     """
     if object_under_construction("FullyShardedDataParallel") is not None:
         raise ValueError(
@@ -112,15 +112,15 @@ def refuse_fsdp1(what: str) -> None:
 
 
 def is_listed_by_fully_shard() -> bool:
-    """Whether the caller of the caller is where ``fully_shard`` lists parameters."""
+    """Return whether the caller was called from the function in which ``fully_shard`` lists parameters."""
     return sys._getframe(2).f_code.co_name == "_get_managed_states"
 
 
 def require_replicas_in_fully_shard(what: str, mesh: ParallelMesh) -> None:
-    """Raise ``ValueError`` if ``fully_shard`` is on the call stack, over ranks with other shards.
+    """Raise ``ValueError`` if ``fully_shard`` is on the call stack with ranks that hold different shards.
 
     Args:
-        what: the model or the parameter that it shards.
+        what: the sharded model or parameter.
     """
     frame = sys._getframe()
     while frame.f_code.co_name != "fully_shard":
@@ -139,18 +139,18 @@ def require_replicas_in_fully_shard(what: str, mesh: ParallelMesh) -> None:
 
 
 def computes_in_layer(sharding: Any) -> bool:
-    """Whether code of a model or of a wrapper computes with a shard, rather than code that handles parameters.
+    """Return whether model or wrapper code computes with a shard, as opposed to code that handles parameters.
 
-    Code of a model is the code of transformers' models and of this library, and the ``forward`` of the module that owns
-    the parameter. torch's wrappers communicate over ranks that they were given.
+    Model code is transformers' models, this library and the ``forward`` of the module that owns the parameter. torch's
+    wrappers count too, since they communicate over the ranks passed to them.
     """
     frame: FrameType | None = sys._getframe(2)
     is_outermost_of_torch = False
     while frame is not None:
         name, code = frame.f_globals.get("__name__", ""), frame.f_code
-        if code.co_filename.startswith("<eval_with_key>"):  # a graph of torch.compile, operation by operation
+        if code.co_filename.startswith("<eval_with_key>"):  # torch.compile's graph, run operation by operation
             return True
-        if code.co_name == "__torch_dispatch__":  # of a mode, such as a counter of operations, below autograd
+        if code.co_name == "__torch_dispatch__":  # a mode below autograd, such as an operation counter
             return True
         if not is_outermost_of_torch and not _is_override(frame):
             if name.startswith(_MODEL_CODE) and not name.startswith(_AVERAGERS):
@@ -163,7 +163,7 @@ def computes_in_layer(sharding: Any) -> bool:
 
 
 def computes_in_deepspeed() -> bool:
-    """Whether DeepSpeed computes with a shard: it knows which parameters are sharded, and sums their norms itself."""
+    """Return whether DeepSpeed computes with a shard. DeepSpeed knows the sharded parameters and sums norms itself."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (_is_override(frame) or frame.f_globals.get("__name__", "").startswith("torch.")):
         frame = frame.f_back
@@ -171,12 +171,12 @@ def computes_in_deepspeed() -> bool:
 
 
 def _is_override(frame: FrameType) -> bool:
-    """Whether a frame is of a shard, or of a mode of torch functions, such as a counter's."""
+    """Return whether a frame belongs to a shard's override or to a mode of torch functions, such as a counter."""
     return frame.f_globals.get("__name__") in _OF_SHARDS or frame.f_code.co_name == "__torch_function__"
 
 
 def computes_in_owner(sharding: Any) -> bool:
-    """Whether the ``forward`` of the module that owns the parameter is on the call stack."""
+    """Return whether the ``forward`` of the module that owns the parameter is on the call stack."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "forward" and _owns(frame.f_locals.get("self"), sharding):
@@ -195,7 +195,7 @@ _OF_SHARDS = ("oslo_models.distributed.sharded_tensor", "oslo_models.distributed
 _MODEL_CODE = (
     *("oslo_models.", "transformers.models.", "transformers.integrations.", "transformers_modules.", "peft."),
     *("torch.distributed.", "deepspeed."),
-    # operations that layers call with their parts, and the backward passes of these operations
+    # operations that layers call with local shards, and their backward passes
     *("oslo_kernels.", "apex.", "bitsandbytes.", "causal_conv1d.", "fla.", "flash_attn.", "kernels.", "liger_kernel."),
     *("mamba_ssm.", "torchao.", "triton."),
 )
@@ -203,7 +203,7 @@ _AVERAGERS = "torch.distributed.algorithms.model_averaging."
 
 
 def calling_optimizer() -> str | None:
-    """The class of the optimizer whose step is on the call stack."""
+    """Return the class name of the optimizer with ``step`` on the call stack; ``None`` if there is none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "step" and isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):

@@ -1,7 +1,7 @@
-"""Shards as ``torch.distributed.checkpoint`` sees them: chunks of a full tensor, one for each range of a layout.
+"""Describes local shards to ``torch.distributed.checkpoint`` as chunks of a full tensor, one per range of a layout.
 
-Functions behind the methods of torch's protocol for tensor subclasses (``torch.distributed._checkpointable``). They
-import the package when they are called, since it is slow to import.
+These functions implement torch's protocol for tensor subclasses (``torch.distributed._checkpointable``). They import
+the checkpoint package lazily, since its import is slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from oslo_models.sharding.layout import Index, Layout
 
 
 def write_items(name: str, local: Tensor, layout: Layout, rank: int) -> list[Any]:
-    """What to save of the tensor ``name``: a ``WriteItem`` for each of this rank's chunks."""
+    """Return a ``WriteItem`` for each chunk of the tensor ``name`` on this rank."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -31,12 +31,12 @@ def write_items(name: str, local: Tensor, layout: Layout, rank: int) -> list[Any
 
 
 def chunks(layout: Layout, rank: int) -> list[Any]:
-    """What to load: the ``ChunkStorageMetadata`` of each of this rank's chunks."""
+    """Return the ``ChunkStorageMetadata`` of each chunk that this rank loads."""
     return [_chunk(there) for there, _ in layout.shard_indices(rank)]
 
 
 def values_of(index: Any, local: Tensor, layout: Layout, rank: int) -> Tensor:
-    """The view of ``local`` with the chunk that a ``MetadataIndex`` names.
+    """Return the view of ``local`` at the chunk of a ``MetadataIndex``.
 
     Raises:
         ValueError: this rank has no such chunk.

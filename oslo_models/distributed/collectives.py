@@ -1,7 +1,7 @@
-"""Collectives on tensors, outside autograd: in place, over process groups, shared memory or threads.
+"""Tensor collectives outside autograd: in place, over process groups, shared memory or threads.
 
-Only this file and `object_exchange` call ``torch.distributed``'s collectives. See `autograd_collectives` for those
-with a backward pass. An axis of size one returns early.
+Only this file and `object_exchange` call ``torch.distributed``'s collectives. See `autograd_collectives` for
+collectives with a backward pass. An axis of size one returns early.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
 def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
-    """Reduce ``x`` over the axis, in place; returns ``x``."""
+    """All-reduce ``x`` over the axis in place and return it."""
     if axis.size == 1:
         return x
     if torch.compiler.is_compiling():  # becomes a node of the graph
@@ -33,7 +33,7 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tens
             return x.copy_(_symmetric_sum_op(x, memory.axis))
         dist.all_reduce(x, op=op, group=axis.group)
         return x
-    # Every sharded layer of a decoding model comes through here. A call takes a few microseconds, mostly in Python.
+    # Hot path of every sharded layer in decoding. A call takes a few microseconds, mostly in Python.
     if x.is_cpu and x.dtype in DTYPES and (op is SUM or op in (SUM, MAX)) and (memory := shared_memory_of(axis)):
         if x.is_contiguous():
             return memory.all_reduce(x, op is not SUM and op == MAX)
@@ -47,14 +47,14 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tens
 
 @dataclass
 class PendingSum:
-    """A sum over the axis that was started; `wait` gives it."""
+    """Pending all-reduce over the axis. `wait` returns its result."""
 
     x: Tensor
     axis: Axis
     work: Any = None
 
     def wait(self) -> Tensor:
-        """The sum. On a GPU, the current stream waits for it, not this process."""
+        """Return the sum. On a GPU, the current stream waits for it, not this process."""
         if self.work is not None:
             with waiting(self.axis, "a sum"):
                 if _is_queued(self.axis, self.x):
@@ -65,9 +65,9 @@ class PendingSum:
 
 
 def start_all_reduce(axis: Axis, x: Tensor) -> PendingSum:
-    """Start to sum a temporary over the axis, in place; it must be kept as it is until `PendingSum.wait`."""
+    """Start to all-reduce a temporary in place. It must stay unchanged until `PendingSum.wait`."""
     if axis.size == 1 or axis.threads is not None or (x.is_cpu and shared_memory_of(axis)):
-        return PendingSum(all_reduce(axis, x), axis)  # there is nothing to wait for
+        return PendingSum(all_reduce(axis, x), axis)  # already complete
     with waiting(axis, "a sum"):
         work = dist.all_reduce(x, op=SUM, group=axis.group, async_op=True)
     return PendingSum(x, axis, work)
@@ -76,10 +76,10 @@ def start_all_reduce(axis: Axis, x: Tensor) -> PendingSum:
 def all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """Concatenate the shards of all ranks along ``dim``.
 
-    Backends want equal shapes, so shards that are smaller than the largest are padded for the transfer.
+    Backends require equal shapes, so smaller shards are padded for the transfer.
 
     Args:
-        dim: not negative.
+        dim: a dimension, not negative.
         sizes: the size of each rank's shard along ``dim``.
     """
     if has_dispatch_mode():
@@ -104,16 +104,16 @@ def all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def all_to_all(axis: Axis, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Send the rows of ``x`` to the ranks of the axis; returns those that they send, in the order of the ranks.
+    """Exchange rows of ``x`` with all ranks of the axis. Return the received rows in rank order.
 
     Args:
-        x: ``[sum(sent), ...]``, in the order of the ranks that they are for.
-        sent: how many rows are for each rank.
-        received: how many rows each rank sends to this one.
+        x: ``[sum(sent), ...]``, in the order of the destination ranks.
+        sent: the number of rows for each rank.
+        received: the number of rows from each rank.
     """
     out = x.new_empty(sum(received), *x.shape[1:])
     width = torch.Size(x.shape[1:]).numel()
-    # As bytes: not all backends send all types.
+    # Send bytes, since not all backends support all dtypes.
     as_bytes = [each.contiguous().view(len(each), width).view(torch.uint8) for each in (out, x)]
     _communicate(
         axis,
@@ -127,7 +127,7 @@ def all_to_all(axis: Axis, x: Tensor, sent: Sequence[int], received: Sequence[in
 
 
 def _communicate(axis: Axis, what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a collective of torch. On a GPU it is only queued, so it is watched from then on."""
+    """Call a collective of torch. On a GPU the call only queues it, so watch it from then on."""
     with waiting(axis, what):
         if not _is_queued(axis, args[0]):
             collective(*args, **kwargs, group=axis.group)
@@ -136,7 +136,7 @@ def _communicate(axis: Axis, what: str, collective: Callable[..., Any], *args: A
 
 
 def _is_queued(axis: Axis, given: Tensor | list[Tensor]) -> bool:
-    """Whether a collective runs on a GPU, so that nobody waits for it here; one that is captured does not run yet."""
+    """Return whether a collective is queued on a GPU and nothing waits for it here. During capture nothing runs."""
     x = given if isinstance(given, Tensor) else given[0]
     return x.is_cuda and axis.watchdog is not None and not torch.cuda.is_current_stream_capturing()
 
@@ -145,18 +145,18 @@ def _is_queued(axis: Axis, given: Tensor | list[Tensor]) -> bool:
 
 
 def has_dispatch_mode() -> bool:
-    """Whether a ``TorchDispatchMode`` is active, which may keep any result: then no result may be modified in place.
+    """Return whether a ``TorchDispatchMode`` is active. It may keep any result, so no result may be modified in place.
 
-    Selective activation checkpointing is such a mode. It keeps an alias of the result, whose version counter is a
-    separate one if the result is viewed in between, so torch would not detect a later modification.
+    Selective activation checkpointing is such a mode. It keeps an alias of the result. If the result is viewed in
+    between, the alias has a separate version counter, and torch would not detect a later modification.
     """
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
 def reduce_fresh(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
-    """Reduce a temporary that nobody else reads over the axis: in place, unless a dispatch mode is active.
+    """All-reduce a temporary without other readers over the axis: in place, unless a dispatch mode is active.
 
-    Under such a mode the reduction is one operation without side effects, ``torch.ops.oslo.all_reduce``. A
+    Under such a mode the all-reduce is one operation without side effects, ``torch.ops.oslo.all_reduce``. A
     checkpointing policy may keep its result, so that the backward pass does not communicate again.
     """
     if axis.size > 1 and has_dispatch_mode():
@@ -168,12 +168,12 @@ _AXES: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
 
 
 def axis_handle(axis: Axis) -> int:
-    """A number that stands for the axis: the arguments of a custom operation cannot be Python objects."""
+    """Return an integer handle of the axis, since arguments of a custom operation cannot be Python objects."""
     _AXES[axis.number] = axis
     return axis.number
 
 
-# Inside the kernel of an operation no dispatch mode is active, so these do not call themselves again.
+# No dispatch mode is active inside the kernel of an operation, so these do not recurse.
 
 
 @torch.library.custom_op("oslo::all_reduce", mutates_args=())
@@ -211,7 +211,7 @@ def _(x: Tensor, axis: int) -> Tensor:
 
 
 def broadcast(axis: Axis, x: Tensor, src: int = 0) -> Tensor:
-    """Overwrite ``x`` with that of position ``src`` on the axis; returns ``x``."""
+    """Broadcast ``x`` from position ``src`` on the axis, in place, and return it."""
     if axis.size > 1:
         _communicate(axis, "a broadcast", dist.broadcast, x, src=axis.ranks[src])
     return x
@@ -221,7 +221,7 @@ def send(axis: Axis, x: Tensor, dst: int, slow: bool = False) -> None:
     """Send a contiguous tensor to position ``dst`` on the axis.
 
     Args:
-        slow: the receiver may be busy with files: wait as long as it is alive. The same on both sides.
+        slow: the receiver may be busy with files. Wait as long as it is alive. Sender and receiver pass the same value.
     """
     pair = _pair_axis(axis, axis.rank, dst) if slow else axis
     with waiting(pair, "a send", None if slow else dst, slow):
@@ -233,10 +233,10 @@ def send(axis: Axis, x: Tensor, dst: int, slow: bool = False) -> None:
 
 
 def receive(axis: Axis, x: Tensor, src: int, slow: bool = False) -> Tensor:
-    """Fill the contiguous tensor ``x`` with what position ``src`` on the axis sends; returns ``x``.
+    """Receive a tensor from position ``src`` on the axis into the contiguous tensor ``x`` and return it.
 
     Args:
-        slow: as for `send`.
+        slow: see `send`.
     """
     pair = _pair_axis(axis, src, axis.rank) if slow else axis
     with waiting(pair, "a receive", None if slow else src, slow):
@@ -249,21 +249,21 @@ def receive(axis: Axis, x: Tensor, src: int, slow: bool = False) -> Tensor:
 
 
 def _watch(axis: Axis, work: Any, what: str) -> None:
-    """Wait for what was queued on a GPU in the current stream, and watch it."""
+    """Make the current stream wait for queued work, and watch the work."""
     work.wait()
     assert axis.watchdog is not None
     axis.watchdog.in_flight.add(axis, work, what)
 
 
 def _pair_axis(axis: Axis, src: int, dst: int) -> Axis:
-    """The sender and the receiver alone, as an axis on which to wait for each other."""
+    """Return an axis of only the sender and the receiver, on which they wait for each other."""
     rank, ranks = int(axis.rank == dst), (axis.ranks[src], axis.ranks[dst])
     return replace(axis, name=f"{axis.name} to {axis.ranks[dst]}", rank=rank, ranks=ranks)
 
 
 @dataclass
 class PendingSend:
-    """A contiguous tensor on its way to position ``dst``; keep this object until `wait` has been called."""
+    """Pending send of a contiguous tensor to position ``dst``. Keep this object until `wait` has returned."""
 
     work: dist.Work
     x: Tensor
@@ -282,7 +282,7 @@ class PendingSend:
 
 
 def start_send(axis: Axis, x: Tensor, dst: int) -> PendingSend:
-    """Start to send a contiguous tensor to position ``dst`` on the axis, without waiting for it to arrive."""
+    """Start to send a contiguous tensor to position ``dst`` on the axis, without waiting for its arrival."""
     with waiting(axis, "a send", dst):
         work = dist.isend(x, axis.ranks[dst], group=axis.group)
     assert work is not None

@@ -1,7 +1,7 @@
-"""Watches collectives that run on GPUs, where Python does not wait for them: nothing raises there when a rank fails.
+"""Watches collectives on GPUs. Python does not wait for them, so a failed rank raises no error there.
 
-With NCCL a collective only queues a kernel. If another rank never comes, this process blocks in its next
-synchronisation, until torch's own watchdog ends it without naming a rank. `InFlight` finds the rank before.
+With NCCL a collective only queues a kernel. If another rank never arrives, this process blocks in its next
+synchronisation, until torch's own watchdog ends it without naming a rank. `InFlight` names the rank earlier.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 from oslo_models.distributed.failure_diagnosis import FailureDiagnosis
 
 DEVICE_TIMEOUT = 600.0
-"""Seconds that a rank that is alive may come late on a GPU, at least: it may compile, or load its first kernels."""
+"""Minimum seconds by which a live rank may be late on a GPU: it may compile or load its first kernels."""
 MARGIN = 60.0
-"""Seconds after that until torch's watchdog ends the process, if nothing else has."""
+"""Additional seconds until torch's watchdog ends the process as a last resort."""
 
 
 @dataclass
 class Collective:
-    """A collective that was queued.
+    """Queued collective.
 
     Attributes:
-        axis: with whose ranks it communicates.
-        work: torch's handle of it.
-        what: for the message: ``"a sum"``.
-        since: when it was queued.
+        axis: the axis of the communicating ranks.
+        work: torch's handle of the collective.
+        what: its description for the message: ``"a sum"``.
+        since: the time of queueing.
     """
 
     axis: Any
@@ -38,14 +38,14 @@ class Collective:
     since: float
 
     def is_completed(self) -> bool:
-        """Whether it has ended; one that failed has not."""
+        """Return whether the collective has completed. A failed collective has not."""
         with suppress(Exception):
             return bool(self.work.is_completed())
         return False
 
 
 class InFlight:
-    """The last collective of each process group, which ends after those before it."""
+    """The last collective of each process group. It ends after all earlier collectives."""
 
     def __init__(self, watchdog: Any) -> None:
         self._watchdog = watchdog
@@ -53,21 +53,21 @@ class InFlight:
         self._thread: threading.Thread | None = None
 
     def add(self, axis: Any, work: Any, what: str) -> None:
-        """Watch a collective that was just queued; the first one starts the thread."""
+        """Watch a newly queued collective. The first one starts the thread."""
         self._last[axis.group] = Collective(axis, work, what, time.monotonic())
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, daemon=True, name="oslo-collectives")
             self._thread.start()
 
     def oldest(self) -> Collective | None:
-        """The collective that has been waiting the longest."""
+        """Return the pending collective with the longest waiting time."""
         for group, each in list(self._last.items()):
             if each.is_completed() and self._last.get(group) is each:
                 del self._last[group]
         return min(list(self._last.values()), key=lambda each: each.since, default=None)
 
     def join(self) -> None:
-        """Wait for the thread, which ends with the watchdog."""
+        """Wait for the thread. It ends with the watchdog."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
@@ -92,7 +92,7 @@ class InFlight:
                 return
 
     def _fail(self, collective: Collective, failed: dict[int, str], waited: float, limit: float) -> None:
-        """Note the error, which the next collective raises, and end what is queued, which this process may wait for."""
+        """Record the error for the next collective and abort queued work, since this process may be waiting for it."""
         axis = collective.axis
         where = f"{collective.what} with ranks {list(axis.ranks)} ({axis.name}) on the GPU"
         error = self._watchdog.fail(failed, where, waited, f"timeout={limit:g}")

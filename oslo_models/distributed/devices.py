@@ -1,4 +1,4 @@
-"""Checks that the GPUs that a caller names are there."""
+"""Checks that requested GPUs exist."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def require_gpus(argument: str, devices: Iterable[torch.device], instead: str) -> None:
-    """Raise ``ValueError`` if one of these devices is a GPU that torch does not see.
+    """Raise ``ValueError`` if torch does not see one of these GPUs.
 
     Args:
-        argument: where the devices come from, for the message.
-        instead: what to pass on a machine without GPUs.
+        argument: the origin of the devices, for the message.
+        instead: the remedy on a machine without GPUs, for the message.
     """
     count = torch.cuda.device_count()
     for device in devices:
@@ -22,7 +22,7 @@ def require_gpus(argument: str, devices: Iterable[torch.device], instead: str) -
 
 
 def visible_gpus() -> str:
-    """How many GPUs torch sees, and why they may be fewer than expected; for messages."""
+    """Return the number of visible GPUs and a possible reason for missing ones, as text for messages."""
     count = torch.cuda.device_count()
     found = f"torch sees {count} GPUs here" if count else "torch sees no GPU here"
     if torch.version.cuda is None and torch.version.hip is None:

@@ -1,7 +1,7 @@
-"""A key-value store for ranks on one host: files in a directory that only this user can enter.
+"""Key-value store for ranks on one host: files in a directory that only this user can access.
 
-torch's `TCPStore` listens on a port, where any user of the host can read and write. torch's `FileStore` would do, but
-its file grows with every change, and the watchdog makes one each second.
+torch's `TCPStore` listens on a port, which any user of the host can access. The file of torch's `FileStore` grows with
+every change, and the watchdog makes one change per second.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from pathlib import Path
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 TIMEOUT = 300.0
-"""Seconds that `get` waits for a key, as torch's stores do by default."""
+"""Seconds that `get` waits for a key, like torch's stores by default."""
 _PAUSE = 0.002
-"""Seconds between two looks for a key that is waited for."""
+"""Polling interval for an awaited key, in seconds."""
 
 
 class DirectoryStore(Store):
-    """One file for each key, replaced as a whole. Threads may share it, so it needs no clones (torch cannot make any).
+    """Store with one file per key, replaced as a whole. Threads may share it, so no clones are needed.
 
-    Keep a reference to it as long as a process group uses it: torch keeps only its own part of the object.
+    torch cannot clone it. Keep a reference as long as a process group uses it: torch keeps only the C++ part of the
+    object.
 
     Args:
-        directory: exists, belongs to this user, and nobody else may enter it.
+        directory: an existing directory of this user, inaccessible to others.
 
     Raises:
-        PermissionError: others may, or it is somebody else's.
+        PermissionError: the directory is accessible to others or belongs to another user.
     """
 
     def __init__(self, directory: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Finds out which ranks have failed, from the statuses that they publish and, on this host, from their processes."""
+"""Finds failed ranks from their published statuses and, for ranks on this host, from their processes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from oslo_models.distributed.store_client import StoreLostError
 
 Status = dict[str, Any]
-"""What a rank last published: see `Watchdog._publish`."""
+"""Latest published status of a rank; see `Watchdog._publish`."""
 _ENDED = ("died", "has ended")
 
 
 class FailureDiagnosis:
-    """Which of ``ranks``, and of the ranks that those wait for, have failed.
+    """Finds failures among ``ranks`` and among the ranks for which they wait.
 
-    Call `find_failed` repeatedly: a rank counts as failed when its status does not change for some time.
+    Call `find_failed` repeatedly: a rank counts as failed when its status stays unchanged for too long.
 
     Args:
-        patience: seconds without a new status that are tolerated if the process is known to be alive on this host,
-            since the machine may be busy.
-        first_status_timeout: seconds to wait for the first status of a rank, if longer than for the next ones.
+        patience: tolerated seconds without a new status if the process is alive on this host, since the machine may be
+            busy.
+        first_status_timeout: seconds to wait for the first status of a rank, if longer than for later statuses.
     """
 
     def __init__(self, watchdog: Any, ranks: Sequence[int], patience: float, first_status_timeout: float = 0.0) -> None:
@@ -35,14 +35,14 @@ class FailureDiagnosis:
 
     @property
     def is_store_silent(self) -> bool:
-        """Whether the store did not answer the last request; it may only be slow."""
+        """Whether the store did not answer the last request. It may just be slow."""
         return self._store_silent_since is not None
 
     def find_failed(self, silence: float) -> dict[int, str]:
         """Find the ranks that died, are stopped, or published nothing for ``silence`` seconds.
 
         Returns:
-            For each of them, what to say of it.
+            A description of each failed rank.
         """
         now = time.monotonic()
         try:
@@ -62,7 +62,7 @@ class FailureDiagnosis:
             if number != status["number"]:
                 self._last_change[rank] = (status["number"], now)
             if status.get("failures") is not None:
-                continue  # it raised because of other ranks
+                continue  # it raised because of another rank's failure
             problem, limit = _problem(status), silence
             if "pid" not in status:
                 limit = max(silence, self.first_status_timeout)
@@ -73,7 +73,7 @@ class FailureDiagnosis:
         return dict(sorted((failed or self._reported(self.statuses)).items()))
 
     def _reported(self, statuses: dict[int, Status]) -> dict[int, str]:
-        """The failures that other ranks reported before they ended because of them."""
+        """Return the failures that other ranks reported before they ended."""
         failures = {
             int(rank): said for status in statuses.values() for rank, said in (status["failures"] or {}).items()
         }
@@ -81,16 +81,16 @@ class FailureDiagnosis:
         return failures
 
     def _store_may_be_slow(self) -> bool:
-        """Whether rank 0, which may host the store, is known to be running."""
+        """Return whether rank 0 is known to be running. It may host the store."""
         host = self.watchdog.last_statuses.get(0)
         return self.watchdog.rank == 0 or (host is not None and is_on_this_host(host) and not _problem(host))
 
     def others_raised(self) -> bool:
-        """Whether other ranks raised because of a failure, which closes their connections."""
+        """Return whether other ranks raised because of a failure. This closes their connections."""
         return any(status["failures"] is not None for status in self.statuses.values())
 
     def _without_store(self) -> dict[int, str]:
-        """The same when the store is lost: judged by the last statuses. Rank 0 or the launcher hosts the store."""
+        """Find failed ranks from their last statuses if the store is lost. Rank 0 or the launcher hosts it."""
         self._store_silent_since = None
         statuses = self.watchdog.last_statuses
         if reported := self._reported(statuses):
@@ -98,14 +98,14 @@ class FailureDiagnosis:
         failed = {
             rank: _describe(rank, status, found) for rank, status in statuses.items() if (found := _problem(status))
         }
-        if 0 in failed:  # the store was lost with rank 0, and others ended because of that
+        if 0 in failed:  # the store was lost with rank 0, and other ranks ended as a result
             return {0: failed[0]}
         if not failed and self.watchdog.rank:
             failed[0] = _describe(0, statuses.get(0, {}), "or the launcher, who has the store, has not been heard of")
         return failed
 
     def find_absent(self) -> dict[int, str]:
-        """Find the ranks that wait for no other rank, or whose watchdog thread cannot run any more."""
+        """Find the ranks that wait for no other rank and the ranks without a running watchdog thread."""
         absent = {}
         for rank, status in sorted(self.statuses.items()):
             if status["failures"] is not None:
@@ -130,17 +130,17 @@ def _describe(rank: int, status: Status, problem: str) -> str:
 
 
 def is_on_this_host(status: Status) -> bool:
-    """Whether the process that published the status is visible from here by its process id."""
+    """Return whether the publisher of the status is visible in this process's PID namespace."""
     return bool(status.get("pid_namespace")) and status["pid_namespace"] == pid_namespace()
 
 
 def is_unable_to_read(status: Status) -> bool:
-    """Whether the process that published the status has ended or is stopped."""
+    """Return whether the publisher of the status has ended or is stopped."""
     return bool(_problem(status))
 
 
 def _problem(status: Status) -> str:
-    """What has happened to the process that published the status; empty if it runs or is not visible from here."""
+    """Describe the failure of the status's publisher; empty if the process runs or is not visible from here."""
     if status.get("exited"):
         return "has ended"
     if not is_on_this_host(status):
@@ -155,13 +155,13 @@ def _problem(status: Status) -> str:
 
 
 def _process_state(pid: int) -> tuple[str, int]:
-    """The state of a process on this host, and its start time, as another process may get the same id later."""
+    """Return the state and the start time of a process on this host. The start time detects a reused process id."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
 def process_start_time(pid: int) -> int:
-    """When a process on this host was started, in clock ticks since boot; 0 if that is not known."""
+    """Return the start time of a process on this host in clock ticks since boot; 0 if unknown."""
     try:
         return _process_state(pid)[1]
     except OSError:
@@ -169,7 +169,7 @@ def process_start_time(pid: int) -> int:
 
 
 def pid_namespace() -> str:
-    """Identifies the host and namespace within which process ids are unique; empty if that is not known."""
+    """Return an identifier of the host and PID namespace; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -1,7 +1,8 @@
 """Makes ``GradScaler`` skip the same steps on all ranks of a model.
 
-With float16 autocast a gradient may overflow on one rank only, whose scaler would then skip a step that the others
-take. Therefore, when a backward pass ends, an overflow on one rank is written into the gradients of all ranks.
+With float16 autocast a gradient may overflow on one rank only. The scaler of this rank would skip the step, the other
+ranks would take it. Therefore, at the end of a backward pass, an overflow on one rank is written into the gradients of
+all ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from oslo_models.distributed.sharded_tensor import local_tensor
 
 
 def propagate_overflow(parameters: Callable[[], Iterable[Tensor]], axis: Axis) -> None:
-    """Propagate overflows in the present gradients to all ranks of the axis, if float16 autocast is on."""
+    """Propagate overflows in the current gradients to all ranks of the axis, if float16 autocast is on."""
     found = list(parameters())
     if axis.size > 1 and found and _uses_float16_autocast(found[0].device.type):
         _propagate(found, axis)
 
 
 def propagate_overflow_after_backward(loss: Tensor, parameters: Callable[[], Iterable[Tensor]], axis: Axis) -> None:
-    """Propagate overflows whenever a backward pass of ``loss`` ends, if float16 autocast is on."""
+    """Propagate overflows at the end of each backward pass of ``loss``, if float16 autocast is on."""
     device = loss.device.type
     if axis.size == 1 or not loss.requires_grad:
         return
@@ -35,14 +36,14 @@ def propagate_overflow_after_backward(loss: Tensor, parameters: Callable[[], Ite
     queue = torch.autograd.Variable._execution_engine.queue_callback
 
     def at_start_of_backward(grad: Tensor) -> None:
-        # Queued twice: DDP does its last all-reduces in such a callback too, and ours has to run after it.
+        # Queued twice: DDP runs its last all-reduces in such a callback too, and ours has to run later.
         queue(lambda: queue(lambda: _propagate(list(parameters()), axis)))
 
     loss.register_hook(at_start_of_backward)
 
 
 def _uses_float16_autocast(device: str) -> bool:
-    """Whether gradients may overflow, so that a ``GradScaler`` is likely to be used."""
+    """Return whether float16 autocast is on: gradients may overflow, and a ``GradScaler`` is likely in use."""
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 
 
@@ -55,5 +56,5 @@ def _propagate(parameters: list[Tensor], axis: Axis) -> None:
     norms = torch.stack([norm.float() for norm in torch._foreach_norm(local, float("inf"))])
     overflow = (~torch.isfinite(norms).all()).float()
     all_reduce(axis, overflow, op=dist.ReduceOp.MAX)
-    # Always added (0 if nothing overflowed), as a condition would wait for the device.
+    # Always add (0 without overflow): a condition would synchronise with the device.
     local[0].view(-1)[:1].add_(torch.where(overflow > 0, float("inf"), 0.0).to(local[0].dtype))

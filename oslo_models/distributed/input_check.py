@@ -1,4 +1,4 @@
-"""Detects that the ranks of one model replica were given different batches, which would give wrong results."""
+"""Detects different batches on the ranks of one model replica, since these would give wrong results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PRIME = 2**31 - 1
 
 @dataclass
 class InputCheck:
-    """Compares the input tensors of a call across the ranks of an axis by checksums, in one small all-reduce.
+    """Compares checksums of the input tensors of a call across the ranks of an axis, in one small all-reduce.
 
     Attributes:
-        when: which calls to check: ``True`` for the first three and every hundredth, a number ``n`` for every ``n``-th,
+        when: the calls to check: ``True`` for the first three and every hundredth, a number ``n`` for every ``n``-th,
             ``"always"`` for all, ``False`` for none.
         calls: the number of calls so far.
     """
@@ -53,7 +53,7 @@ class InputCheck:
 
 
 def _fingerprint(x: Tensor) -> str:
-    """Shape, dtype, and a checksum of two sums over the bytes, one of which depends on their order."""
+    """Return shape, dtype and a checksum of two sums over the bytes. One sum depends on their order."""
     flat = x.detach().contiguous().reshape(-1)
     integers = flat.view(torch.uint8) if flat.is_floating_point() or flat.is_complex() else flat
     numbers = integers.to(torch.int64)

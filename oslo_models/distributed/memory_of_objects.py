@@ -1,7 +1,7 @@
-"""The memory of one host through which the ranks of a process group exchange objects; they connect on the way.
+"""Shared memory through which the ranks of a process group on one host exchange objects.
 
-An exchange over the store and gloo takes more than a millisecond of each rank's core, mostly in threads that wake each
-other. A model makes about ten of them while it is constructed.
+Ranks connect to it during their first exchanges. An exchange over the store and gloo takes more than a millisecond of
+each rank's core, mostly in threads that wake each other. The construction of a model needs about ten exchanges.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from oslo_kernels.shared_memory import SharedMemory
 from oslo_models.distributed.mesh import Axis
 
 _FIRST = 8192
-"""Bytes of each rank's object that the first exchange carries, with its length; longer objects take a second one."""
+"""Bytes per rank in the first exchange, including the length field. Longer objects need a second exchange."""
 _LENGTH = 8
-"""Bytes of the length."""
+"""Bytes of the length field."""
 
 
 class MemoryOfObjects:
-    """The memory that the ranks of a process group share, as far as this rank knows.
+    """State of the shared memory of a process group, as known to this rank.
 
-    The first two objects that the ranks exchange by other means carry what it takes to connect: the address of the
-    memory, and then whether each rank could attach it. As all make the same exchanges, all know the result at once.
+    The first two objects that the ranks exchange by other means also connect them. The first carries the address of the
+    memory, the second whether each rank could attach it. All ranks make the same exchanges, so all learn the result
+    simultaneously.
 
     Attributes:
-        memory: where further objects go; ``None`` before the ranks are connected, and if they cannot share memory.
+        memory: the memory for further objects; ``None`` until the ranks are connected, and if they cannot share memory.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -39,11 +40,11 @@ class MemoryOfObjects:
         self._rank, self._size = axis.rank, axis.size
         self._attached: SharedMemory | None = None
         self._is_attached = False  # whether the exchange with the address is over
-        # Ranks with GPUs have no need of the compiler that the memory takes.
+        # The memory needs a compiler. Do not require one of ranks with GPUs.
         self._is_settled = axis.watchdog is None or "nccl" in dist.get_backend_config(axis.group)
 
     def message(self) -> str | bool | None:
-        """What this rank sends with its next object."""
+        """Return the connection message to send with the next object."""
         if self._is_settled:
             return None
         if self._is_attached:
@@ -56,7 +57,7 @@ class MemoryOfObjects:
         return None
 
     def receive(self, messages: Sequence[str | bool | None]) -> None:
-        """Note what all ranks have sent."""
+        """Process the connection messages of all ranks."""
         if self._is_settled:
             return
         if self._is_attached:
@@ -73,7 +74,7 @@ def gather_bytes(memory: SharedMemory, data: Tensor, check: Callable[[], object]
     """Gather the bytes of all ranks.
 
     Args:
-        check: called about ten times a second while ranks have not come.
+        check: called about ten times a second while waiting for ranks.
     """
     first = torch.zeros(_FIRST, dtype=torch.uint8)
     first[:_LENGTH].view(torch.int64).fill_(len(data))
@@ -93,7 +94,7 @@ _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, MemoryOfObjects] = weakr
 
 
 def memory_of_objects(axis: Axis) -> MemoryOfObjects:
-    """That of the axis's process group; all axes with all ranks have that of the world, which is connected first."""
+    """Return the state of the axis's process group. Axes with all ranks share the world's state, connected first."""
     has_all_ranks = axis.ranks == tuple(range(dist.get_world_size()))
     group = dist.group.WORLD if has_all_ranks else axis.group
     assert group is not None

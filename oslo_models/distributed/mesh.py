@@ -1,4 +1,4 @@
-"""The device mesh: its axes (pp, dp, tp), their ranks and their process groups. No other file creates groups.
+"""Device mesh: the axes (pp, dp, tp), their ranks and their process groups. No other file creates groups.
 
 Ranks are ordered as in Megatron: neighbouring ranks share a tensor-parallel group, then come the data-parallel
 replicas, and the pipeline stages are farthest apart. ``rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank``.
@@ -37,12 +37,12 @@ NOT_PICKLABLE = (
 
 _numbers = count()
 _set_timeout: Any = getattr(dist, "set_timeout", _set_pg_timeout)
-"""Public since torch 2.14, where the former name warns."""
+"""Public since torch 2.14. The former name warns there."""
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of the mesh as this process sees it: the ranks that differ only in this coordinate.
+    """Axis of the mesh for this process: the ranks that differ only in this coordinate.
 
     Attributes:
         name: ``"tp"``, ``"dp"``, ``"pp"``, ``"model"`` (pp and tp together) or ``"world"``.
@@ -51,11 +51,11 @@ class Axis:
         size: the number of ranks.
         group: their process group; ``None`` when no process group is running.
         timeout: seconds to wait for the other ranks in one collective.
-        watchdog: knows what the other ranks are doing; ``None`` without a process group.
-        threads: the group that replaces a process group where the ranks are threads of this process.
-        symmetric_memory: the `SymmetricMemory` through which compiled code computes small sums; ``None``: by NCCL.
-        number: stands for the axis in compiled graphs. The same script gives the same numbers, so that another process
-            finds its graphs in Inductor's cache.
+        watchdog: tracks the status of the other ranks; ``None`` without a process group.
+        threads: replaces the process group if the ranks are threads of this process.
+        symmetric_memory: the `SymmetricMemory` for small sums in compiled code; ``None`` to use NCCL.
+        number: identifies the axis in compiled graphs. The same script gives the same numbers, so another process finds
+            its graphs in Inductor's cache.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Axis:
 
     @classmethod
     def alone(cls, name: str) -> Axis:
-        """An axis that has this process only."""
+        """Return an axis with only this process."""
         return cls(name, 0, (0,), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
-        return self  # a process group cannot be copied, and a copied model lives on the same ranks
+        return self  # a process group cannot be copied, and a copied model is on the same ranks
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.group is None:
@@ -87,10 +87,10 @@ class Axis:
         raise pickle.PicklingError(NOT_PICKLABLE)
 
     def set_phase(self, phase: str, steps: int = 0) -> None:
-        """Note what this process starts to do, for the error that other ranks raise if it fails there.
+        """Record the current activity of this process, for the error of other ranks if it fails.
 
         Args:
-            steps: how many training steps to add to the count of steps.
+            steps: the number of training steps to add to the step count.
         """
         if self.watchdog is not None:
             self.watchdog.step += steps
@@ -98,12 +98,12 @@ class Axis:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed, after which no collective can succeed."""
+        """Whether a rank has failed. No later collective can succeed."""
         return self.watchdog is not None and self.watchdog.error is not None
 
 
 def world_axis(timeout: float = TIMEOUT) -> Axis:
-    """All processes of the job as one axis; this process alone when there is no process group."""
+    """Return an axis of all processes of the job; only this process without a process group."""
     if not dist.is_initialized():
         return Axis.alone("world")
     watchdog = watchdog_of_world(timeout) if dist.get_world_size() > 1 else None
@@ -112,17 +112,17 @@ def world_axis(timeout: float = TIMEOUT) -> Axis:
 
 
 class ParallelMesh:
-    """The axes of one model.
+    """Device mesh of one model.
 
     Attributes:
         tp, dp, pp: the three axes.
         world, model: all ranks; the ranks of one data-parallel replica.
         pp_back: the pp axis with a second process group, for gradients sent to earlier stages: with NCCL, the two
             directions could deadlock in one group.
-        expert_parallel_size: over how many ranks, or groups of ranks of the tp axis, experts are divided.
-        experts: the ranks over which experts are sharded: the tp axis or, where ``expert_parallel_size`` is a multiple
-            of its size, the tp axes of several successive replicas.
-        expert_replicas: the ranks that hold the same experts as this one; the dp axis, or a part of it.
+        expert_parallel_size: the number of ranks, or of groups of tp ranks, that divide the experts.
+        experts: the ranks over which experts are sharded: the tp axis or, if ``expert_parallel_size`` is a multiple of
+            its size, the tp axes of several successive replicas.
+        expert_replicas: the ranks with the same experts as this rank: the dp axis or a part of it.
         device: the device of this rank.
         destroyed: whether `destroy` was called.
         device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and others; ``None`` without a
@@ -140,8 +140,8 @@ class ParallelMesh:
 
         Args:
             timeout: seconds to wait for other ranks in one collective; see `RankFailedError`.
-            expert_parallel_size: over how many groups of ranks of the tp axis experts are divided, a divisor of its
-                size, or over how many ranks of several replicas, a multiple of it.
+            expert_parallel_size: the number of parts into which experts are divided. A divisor of the tp size divides
+                them over groups of tp ranks, a multiple of it over the ranks of several replicas.
 
         Raises:
             ValueError: the sizes do not fit the number of processes.
@@ -176,8 +176,8 @@ class ParallelMesh:
             self.pp_back, self.experts, self.expert_replicas = self.pp, self.tp, self.dp
             return
         ranks = torch.arange(world_size).view(pp, dp, tp)
-        # We create the groups, not torch's mesh, for two reasons. Their timeout is ours; only the dp groups, which
-        # DDP and FSDP use, have torch's. And none of them is the world's group, where messages of two models would mix.
+        # Create the groups here instead of in torch's mesh for two reasons. They get our timeout, except for the dp
+        # groups of DDP and FSDP. And none of them is the world's group, in which messages of two models would mix.
         self.pp, self.dp, self.tp = (
             self._new_axis(name, list(ranks.movedim(dim, -1).flatten(0, 1)), own_timeout=name != "dp")
             for dim, name in enumerate(("pp", "dp", "tp"))
@@ -198,7 +198,7 @@ class ParallelMesh:
 
     @classmethod
     def of_thread(cls, threads: ThreadGroup, rank: int) -> ParallelMesh:
-        """The mesh of a rank that is a thread of this process; only its tp axis has more than one rank."""
+        """Return the mesh of a rank that is a thread of this process. Only its tp axis has more than one rank."""
         mesh = cls.__new__(cls)
         mesh.device, mesh.device_mesh, mesh._created, mesh.destroyed = threads.devices[rank], None, [], False
         mesh.tp = mesh.model = mesh.world = Axis("tp", rank, tuple(range(threads.size)), None, threads=threads)
@@ -209,24 +209,24 @@ class ParallelMesh:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds a part of the model only."""
+        """Whether a rank holds only a part of the model."""
         return self.model.size > 1 or self.has_experts_over_replicas
 
     @property
     def has_experts_over_replicas(self) -> bool:
-        """Whether a replica holds some of the experts only."""
+        """Whether a replica holds only some of the experts."""
         return self.experts.size > self.tp.size
 
     def rank_in(self, layout: Layout) -> int:
-        """The position of this process among the ranks of a layout: those of the tp axis, or of the experts."""
+        """Return the position of this process among the ranks of a layout: the tp axis or the expert ranks."""
         return self.experts.rank if self.is_over_replicas(layout) else self.tp.rank
 
     def is_over_replicas(self, layout: Layout) -> bool:
-        """Whether a layout shards its tensor over the ranks of several replicas."""
+        """Return whether a layout shards its tensor over the ranks of several replicas."""
         return layout.dim is not None and len(layout.ranges) > self.tp.size
 
     def _model_axis(self) -> Axis:
-        """The ranks of one replica of the model; a new group only where no axis has exactly these ranks."""
+        """Return the axis of one model replica. Create a new group only if no axis has exactly these ranks."""
         for axis in (self.tp, self.pp):
             if axis.size == self.tp.size * self.pp.size:
                 return replace(axis, name="model")
@@ -234,7 +234,7 @@ class ParallelMesh:
         return self._new_axis("model", [self.device_mesh.mesh[:, dp, :].flatten() for dp in range(self.dp.size)])
 
     def destroy(self) -> None:
-        """Destroy the groups that this mesh created; a process group of the user stays. Every rank has to call it."""
+        """Destroy the groups created by this mesh. A process group of the user stays. Every rank has to call it."""
         self.device_mesh, self.destroyed = None, True
         groups = dict.fromkeys(axis.group for axis in self._created if axis.group is not None)
         for axis in (*self._created, self.model):
@@ -245,7 +245,7 @@ class ParallelMesh:
         self._alone = None
 
     def stages(self, stages: tuple[int, ...], name: str = "stages") -> Axis:
-        """Create the axis that consists of some pipeline stages. Every rank of the world has to call it.
+        """Create an axis of some pipeline stages. Every rank of the world has to call it.
 
         On the ranks of other stages the axis has no ranks.
         """
@@ -254,7 +254,7 @@ class ParallelMesh:
         return self._new_axis(name, list(groups))
 
     def _new_axis(self, name: str, groups: list[torch.Tensor], own_timeout: bool = True) -> Axis:
-        """Create a process group for each group of ranks and return that of this rank. Every rank has to call it.
+        """Create a process group for each group of ranks. Return the axis of this rank. Every rank has to call it.
 
         Args:
             own_timeout: whether collectives have the timeout of the mesh; otherwise torch's default.
@@ -262,14 +262,14 @@ class ParallelMesh:
         timeout = timedelta(seconds=_group_timeout(self.world.timeout))
         axis = replace(self.world, name=name, rank=-1, ranks=(), group=None)
         is_alone = len(groups) == self.world.size
-        if is_alone and self._alone is not None:  # one group of this rank alone does for all such axes
+        if is_alone and self._alone is not None:  # all axes with only this rank share one group
             axis, groups = replace(self._alone, name=name), []
         for group_ranks in groups:
             ranks = group_ranks.tolist()
             with waiting(self.world, f"the creation of a process group ({name})"):
                 group: Any = dist.new_group(ranks, timeout=timeout)
             if self.world.rank in ranks:
-                if not own_timeout:  # for its collectives; its ranks connect within the timeout of the mesh
+                if not own_timeout:  # for collectives only; ranks connect within the timeout of the mesh
                     _set_timeout(_get_default_timeout(dist.get_backend(group)), group)
                 axis = replace(axis, rank=ranks.index(self.world.rank), ranks=tuple(ranks), group=group)
         self._created.append(axis)
@@ -286,7 +286,7 @@ class ParallelMesh:
 
 
 def _replicas_of_experts(tp: int, dp: int, expert_parallel_size: int) -> int:
-    """Over how many replicas experts are divided. Raises ``ValueError`` if there are too few of them."""
+    """Return the number of replicas that divide the experts. Raise ``ValueError`` if ``dp`` is not a multiple of it."""
     replicas = max(expert_parallel_size // tp, 1)
     if dp % replicas:
         raise ValueError(
@@ -301,29 +301,29 @@ def check_size(name: str, value: object, least: int = 1, source: str = "") -> No
     """Raise ``ValueError`` unless ``value`` is an integer of at least ``least`` (a bool is not).
 
     Args:
-        source: where ``least`` comes from, for the message: ``"vocab_size="``.
+        source: the origin of ``least``, for the message: ``"vocab_size="``.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an integer of at least {source}{least}, got {value!r}")
 
 
 def start_process_group(needed: int = 1, timeout: float = TIMEOUT) -> torch.device:
-    """Start ``torch.distributed`` from the launcher's environment variables, unless it is running; return the device.
+    """Start ``torch.distributed`` from the launcher's environment variables, unless it is running. Return the device.
 
     The backend is NCCL on CUDA (and gloo for tensors on the CPU), gloo elsewhere. A single process needs no group. The
-    device is that of ``LOCAL_RANK`` if a launcher sets it, otherwise the one chosen by ``torch.cuda.set_device``; it is
-    the CPU if a group without NCCL is running.
+    device is GPU ``LOCAL_RANK`` if a launcher sets this variable, otherwise the GPU chosen by
+    ``torch.cuda.set_device``. It is the CPU if a group without NCCL is running.
 
     Args:
-        needed: the number of processes that the caller needs.
-        timeout: seconds to wait for a rank that stops publishing its status, or dies, while the ranks connect.
+        needed: the required number of processes.
+        timeout: seconds to wait for a rank that dies or stops publishing its status while the ranks connect.
 
     Raises:
         RankFailedError: a rank failed while the ranks connected.
         RuntimeError: more than one process is needed, and there is neither a launcher nor a running group.
     """
     launched = dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    # A group that was started without naming a backend has `get_backend() == "undefined"`, but may use NCCL.
+    # A group started without a named backend has `get_backend() == "undefined"`, but may use NCCL.
     cuda = torch.cuda.is_available() and not (dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config())
     if cuda and (launched or dist.is_initialized()) and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -341,7 +341,7 @@ def start_process_group(needed: int = 1, timeout: float = TIMEOUT) -> torch.devi
 
 
 def _init_process_group(backend: str, timeout: float) -> None:
-    """Wait for all ranks at the store, then connect: torch waits half an hour for a rank that dies while connecting."""
+    """Wait for all ranks at the store, then connect. torch would wait half an hour for a rank that dies meanwhile."""
     store, rank, world_size = _store()
     atexit.register(_end_process_group)
     if world_size == 1:
@@ -360,11 +360,11 @@ def _init_process_group(backend: str, timeout: float) -> None:
 
 
 def _store() -> tuple[Any, int, int]:
-    """The launcher's store, the rank and the world size.
+    """Return the launcher's store, the rank and the world size.
 
-    After a restart by torchrun, keys get a prefix with the number of the attempt: the launcher keeps one store for all
+    After a restart by torchrun, keys get a prefix with the attempt number. The launcher keeps one store for all
     attempts, with the addresses of dead processes (https://github.com/pytorch/pytorch/issues/135712). Attempts are
-    counted per node, so this works on one node only; on several, set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
+    counted per node, so this works only on one node. On several nodes, set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
     """
     env = os.environ
     store, rank, world_size = next(rendezvous("env://"))
@@ -374,13 +374,13 @@ def _store() -> tuple[Any, int, int]:
 
 
 def _group_timeout(timeout: float) -> float:
-    """The timeout of a new process group: with NCCL, whose watchdog ends the process, later than that of ours."""
+    """Return the timeout of a new process group. NCCL's watchdog ends the process, so its timeout exceeds ours."""
     is_nccl = "nccl" in dist.get_backend_config()
     return max(timeout, DEVICE_TIMEOUT) + MARGIN if is_nccl else timeout
 
 
 def _drop_groups(ref: weakref.ref[ParallelMesh]) -> None:
-    """At exit: gloo's threads abort the interpreter if a group is freed after everything else."""
+    """Drop the groups at exit. gloo's threads abort the interpreter if a group is freed last."""
     mesh = ref()
     if mesh is not None:
         mesh.device_mesh = None
@@ -389,6 +389,6 @@ def _drop_groups(ref: weakref.ref[ParallelMesh]) -> None:
 
 
 def _end_process_group() -> None:
-    """At the exit of a process whose process group was started here."""
+    """Destroy the process group at exit if this module started it."""
     if dist.is_initialized():
         dist.destroy_process_group()

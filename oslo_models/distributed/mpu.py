@@ -1,4 +1,4 @@
-"""`MPU`: the mesh with Megatron's method names, which training scripts and DeepSpeed (``mpu=model.mpu``) call."""
+"""`MPU`: the mesh under Megatron's method names, for training scripts and DeepSpeed (``mpu=model.mpu``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def _from_mesh(read: Callable[[ParallelMesh], T]) -> Callable[[MPU], T]:
-    """A method that returns something read from the mesh."""
+    """Return a method that reads a value from the mesh."""
 
     def method(self: MPU) -> T:
         return read(self.mesh)
@@ -28,16 +28,19 @@ def _from_mesh(read: Callable[[ParallelMesh], T]) -> Callable[[MPU], T]:
 
 
 class MPU:
-    """The model parallel unit of one model. Groups are ``None`` for a single process without a process group.
+    """Model parallel unit of one model. Groups are ``None`` for a single process without a process group.
 
-    For each axis there are getters of its group, its size, the position of this rank and the global rank of its first
-    member. Ranks of a tensor-parallel group hold shards of the same layers, those of a data-parallel group the same
-    parameters for different batches, those of a pipeline-parallel group successive stages; the ranks of a
-    model-parallel group hold one replica of the model together. The experts of a mixture are sharded over the
-    expert-model-parallel group, and the ranks of an expert-data-parallel group hold the same of them.
+    Each axis has getters for its group, its size, the position of this rank and the global rank of its first member:
 
-    A model has one as ``model.mpu``. ``MPU(tensor_parallel_size, pipeline_parallel_size)`` makes the groups without a
-    model, and ``MPU(mesh)`` uses those of a mesh. Every rank has to call it, with the same sizes.
+    * tensor-parallel ranks hold shards of the same layers;
+    * data-parallel ranks hold the same parameters and process different batches;
+    * pipeline-parallel ranks hold successive stages;
+    * the ranks of a model-parallel group together hold one replica of the model;
+    * the experts of a mixture-of-experts layer are sharded over the expert-model-parallel group;
+    * the ranks of an expert-data-parallel group hold the same experts.
+
+    A model has an MPU as ``model.mpu``. ``MPU(tensor_parallel_size, pipeline_parallel_size)`` creates the groups
+    without a model. ``MPU(mesh)`` uses the groups of a mesh. Every rank has to call it with the same sizes.
 
     Raises:
         ValueError: the sizes do not fit the number of processes.
@@ -57,18 +60,18 @@ class MPU:
 
     @staticmethod
     def initialize_distributed() -> None:
-        """Start ``torch.distributed`` as the launcher says, unless it is running. Constructors of models do it too."""
+        """Start ``torch.distributed`` from the launcher's variables, unless it is running. Models do so too."""
         start_process_group()
 
     def __deepcopy__(self, memo: dict[int, object]) -> MPU:
         return self
 
     def model_parallel_is_initialized(self) -> bool:
-        """Whether the groups exist; also true for a single process, which needs none."""
+        """Return whether the groups exist. Also true for a single process, since it needs no groups."""
         return not self.mesh.destroyed and (self.mesh.device_mesh is None or dist.is_initialized())
 
     def destroy_model_parallel(self) -> None:
-        """Destroy the groups of this model, which cannot be used any more. Every rank has to call it."""
+        """Destroy the groups of this model. The model is unusable afterwards. Every rank has to call it."""
         self.mesh.destroy()
 
     get_tensor_parallel_group = _from_mesh(lambda mesh: mesh.tp.group)
@@ -98,20 +101,20 @@ class MPU:
     # Neighbouring stages, and stages that share the embedding
 
     def get_embedding_tied_group(self) -> dist.ProcessGroup | None:
-        """The group of the first and the last stage; ``None`` on other stages and without pipeline parallelism.
+        """Return the group of the first and last stage; ``None`` on other stages or without pipeline parallelism.
 
-        The first call creates it, so every rank of the world has to call this. The model itself does not use it.
+        The first call creates the group, so every rank of the world has to call this. The model does not use it.
         """
         if self._first_and_last_stage is None and self.mesh.pp.size > 1:
             self._first_and_last_stage = self.mesh.stages((0, self.mesh.pp.size - 1), "embedding")
         return self._first_and_last_stage.group if self._first_and_last_stage is not None else None
 
     def get_p2p_communication_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-        """The groups of this rank with each neighbouring stage, the last stage being a neighbour of the first.
+        """Return the groups of this rank with each neighbouring stage. The last stage is a neighbour of the first.
 
-        ``(source, destination)``, both global ranks, is the key of a group of two, and ``(rank,)`` of this rank alone.
-        Empty without pipeline parallelism. The first call creates the groups, so every rank of the world has to call
-        this. The model itself does not use them.
+        The key of a group of two is ``(source, destination)``, both global ranks. The key of this rank alone is
+        ``(rank,)``. Empty without pipeline parallelism. The first call creates the groups, so every rank of the world
+        has to call this. The model itself does not use them.
         """
         if self._neighbours is None:
             self._neighbours, count = {}, self.mesh.pp.size
@@ -124,13 +127,13 @@ class MPU:
 
     @torch.no_grad()
     def p2p(self, tensor: Tensor, src_stage: int, dst_stage: int) -> bool:
-        """Overwrite ``tensor`` of one stage with that of another, which has the same shape and dtype.
+        """Copy ``tensor`` of the source stage into ``tensor`` of the destination stage, of the same shape and dtype.
 
         Returns:
-            Whether this rank is on one of the two stages. Ranks of others need not call it.
+            Whether this rank is on one of the two stages. Ranks of other stages need not call it.
 
         Raises:
-            ValueError: there is no such stage, or it is twice the same.
+            ValueError: a stage does not exist, or the stages are equal.
         """
         count, rank = self.mesh.pp.size, self.mesh.pp.rank
         if src_stage == dst_stage or not (0 <= src_stage < count and 0 <= dst_stage < count):
@@ -143,11 +146,11 @@ class MPU:
 
     @staticmethod
     def make_pipeline_partition(num_items: int, num_parts: int) -> list[int]:
-        """Bounds of ``num_parts`` ranges of ``num_items`` items: equal ones, and what is left over is in the last.
+        """Return the bounds of ``num_parts`` equal ranges of ``num_items`` items. The last range takes the remainder.
 
-        The ``num_parts + 1`` bounds begin with 0; part ``i`` has the items from the ``i``-th bound to the next. With
-        fewer items than parts, the first parts get one each. The stages of a model are balanced by their parameters
-        instead, unless ``blocks_per_stage`` says otherwise.
+        The ``num_parts + 1`` bounds begin with 0. Part ``i`` has the items from the ``i``-th bound to the next. With
+        fewer items than parts, the first parts get one item each. Stages of a model are balanced by their parameters
+        instead, unless ``blocks_per_stage`` is given.
         """
         if num_items < 0 or num_parts < 1:
             raise ValueError(f"num_items={num_items} must be at least 0 and num_parts={num_parts} at least 1")
@@ -163,7 +166,7 @@ class MPU:
         lambda mesh: [[0]] if mesh.device_mesh is None else mesh.device_mesh.mesh.flatten(1).T.tolist()
     )
 
-    # Names of Megatron-core, which DeepSpeed uses
+    # Megatron-core's names, for DeepSpeed
 
     get_tensor_model_parallel_group = get_tensor_parallel_group
     get_tensor_model_parallel_world_size = get_tensor_parallel_world_size
@@ -191,7 +194,7 @@ class MPU:
         return reduce_from(self.mesh.tp, inputs.clone())
 
     def scatter(self, inputs: Tensor) -> Tensor:
-        """This rank's shard of the last dimension, split as evenly as possible; backward gathers."""
+        """Return the local shard of the last dimension, split as evenly as possible; backward gathers."""
         sizes = [stop - start for start, stop in even_ranges(inputs.shape[-1], self.mesh.tp.size)]
         return scatter_to(self.mesh.tp, inputs, -1, sizes)
 

@@ -1,10 +1,10 @@
-"""Small Python objects exchanged between ranks, and the agreement that builds on it: on failures and on arguments.
+"""Exchanges small Python objects between ranks, and builds agreement on failures and arguments on top.
 
-The objects are pickled. Tensors go through `collectives`.
+Objects are pickled. Tensors go through `collectives`.
 
-Whoever reaches the sockets of gloo could send a pickle that runs code. The ranks of a deployed model therefore have a
-key (`authenticate_objects`), and nothing is unpickled that is not signed with it. Training relies on what torch relies
-on: the network of a job is private.
+Anyone with access to gloo's sockets could send a pickle that runs code. The ranks of a deployed model therefore share a
+key (`authenticate_objects`) and unpickle only data signed with it. Training assumes a private network of the job, as
+torch does.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from oslo_models.distributed.store_barrier import SLOW_TIMEOUT, SlowWait
 from oslo_models.distributed.watchdog import waiting
 
 _SIGNATURE_BYTES = 32
-_keys: list[bytes] = []  # of this process, which is a rank of one job: the last one counts
+_keys: list[bytes] = []  # keys of this process, a rank of one job; the last key is in use
 
 
 class ForgedObjectError(RuntimeError):
-    """An object that was received does not come from a rank of this job."""
+    """A received object does not come from a rank of this job."""
 
 
 def authenticate_objects(key: bytes) -> None:
-    """Sign what this process sends to other ranks, and refuse what is not signed by them, from now on.
+    """From now on, sign all objects sent to other ranks and refuse received objects without a valid signature.
 
     Args:
-        key: known to the ranks of this job only.
+        key: a secret of the ranks of this job.
     """
     _keys.append(key)
 
@@ -49,10 +49,10 @@ def _signed(rank: int, value: Any) -> bytes:
 
 
 def _verified(rank: int, data: bytes) -> Any:
-    """Unpickle what ``rank`` has signed.
+    """Verify the signature of ``rank`` and unpickle the object.
 
     Raises:
-        ForgedObjectError: it has not.
+        ForgedObjectError: the signature is not valid.
     """
     if not _keys:
         return pickle.loads(data)
@@ -69,11 +69,11 @@ def _signature(rank: int, pickled: bytes) -> bytes:
 
 
 def gather_objects(axis: Axis, value: Any, slow: bool = True) -> list[Any]:
-    """Gather one object from every rank of the axis, in the order of the axis. Values are pickled: keep them small.
+    """Gather one object from every rank of the axis, in axis order. Objects are pickled, so keep them small.
 
     Args:
-        slow: whether ranks may arrive at different times, because they load or save files: a rank that is alive is then
-            waited for longer than the timeout of the axis. Pass ``False`` within a training step.
+        slow: whether ranks may arrive at different times because they load or save files. The wait for a rank that is
+            alive may then exceed the timeout of the axis. Pass ``False`` within a training step.
     """
     if axis.size == 1:
         return [value]
@@ -93,7 +93,7 @@ def gather_objects(axis: Axis, value: Any, slow: bool = True) -> list[Any]:
 
 
 def _patience(axis: Axis, slow: bool) -> Callable[[], None]:
-    """To be called while ranks have not come: raises once one of them has failed."""
+    """Return a function to call while waiting for ranks. It raises once one of them has failed."""
     wait = SlowWait(axis.watchdog, axis, "an exchange", limit=SLOW_TIMEOUT if slow else 0.0)
 
     def check() -> None:
@@ -112,7 +112,7 @@ def _gather_bytes(axis: Axis, data: Tensor) -> list[Tensor]:
 
 
 def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
-    """All-gather within the timeout of the axis: the world's process group keeps torch's own, longer timeout."""
+    """All-gather within the timeout of the axis. The default of the world's process group, from torch, is longer."""
     parts = [torch.empty_like(x) for _ in axis.ranks]
     assert axis.group is not None
     axis.group.allgather(parts, x, timedelta(seconds=axis.timeout)).wait()
@@ -120,19 +120,19 @@ def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
 
 
 def broadcast_object(axis: Axis, value: Any, src: int = 0, slow: bool = True) -> Any:
-    """Return the object that position ``src`` on the axis passed. Values on other ranks are ignored."""
+    """Broadcast the object of position ``src`` on the axis. Values of other ranks are ignored."""
     return gather_objects(axis, value if axis.rank == src else None, slow)[src]
 
 
 @contextmanager
 def agree(axis: Axis, doing: str) -> Iterator[None]:
-    """Run the block on every rank; if it raises on any rank, raise on all, so that no rank waits for one that gave up.
+    """Run the block on every rank. If it raises on any rank, raise on all, so that no rank waits for a failed one.
 
-    The rank that failed raises its own exception; the others raise one of the same type that names the rank. The block
-    must not contain a collective: a rank that raises before it would leave the others waiting in it.
+    The failed rank re-raises its exception. The others raise an exception of the same type that names the failed rank.
+    The block must not contain a collective: other ranks would wait in it for a rank that raised earlier.
 
     Args:
-        doing: what the block does, for the message: ``"loading /path"``.
+        doing: the operation of the block, for the message: ``"loading /path"``.
     """
     error: Exception | None = None
     try:
@@ -148,7 +148,7 @@ def agree(axis: Axis, doing: str) -> Iterator[None]:
 
 
 def _constructible_type(error_type: type[Exception]) -> type[Exception]:
-    """The nearest ancestor of an exception type that every rank can construct from a message alone."""
+    """Return the nearest base of an exception type that every rank can construct from a message alone."""
     for ancestor in error_type.__mro__:
         try:
             if isinstance(ancestor("message"), Exception):
@@ -162,8 +162,8 @@ def require_equal(axis: Axis, values: Mapping[str, Any], what: str) -> None:
     """Raise ``ValueError`` on every rank, naming keys and values, unless all ranks passed equal values.
 
     Args:
-        values: what has to be equal; compared by ``repr``.
-        what: what the values are, for the message: ``"arguments of from_pretrained_with_parallel"``.
+        values: the values to compare, by ``repr``.
+        what: a description of the values, for the message: ``"arguments of from_pretrained_with_parallel"``.
     """
     reprs_by_rank = gather_objects(axis, {key: repr(value) for key, value in values.items()})
     keys = {key: None for reprs in reprs_by_rank for key in reprs}

@@ -1,4 +1,4 @@
-"""Norms of shards that code outside of this library computes, put together when their values are needed."""
+"""Norms of shards, computed by code outside this library. Reading a value reduces it over the ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh
 
 
 class PartialNorm(Tensor):
-    """Norms of shards, computed from the elements that count on this rank; used as numbers, they are reduced first.
+    """Norms of local shards over the elements that count on this rank. Use as a number triggers the reduction.
 
-    Stacked, and their norm taken, as ``torch.nn.utils.get_total_norm`` does, they are reduced once over all ranks of
-    the model. Otherwise each is reduced over the tensor-parallel group.
+    ``torch.nn.utils.get_total_norm`` stacks norms and takes the norm of the stack. This pattern costs one reduction
+    over all ranks of the model. Any other use reduces each norm over the tensor-parallel group.
     """
 
     mesh: ParallelMesh
@@ -52,7 +52,7 @@ class PartialNorm(Tensor):
         return partial_norm(values, self.mesh, self.order, self.of_gradient)
 
     def _counted_once(self, norm: Tensor) -> Tensor:
-        """The norm of a tensor without a sharding, of which each tensor-parallel rank of this stage has a copy."""
+        """Return the norm of a replicated tensor on tensor-parallel rank 0 and zero elsewhere: it counts once."""
         return norm if self.mesh.tp.rank == 0 else torch.zeros_like(norm)
 
     def _resolved(self) -> Tensor:
@@ -72,7 +72,7 @@ class PartialNorm(Tensor):
 
 
 def norm_of_parts(axis: Axis, local: Tensor, order: float) -> Tensor:
-    """The norm of what all ranks of the axis hold, from those of their parts. A collective of them."""
+    """All-reduce the norms of local shards to the norm of the full tensor. A collective of the axis."""
     local = local.detach().clone()
     if order == float("inf"):
         return all_reduce(axis, local, op=dist.ReduceOp.MAX)

@@ -21,13 +21,13 @@ from oslo_models.distributed.object_exchange import broadcast_object
 
 
 def stable_hash(*parts: int | str) -> int:
-    """A 63-bit hash of all parts, the same in every process; used as a seed."""
+    """Return a 63-bit hash of all parts, equal in every process, for use as a seed."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that torch uses on ``device`` when none is given."""
+    """Return torch's default generator on ``device``."""
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator
@@ -37,7 +37,7 @@ def synchronize(axis: Axis, device: torch.device) -> None:
     """Set torch's default generators on all ranks of the axis to the state of its first rank."""
     if axis.size == 1:
         return
-    # A tuple, not a set: all ranks have to broadcast in the same order.
+    # Not a set: all ranks have to broadcast in the same order.
     for kind in dict.fromkeys((torch.device("cpu"), device)):
         generator = default_generator(kind)
         state = generator.get_state()
@@ -45,7 +45,7 @@ def synchronize(axis: Axis, device: torch.device) -> None:
 
 
 def synchronize_numpy(axis: Axis) -> None:
-    """Like `synchronize`, for numpy's generator, from which speech models draw their time masks in training."""
+    """Synchronise numpy's generator. Speech models draw their time masks from it in training."""
     if axis.size > 1:
         np.random.set_state(broadcast_object(axis, np.random.get_state()))
 
@@ -62,7 +62,7 @@ class ShardedRngStream:
         return self
 
     def enter(self) -> None:
-        """Start a sharded region. Further calls have no effect: query, key and value layers each make one."""
+        """Start a sharded region. Repeated calls, as from query, key and value layers, have no effect."""
         if self._common_state is not None:
             return
         generator = default_generator(self._device)
@@ -71,7 +71,7 @@ class ShardedRngStream:
         generator.manual_seed(stable_hash(key, self._rank))
 
     def leave(self) -> None:
-        """End the sharded region, if one was started."""
+        """End the sharded region, if any."""
         if self._common_state is not None:
             default_generator(self._device).set_state(self._common_state)
             self._common_state = None

@@ -83,10 +83,10 @@ ELEMENTWISE: frozenset[Function] = frozenset(
     | _found((f"__{name}__" for name in _names(_OPERATORS)), Tensor)
     | _found(_names(_IN_PLACE), torch, Tensor)
 )
-"""Functions of each element by itself: exact on shards of one layout."""
+"""Elementwise functions: exact on shards of one layout."""
 
 LISTS_ELEMENTWISE: frozenset[Function] = frozenset(_foreach())
-"""Functions of each element of lists of tensors, which optimizers call. They are exact on shards."""
+"""Elementwise functions of lists of tensors, called by optimizers. They are exact on shards."""
 
 ABOUT_MEMORY: frozenset[Function] = frozenset(
     _found(_names(_ABOUT_MEMORY), torch, Tensor)
@@ -98,7 +98,7 @@ ABOUT_MEMORY: frozenset[Function] = frozenset(
     }
     | {torch.is_tensor, torch.is_storage, torch.result_type, torch.can_cast, Tensor.stride}
 )
-"""Functions that ask for properties of the local memory, or convert it to Python or NumPy."""
+"""Functions that query properties of the local memory or convert it to Python or NumPy."""
 
 RESHAPED: frozenset[Function] = frozenset(
     _found(_names(_SHAPES), torch, Tensor, torch.functional)

@@ -1,16 +1,16 @@
-"""Parameters that know that they are shards, so that tools which handle parameters themselves are right or refused.
+"""Parameters that know their sharding, so that external tools give correct results or raise an error.
 
-An optimizer, a checkpoint library or a function that clips gradients sees a shard as an ordinary parameter. Those that
-work element by element are right. For the others, `ShardedParameter` and the tensors derived from it (its gradient, the
-states of optimizers, what ``state_dict()`` returns) answer torch's own protocols:
+Optimizers, checkpoint libraries and gradient clipping see a local shard as an ordinary parameter. Elementwise tools are
+correct anyway. For all others, `ShardedParameter` and the tensors derived from it (gradients, optimizer states, values
+of ``state_dict()``) implement torch's protocols:
 
-* norms of gradients are those of the full model (``torch.nn.utils.clip_grad_norm_``, and all that call it);
-* ``torch.distributed.checkpoint`` saves and loads them as chunks of full tensors, at any parallel sizes;
-* functions of each element run on the local tensor and return a shard (`shard_functions`);
-* norms, sums, means and a few other reductions are those of the full tensor, with gradients of every order;
-* numbers are drawn for the full tensor, and each rank keeps its part.
+* gradient norms are norms of the full model (``torch.nn.utils.clip_grad_norm_`` and all its callers);
+* ``torch.distributed.checkpoint`` saves and loads shards as chunks of full tensors, at any parallel sizes;
+* elementwise functions run on the local tensor and return a shard (`shard_functions`);
+* norms, sums, means and a few other reductions cover the full tensor, with gradients of every order;
+* random numbers are drawn for the full tensor, and each rank keeps its shard.
 
-Every other function raises outside of the layer: it would take the part of this rank for the full tensor.
+Every other function raises outside of the layer, since it would treat the local shard as the full tensor.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ from oslo_models.distributed.shard_functions import ABOUT_MEMORY, ELEMENTWISE, L
 from oslo_models.sharding.layout import Layout, Range
 
 without_override = torch._C.DisableTorchFunctionSubclass
-"""A context in which shards are plain tensors, at no cost: the layers that own them compute in it."""
+"""Context in which shards act as plain tensors at no cost. Layers compute with their own shards in it."""
 
 
 def layer_context(weight: Tensor) -> Any:
-    """The context in which a layer computes with its weight.
+    """Return the context in which a layer computes with its weight.
 
-    It is `without_override`, unless the class of the weight is of another library, such as torchao's quantised ones,
-    whose override does the computation. Classes without an override compute below it (`__torch_dispatch__`).
+    This is `without_override` for shards, plain tensors and classes that compute below the override, in
+    `__torch_dispatch__`. Weight classes of other libraries, such as torchao's quantised weights, compute in their
+    override and need it.
     """
     is_plain = isinstance(weight, (_Parameter, Shard)) or type(weight) in _PLAIN or _has_no_override(weight)
     return without_override() if is_plain else nullcontext()
@@ -69,13 +70,13 @@ _GRAD: Any = Tensor.grad
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a tensor is a shard of.
+    """Sharding of a tensor: its full tensor, layout and mesh.
 
     Attributes:
         name: the name of the parameter in the full model.
         layout: its layout over the tp axis.
         mesh: the axes of the model.
-        counts: whether this stage's copy is the one that counts in norms; tied weights are on several stages.
+        counts: whether norms count the copy on this pipeline stage. Tied weights have copies on several stages.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Sharding:
     counts: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        return self  # a copied model lives on the same ranks
+        return self  # a copied model is on the same ranks
 
     def __str__(self) -> str:
         tp, dim = self.mesh.tp, self.layout.dim
@@ -108,7 +109,7 @@ class Sharding:
 
     @property
     def replicas(self) -> Axis:
-        """The ranks that hold the same part."""
+        """The ranks with the same shard."""
         return self.mesh.expert_replicas if self.is_over_replicas else self.mesh.dp
 
     @property
@@ -117,7 +118,7 @@ class Sharding:
         return self.layout.dim is not None and self.axis.size > 1
 
     def counted(self, local: Tensor) -> list[Tensor]:
-        """The slices of a local tensor that this rank contributes to a norm in which each element counts once."""
+        """Return the slices that this rank contributes to a norm. Each element of the full tensor counts once."""
         owned = self.layout.owned_indices(self.axis.rank) if self.counts else []
         return [local[here] for _, here in owned]
 
@@ -127,12 +128,12 @@ def _said(ranges: Sequence[Range]) -> str:
 
 
 class Shard(Tensor):
-    """This rank's part of a full tensor, or its copy of a replicated one.
+    """Local shard of a full tensor, or the local copy of a replicated tensor.
 
     Attributes:
-        sharding: what it is a part of.
-        is_weight: whether it has the values of a parameter, and not of a gradient or a state of an optimizer.
-        has_plain_storage: kernels that read memory may read it as that of a plain tensor.
+        sharding: the full tensor and its layout.
+        is_weight: whether the values are parameter values, as opposed to gradients or optimizer states.
+        has_plain_storage: whether kernels may read its memory like a plain tensor.
     """
 
     sharding: Sharding
@@ -143,8 +144,8 @@ class Shard(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # While torch.compile traces a model, all shards are in their layers. Modes are disabled too: with one that is
-        # active (torch.set_default_device), dynamo comes here again and again for an attribute such as weight.dtype.
+        # While torch.compile traces a model, all shards are in their layers. Modes are disabled too: with an active
+        # mode (torch.set_default_device), dynamo enters here repeatedly for an attribute such as weight.dtype.
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
@@ -156,13 +157,13 @@ class Shard(Tensor):
         return _HANDLERS.get(func, _of_matrix)(func, *_with_first(args, kwargs or {}))
 
     def full_tensor(self) -> Tensor:
-        """The full tensor, on every rank of the tensor-parallel group, with gradients. A collective of the group."""
+        """Gather the full tensor, with gradients, on every tensor-parallel rank. A collective of the group."""
         return _Gathered.apply(_with_graph(self), self.sharding)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """``copy.set_(storage, offset, x.size(), x.stride())``, where ``x.size()`` may be the full size; see `_size`.
+        """Handle ``copy.set_(storage, offset, x.size(), x.stride())``; ``x.size()`` may be the full size, see `_size`.
 
-        A method, since torch does not pass this function to ``__torch_function__``.
+        This is a method because torch does not pass this function to ``__torch_function__``.
         """
         if type(self) is Shard and len(args) > 2 and tuple(args[2]) == tuple(self.sharding.layout.shape):
             args = (*args[:2], self.sharding.layout.local_shape(self.sharding.axis.rank), *args[3:])
@@ -181,13 +182,13 @@ class Shard(Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, it is a plain tensor: what unpickles it may run on other ranks, or on none."""
+        """Pickle as a plain tensor: the reading program may run on other ranks or without any."""
         local = local_tensor(self)
         if isinstance(self, nn.Parameter):
             return torch._utils._rebuild_parameter, (local, self.requires_grad, OrderedDict())
         return local.__reduce_ex__(protocol)
 
-    # torch.distributed.checkpoint's protocol for tensors that are parts of others
+    # torch.distributed.checkpoint's protocol for shards
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         return checkpoint_chunks.write_items(fqn, local_tensor(self), *self._layout_and_rank())
@@ -203,7 +204,7 @@ class Shard(Tensor):
 
 
 class WeightView(Tensor):
-    """Elements of a shard in another shape, outside of its layer: functions that mix them or write to them raise.
+    """Elements of a shard in another shape, outside of its layer. Functions that mix or overwrite them raise.
 
     Attributes:
         sharding: the sharding of the whole tensor.
@@ -236,14 +237,14 @@ class GradientShard(Shard):
 
 
 class _Parameter(nn.Parameter):
-    """A parameter whose gradient is a `GradientShard`."""
+    """Parameter that returns its gradient as a `GradientShard`."""
 
     sharding: Sharding
     has_plain_storage: ClassVar[bool] = True
 
     @property
     def grad(self) -> Tensor | None:
-        """As of any parameter."""
+        """The gradient, as a `GradientShard`."""
         with without_override():
             grad: Tensor | None = _GRAD.__get__(self)
         return mark(grad, self.sharding, GradientShard) if type(grad) is Tensor else grad
@@ -259,20 +260,20 @@ class _Parameter(nn.Parameter):
             _GRAD.__delete__(self)
 
     def detach(self) -> Tensor:
-        """As of any parameter.
+        """Detach like any parameter.
 
         Raises:
-            ValueError: ``DistributedDataParallel`` calls it, over ranks that hold other shards.
+            ValueError: the caller is ``DistributedDataParallel`` over ranks with different shards.
         """
         if not torch.compiler.is_compiling():
             require_replicas_in_ddp(self.sharding)
         return super().detach()
 
     def type(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any parameter.
+        """Return or change the type like any parameter.
 
         Raises:
-            ValueError: ``ZeroRedundancyOptimizer`` calls it, over ranks that hold other shards.
+            ValueError: the caller is ``ZeroRedundancyOptimizer`` over ranks with different shards.
         """
         if not torch.compiler.is_compiling():
             require_replicas_in_zero(self.sharding)
@@ -280,11 +281,11 @@ class _Parameter(nn.Parameter):
 
 
 class ShardedParameter(Shard, _Parameter):
-    """This rank's part of a parameter that is sharded over the tensor-parallel group."""
+    """Local shard of a parameter that is sharded over the tensor-parallel group."""
 
 
 class ReplicatedParameter(_Parameter):
-    """A parameter of which every rank of the tensor-parallel group has a copy: an ordinary one but for its gradient."""
+    """Parameter with a copy on every rank of the tensor-parallel group. Only its gradient class is special."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with without_override():
@@ -296,14 +297,14 @@ class ReplicatedParameter(_Parameter):
 
 
 def mark(tensor: Any, sharding: Sharding, cls: type) -> Any:
-    """Make ``tensor`` an instance of ``cls``, in place: optimizers and modules refer to the object."""
+    """Make ``tensor`` an instance of ``cls`` in place, since optimizers and modules refer to the object."""
     tensor.__class__ = cls
     tensor.sharding = sharding
     return tensor
 
 
 def mark_parameter(param: nn.Parameter, sharding: Sharding) -> None:
-    """Let a parameter know its sharding, in place; one whose class is of another library stays as it is."""
+    """Attach the sharding to a parameter in place. Parameter classes of other libraries stay unchanged."""
     if type(param) is not nn.Parameter and not isinstance(param, _Parameter):
         return
     is_full = sharding.layout.dim is None or sharding.axis.size == 1
@@ -311,7 +312,7 @@ def mark_parameter(param: nn.Parameter, sharding: Sharding) -> None:
 
 
 def mark_buffer(module: nn.Module, leaf: str, sharding: Sharding) -> None:
-    """Let ``state_dict`` return a sharded buffer as a `Shard`; the module computes with a plain tensor."""
+    """Make ``state_dict`` return a sharded buffer as a `Shard`. The module itself keeps a plain tensor."""
     module.register_state_dict_post_hook(partial(_mark_value, leaf, sharding))
 
 
@@ -321,7 +322,7 @@ def _mark_value(leaf: str, sharding: Sharding, module: nn.Module, state: dict[st
 
 
 def unmark_parameter(param: Any) -> None:
-    """Make a parameter that was marked a plain one again, in place."""
+    """Revert `mark_parameter` in place."""
     if isinstance(param, _Parameter):
         param.__class__ = nn.Parameter  # type: ignore[assignment]
     for name in ("sharding", "ds_pipe_replicated", "model_parallel"):
@@ -329,37 +330,37 @@ def unmark_parameter(param: Any) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The elements of a shard as a plain tensor that shares their memory, without gradients."""
+    """Return the local shard as a plain tensor with shared memory and without gradients."""
     with without_override():
         return tensor.detach().as_subclass(Tensor) if isinstance(tensor, Shard) else tensor
 
 
 @torch.no_grad()
 def gather_shards(axis: Axis, shard: Tensor, layout: Layout) -> Tensor:
-    """The full tensor, bit for bit, on every rank of the axis. A collective of them."""
+    """Gather the full tensor, bit for bit, on every rank of the axis. A collective of the axis."""
     shard = local_tensor(shard)
     if layout.dim is None:
         return shard.clone()
     full = shard.new_zeros(layout.shape)
     for there, here in layout.owned_indices(axis.rank):
         full[there] = shard[here]
-    # Bytes are summed, not numbers: -0.0 + 0.0 is 0.0.
+    # Sum bytes instead of numbers, since -0.0 + 0.0 is 0.0.
     all_reduce(axis, full.view(torch.uint8) if full.dim() else full)
     return full
 
 
 def _with_graph(tensor: Tensor) -> Tensor:
-    """The elements of a shard as a plain tensor in the same autograd graph."""
+    """Return the local shard as a plain tensor in the same autograd graph."""
     with without_override():
         return tensor.as_subclass(Tensor)
 
 
-# In both pairs, the backward pass of one function is the other one. Copies of the same elements on several ranks count
-# as one variable: each copy gets the full gradient, as layers give it to them.
+# In both pairs, each function is the backward pass of the other. Copies of an element on several ranks count as one
+# variable: each copy receives the full gradient, as in the layers.
 
 
 class _Gathered(torch.autograd.Function):
-    """The full tensor of shards. Its gradient is the same on all ranks, and each takes its part."""
+    """Gather the full tensor from shards. Its gradient is equal on all ranks; each rank takes its shard of it."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, sharding: Sharding) -> Tensor:
@@ -372,7 +373,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Part(torch.autograd.Function):
-    """This rank's part of a full tensor that all ranks have."""
+    """Take the local shard of a full tensor that is equal on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, sharding: Sharding) -> Tensor:
@@ -385,7 +386,7 @@ class _Part(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """The sum of all elements of the full tensor, on every rank."""
+    """Sum all elements of the full tensor, on every rank."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, sharding: Sharding) -> Tensor:
@@ -399,7 +400,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """A number that all ranks have, at each element of a shard."""
+    """Expand a number that is equal on all ranks to the shape of a shard."""
 
     @staticmethod
     def forward(ctx: Any, number: Tensor, shape: torch.Size, sharding: Sharding) -> Tensor:
@@ -412,7 +413,7 @@ class _Spread(torch.autograd.Function):
 
 
 def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with the first one by position, where handlers look for it: ``torch.clone(input=x)``."""
+    """Make the first argument positional, since handlers expect it there: ``torch.clone(input=x)``."""
     name = None if args else next((name for name in _FIRST_ARGUMENTS if name in kwargs), None)
     if name is None:
         return args, kwargs
@@ -420,7 +421,7 @@ def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 
 
 _FIRST_ARGUMENTS = ("tensor", "input", "self", "x", "A", "equation", "a")  # nn.init.uniform_(tensor, a, b)
-"""The names that torch gives the first argument of the functions that are handled."""
+"""Names of the first argument in torch's signatures of the handled functions."""
 
 
 # Norms ----------------------------------------------------------------------------------------------------------------
@@ -447,13 +448,13 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     dtype = kwargs.get("dtype") or shard.dtype
     parts = [torch.linalg.vector_norm(part, order, dtype=dtype) for part in sharding.counted(local_tensor(shard))]
     norm = torch.linalg.vector_norm(torch.stack(parts), order) if parts else torch.zeros((), dtype=dtype).to(shard)
-    if sharding.mesh.is_over_replicas(sharding.layout):  # sums over the model lack the other replicas
+    if sharding.mesh.is_over_replicas(sharding.layout):  # sums over the model miss the other replicas
         norm = norm_of_parts(sharding.axis, norm, order) * (sharding.mesh.tp.rank == 0)
     return partial_norm(norm, sharding.mesh, order, isinstance(shard, GradientShard) or not sharding.counts)
 
 
 def _norm_with_graph(shard: Shard, order: float, kwargs: dict[str, Any]) -> Tensor:
-    """The norm of a weight as a term of a loss."""
+    """Return the norm of a weight as a differentiable loss term."""
     if not shard.sharding.counts:
         raise RuntimeError(
             f"the norm of {shard.sharding.name} is the norm of a tied weight that counts on another stage: leave it "
@@ -477,7 +478,7 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
-    """``sum(x, dtype=...)`` and ``mean(x, dtype=...)``."""
+    """Handle ``sum(x, dtype=...)`` and ``mean(x, dtype=...)``."""
     if not _reduces_shard(args, kwargs, "dtype"):
         return _of_matrix(func, args, kwargs)
     values, sharding = _with_graph(args[0]), args[0].sharding
@@ -490,7 +491,7 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """``max``, ``min``, ``amax``, ``amin``, ``all`` and ``any`` of all elements."""
+    """Handle ``max``, ``min``, ``amax``, ``amin``, ``all`` and ``any`` of all elements."""
     if not _reduces_shard(args, kwargs):
         return _of_matrix(func, args, kwargs)
     if torch.is_grad_enabled() and args[0].requires_grad:
@@ -505,13 +506,13 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _owned(local: Tensor, layout: Layout, rank: int) -> Tensor:
-    """The elements that count on a rank, in one row; those of another rank without values."""
+    """Return the elements that count on a rank as a flat tensor. For other ranks, only its size is meaningful."""
     source = local if local.shape == layout.local_shape(rank) else local.new_empty(layout.local_shape(rank))
     return torch.cat([local.new_empty(0), *(source[here].flatten() for _, here in layout.owned_indices(rank))])
 
 
 def _comparison(func: Any, args: Any, kwargs: Any) -> Any:
-    """``equal(x, y)`` and ``allclose(x, y, ...)``, the same on every rank. ``y`` may be a shard or a full tensor."""
+    """Handle ``equal(x, y)`` and ``allclose(x, y, ...)``, equal on all ranks. ``y`` may be a shard or a full tensor."""
     shards = [arg for arg in args[:2] if isinstance(arg, Shard)]
     if not shards or len(args) < 2 or any(isinstance(arg, WeightView) for arg in args):
         return _of_matrix(func, args, kwargs)
@@ -527,17 +528,17 @@ def _comparison(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reduces_shard(args: Any, kwargs: Any, *options: str) -> bool:
-    """Whether a reduction is of all elements of a part, outside of its layer."""
+    """Return whether a call reduces all elements of a shard, outside of its layer."""
     is_whole = len(args) == 1 and isinstance(args[0], Shard) and kwargs.keys() <= set(options)
     return is_whole and args[0].sharding.is_part and not computes_in_layer(args[0].sharding)
 
 
-# Numbers that are drawn -----------------------------------------------------------------------------------------------
+# Random numbers -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions that fill a tensor by random numbers: each rank draws for the full tensor and keeps its part."""
+    """Handle random initialization: each rank draws the full tensor and keeps its shard."""
     sharding = args[0].sharding if isinstance(args[0], Shard) else None
     if sharding is None or len([arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)]) > 1:
         return _of_matrix(func, args, kwargs)
@@ -559,7 +560,7 @@ def _local(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _derived(func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions of each element by itself, such as those that create and update the states of optimizers."""
+    """Handle elementwise functions, such as the creation and update of optimizer states."""
     given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, (Shard, WeightView))]
     if torch.is_grad_enabled() and given and given[0].sharding.is_part:
         start = int(_writes(func))
@@ -576,7 +577,7 @@ def _derived(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copied(operand: Any, shard: Shard | WeightView) -> Any:
-    """An operand that all ranks have: each rank adds a part of its gradient."""
+    """Make the gradient of a replicated operand a sum over ranks, since each rank computes a part of it."""
     if not isinstance(operand, Tensor) or isinstance(operand, (Shard, WeightView)) or not operand.requires_grad:
         return operand
     from_last = shard.dim() - (shard.sharding.layout.dim or 0)
@@ -585,7 +586,7 @@ def _copied(operand: Any, shard: Shard | WeightView) -> Any:
     )
     if not is_spread or computes_in_layer(shard.sharding):
         return operand
-    if shard.sharding.layout.overlaps:  # the sum would count the copies of an element repeatedly
+    if shard.sharding.layout.overlaps:  # the sum would count copies of an element repeatedly
         raise RuntimeError(
             f"a tensor with gradients meets a shard ({shard.sharding}) with copies on several ranks: pass what "
             "full_tensor() returns"
@@ -594,7 +595,7 @@ def _copied(operand: Any, shard: Shard | WeightView) -> Any:
 
 
 def _derived_lists(func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch._foreach_*`` and the fused steps of optimizers."""
+    """Handle ``torch._foreach_*`` and fused optimizer steps."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     for given in zip(*lists, strict=False):
         shards = [arg for arg in given if isinstance(arg, (Shard, WeightView))]
@@ -610,7 +611,7 @@ def _derived_lists(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _require_one_layout(func: Any, given: Sequence[Any]) -> None:
-    """Raise ``RuntimeError`` for elements of two shards that are at other places in their full tensors."""
+    """Raise ``RuntimeError`` if two shards hold elements at different positions of their full tensors."""
     for other in given[1:]:
         one, two = given[0].sharding, other.sharding
         if one is two or one.layout == two.layout or not (one.is_part or two.is_part) or computes_in_layer(one):
@@ -621,7 +622,7 @@ def _require_one_layout(func: Any, given: Sequence[Any]) -> None:
 
 
 def _of_view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions of each element of a view. Those that write may write to other places than on one process."""
+    """Handle elementwise functions of a view. Writes raise: they could affect other elements than on one process."""
     written = args[0] if args and _writes(func) else kwargs.get("out")
     if isinstance(written, WeightView):
         return _of_matrix(func, args, kwargs)
@@ -629,7 +630,7 @@ def _of_view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
-    """``torch.autograd.grad(outputs, inputs)``: the gradients of shards are shards."""
+    """Handle ``torch.autograd.grad(outputs, inputs)``. Gradients of shards are shards."""
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     grads = _local(func, args, kwargs)
@@ -640,7 +641,7 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _where(func: Any, args: Any, kwargs: Any) -> Any:
-    """``where(condition, x, y)``; with a condition only, it returns positions."""
+    """Handle ``where(condition, x, y)``. With only a condition, it returns positions."""
     return (_of_matrix if len(args) + len(kwargs) == 1 else _derived)(func, args, kwargs)
 
 
@@ -649,7 +650,7 @@ def _is_all_or_in_layer(tensor: Any) -> bool:
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x.copy_(values)``: values of the shard, or of the full tensor."""
+    """Handle ``x.copy_(values)`` with values of the local shard or of the full tensor."""
     target, values = args[0], args[1] if len(args) > 1 else kwargs.get("src")
     is_plain = isinstance(target, Shard) and target.sharding.is_part and type(values) in _PLAIN
     if is_plain and values.shape == target.sharding.layout.shape:
@@ -659,7 +660,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_hook(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x.register_hook(hook)``: the hook gets a shard."""
+    """Handle ``x.register_hook(hook)``. The hook receives a shard."""
     param, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
     if not isinstance(param, ShardedParameter) or computes_in_layer(param.sharding):
         return _local(func, args, kwargs)
@@ -672,7 +673,7 @@ def _with_hook(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x[index] = value``: of all elements, or by a mask of them."""
+    """Handle ``x[index] = value`` for all elements or a mask of the full shape."""
     target, index = args[:2]
     is_whole = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
     is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == target.shape
@@ -682,7 +683,7 @@ def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same values in another type or place, or without gradients; those of a weight stay a weight."""
+    """Handle casts, moves, copies and detaching. The result of a weight is a weight."""
     result = _derived(func, args, kwargs)
     if _is_weight(args[0]) and type(result) is Shard:
         result.is_weight = True
@@ -690,7 +691,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Elements in another shape, or some of them."""
+    """Handle views and selections of elements."""
     result, source = _local(func, args, kwargs), args[0]
     if not isinstance(source, (Shard, WeightView)):
         return _of_matrix(func, args, kwargs)
@@ -704,7 +705,7 @@ def _as_view(sharding: Sharding, result: Tensor) -> Tensor:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether products with a tensor are those of a sharded layer, outside of it."""
+    """Return whether a tensor has weight values, so that products with it belong in its sharded layer."""
     return isinstance(value, (ShardedParameter, WeightView)) or (isinstance(value, Shard) and value.is_weight)
 
 
@@ -719,7 +720,7 @@ def _product(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _lookup(func: Any, args: Any, kwargs: Any) -> Any:
-    """``embedding(ids, weight)``: tables with sharded features, such as biases of heads, are looked up as they are."""
+    """Handle ``embedding(ids, weight)``. Tables with sharded features, such as biases per head, allow local lookup."""
     weight = next((arg for arg in (*args, *kwargs.values()) if _is_weight(arg)), None)
     if weight is not None and weight.sharding.layout.dim == 0:
         return _product(func, args, kwargs)
@@ -728,17 +729,17 @@ def _lookup(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _computes_with_part(weight: Any) -> bool:
-    """Whether a product with a shard is a step of its layer. Attention layers also divide weights by their heads."""
+    """Return whether a product with a shard is a step of its layer. Attention layers also split weights by heads."""
     if _is_called_by_operation() or computes_in_owner(weight.sharding):
         return True
     return isinstance(weight, WeightView) and computes_in_layer(weight.sharding)
 
 
 def _is_called_by_operation() -> bool:
-    """Whether the call is a step of an operation that a layer has called with its part.
+    """Return whether the call is a step of an operation that a layer called with its shard.
 
-    A graph of torch.compile's debugging backend "eager" is one. Another is the backward pass of grouped products of
-    experts, which is Python code in transformers 5.17.
+    Examples are a graph of torch.compile's debugging backend "eager" and the backward pass of grouped expert products,
+    which is Python code in transformers 5.17.
     """
     frame: Any = sys._getframe()
     while frame is not None:
@@ -750,7 +751,7 @@ def _is_called_by_operation() -> bool:
 
 
 def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions that mix elements, and those that are unknown: they run in the layer, and on full tensors."""
+    """Handle functions that mix elements and unknown functions. They run only in the layer or on full tensors."""
     given = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, (Shard, WeightView))]
     part = next((arg for arg in given if arg.sharding.is_part), None)
     if part is None or computes_in_layer(part.sharding):
@@ -767,7 +768,7 @@ _BY_COPY = (
 
 
 def _writes(func: Any) -> bool:
-    """Whether a function writes to its first argument."""
+    """Return whether a function writes to its first argument."""
     name = func.__name__
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
@@ -775,7 +776,7 @@ def _writes(func: Any) -> bool:
 
 
 def _advice(otherwise: str) -> str:
-    """The remedy: that of an optimizer if its step is on the call stack."""
+    """Return the remedy: advice for an optimizer if its step is on the call stack, else ``otherwise``."""
     optimizer = calling_optimizer()
     if optimizer is None:
         return otherwise
@@ -786,10 +787,10 @@ def _advice(otherwise: str) -> str:
 
 
 def _chunk(func: Any, args: Any, kwargs: Any) -> Any:
-    """``fully_shard`` cuts parameters by this function, also when it wraps a block of the model only.
+    """Handle ``chunk``. ``fully_shard`` splits parameters with it, even if it wraps only a block of the model.
 
     Raises:
-        ValueError: it would cut a shard over ranks that hold other shards.
+        ValueError: ``fully_shard`` would split a shard over ranks with different shards.
     """
     if isinstance(args[0], ShardedParameter):
         require_replicas_in_fully_shard(args[0].sharding.name, args[0].sharding.mesh)
@@ -801,10 +802,10 @@ def _name(func: Any) -> str:
 
 
 def _size(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of a value of ``state_dict()`` or of an optimizer's state the full size, which torch compares with the saved one.
+    """Return the full size for values of ``state_dict()`` and optimizer states: torch compares it with the saved size.
 
-    Its ``shape``, and the size of a single dimension, are those of the local tensor, unless an initializer of
-    ``torch.nn.init`` computes the bounds of random numbers from them.
+    ``shape`` and the size of a single dimension refer to the local tensor. The exception is ``torch.nn.init``, which
+    computes the bounds of random numbers from the full sizes.
     """
     full = args[0].sharding.layout.shape if isinstance(args[0], Shard) else None
     if full is not None and len(args) == 2 and sys._getframe(2).f_code is _FANS:
@@ -819,14 +820,14 @@ _FANS = nn.init._calculate_fan_in_and_fan_out.__code__
 
 
 def _device(func: Any, args: Any, kwargs: Any) -> Any:
-    """``x.device``, which ``DistributedDataParallel`` reads first, before it compares shapes and sends parameters."""
+    """Return ``x.device``. ``DistributedDataParallel`` reads it before it compares shapes and sends parameters."""
     if sys._getframe(2).f_globals.get("__name__") == "torch.nn.parallel.distributed":
         require_replicas_in_ddp(args[0].sharding)
     return _local(func, args, kwargs)
 
 
 def _new_empty(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``torch.distributed.checkpoint`` copies a value to before it saves it asynchronously; see `Shard.set_`."""
+    """Handle ``new_empty``: asynchronous saves of ``torch.distributed.checkpoint`` copy into it; see `Shard.set_`."""
     with without_override():
         result = func(*args, **kwargs)
     return mark(result, args[0].sharding, Shard) if type(args[0]) is Shard and not result.dim() else result

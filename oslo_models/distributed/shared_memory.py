@@ -1,4 +1,4 @@
-"""Connects the ranks of an axis through shared memory where they run on one host; it is faster than gloo."""
+"""Connects the ranks of an axis on one host through shared memory. It is faster than gloo."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from oslo_models.distributed.watchdog import waiting
 
 
 def shared_memory_of(axis: Axis) -> SharedMemory | None:
-    """The memory that all ranks of the axis share, created at the first call; ``None`` if they cannot share any."""
-    attributes = axis.__dict__  # `Axis` is frozen, and has this attribute only after the first call
+    """Return the shared memory of all ranks of the axis; ``None`` if not available. The first call creates it."""
+    attributes = axis.__dict__  # `Axis` is frozen and has this attribute only after the first call
     if "memory" not in attributes:
         attributes["memory"] = _connect(axis)
     memory: SharedMemory | None = attributes["memory"]
@@ -27,7 +27,7 @@ def shared_memory_of(axis: Axis) -> SharedMemory | None:
 def _connect(axis: Axis) -> SharedMemory | None:
     """Create the memory on the first rank and attach the others; ``None`` on all ranks unless all succeed.
 
-    The first collective of the axis connects them, so they wait no longer than in a collective.
+    The first collective of the axis connects the ranks, so they wait no longer than in a collective.
     """
     if axis.threads is not None:
         return None
@@ -42,16 +42,16 @@ def _connect(axis: Axis) -> SharedMemory | None:
     if not all(gather_objects(axis, memory is not None, slow=False)) or memory is None:
         return None
     memory.timeout = axis.timeout
-    memory.waiting = partial(waiting, replace(axis))  # a copy of the axis: with the axis itself this would be a cycle
+    memory.waiting = partial(waiting, replace(axis))  # a copy, since the axis itself would form a reference cycle
     return memory
 
 
 @contextmanager
 def _fall_back_to_gloo() -> Iterator[None]:
-    """Ignore that ranks are on several hosts, which is no fault; warn of whatever else prevents sharing memory."""
+    """Ignore errors due to ranks on several hosts, which is no fault. Warn of all other causes."""
     try:
         yield
-    except (FileNotFoundError, PermissionError):  # no process on this host has that id, or it is somebody else's
+    except (FileNotFoundError, PermissionError):  # no such process on this host, or it belongs to another user
         pass
     except (BuildError, OSError) as error:
         warnings.warn(f"ranks sum through gloo, which is slower than the memory they share: {error}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""Lets the ranks of a model stop generating at the same token, whatever their clocks say."""
+"""Makes all ranks of a model stop generating at the same token, even if their clocks differ."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import Axis
 
 _OF_TOKENS = {MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, ConfidenceCriteria}
-"""Criteria that look at tokens and scores only, which are equal on all ranks."""
+"""Criteria that read only tokens and scores. These are equal on all ranks."""
 
 
 class AgreedCriteria(StoppingCriteria):
-    """Criteria that may differ between ranks: a row stops on all ranks once they stop it on one.
+    """Criteria that may differ between ranks. A sequence stops on all ranks once they stop it on one.
 
     Args:
-        criteria: look at a clock, or were written by the user. A criterion with an attribute ``is_agreed`` is not among
-            them: it exchanges messages itself.
+        criteria: criteria that read a clock or were written by the user. A criterion with an attribute ``is_agreed``
+            does not belong here, since it communicates itself.
         axis: the ranks of the model.
     """
 
@@ -38,7 +38,7 @@ class AgreedCriteria(StoppingCriteria):
                 self.eos_token_id = each.eos_token_id
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        """Return which rows are finished. A collective.
+        """Return a mask of finished sequences. A collective.
 
         Raises:
             Exception: on every rank, if a criterion raises on one.
@@ -58,7 +58,7 @@ class AgreedCriteria(StoppingCriteria):
 
 
 def agreed(criteria: StoppingCriteriaList, axis: Axis) -> StoppingCriteriaList:
-    """Return the criteria with one exchange per token for all that may differ between the ranks of ``axis``."""
+    """Wrap all criteria that may differ between ranks of ``axis``, with one all-reduce per token for all of them."""
     equal: list[Any] = []
     own: list[Any] = []
     for each in criteria:

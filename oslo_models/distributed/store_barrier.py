@@ -14,16 +14,15 @@ SLOW_TIMEOUT = 1800.0
 
 
 class SlowWait:
-    """Waiting for the ranks of ``axis`` up to `SLOW_TIMEOUT`, as long as they are alive.
+    """Monitors a wait for the ranks of ``axis``, up to `SLOW_TIMEOUT` while they are alive.
 
     Args:
-        what: what this rank waits in, for the message.
-        first_status_timeout: seconds to wait for a rank that has not published a status yet, if longer than the
-            timeout of the axis.
-        limit: seconds to wait for a rank that is alive, if longer than the timeout of the axis.
+        what: the operation, for the message.
+        first_status_timeout: seconds to wait for the first status of a rank, if longer than the timeout of the axis.
+        limit: seconds to wait for a live rank, if longer than the timeout of the axis.
 
     Attributes:
-        answered: when this rank last learned who has come.
+        answered: the time of the last news about arrived ranks.
     """
 
     def __init__(
@@ -39,10 +38,10 @@ class SlowWait:
         self._start = self._diagnosed = self.answered = time.monotonic()
 
     def check(self) -> None:
-        """Look after the ranks, unless that was done a moment ago.
+        """Diagnose the ranks, unless the last diagnosis is recent.
 
         Raises:
-            RankFailedError: a rank died, published nothing for the timeout of the axis, or did not come in time.
+            RankFailedError: a rank died, published nothing for the timeout of the axis, or did not arrive in time.
         """
         axis, now = self._axis, time.monotonic()
         # The more ranks there are, the less often each may read the statuses of all.
@@ -57,7 +56,7 @@ class SlowWait:
 
 
 def store_barrier(watchdog: Any, axis: Any, what: str, first_status_timeout: float = 0.0) -> None:
-    """Wait until all ranks of ``axis`` are here; arguments and errors are those of `SlowWait`."""
+    """Wait until all ranks of ``axis`` have arrived. See `SlowWait` for arguments and errors."""
     key, previous = watchdog.next_barrier(f"{axis.name} {axis.ranks[0]} {axis.ranks[-1]} {axis.size}")
     wait = SlowWait(watchdog, axis, what, first_status_timeout)
     arrived, increment, pause = 0, 1, 1e-4

@@ -23,15 +23,15 @@ class StoreLostError(TimeoutError):
 
 
 class StoreClient:
-    """A separate connection to a store, since a `TCPStore` answers one request per connection at a time.
+    """Separate connection to a store, since a `TCPStore` answers one request per connection at a time.
 
-    The process that hosts the store may stop in the middle of an answer, so requests run in a thread that is started
-    with the client: Python 3.12 starts no threads while it shuts down, when the last status is published. `close` ends
-    the thread: if it returned from C++ while the interpreter is being finalized, it would abort the process
-    (``terminate called without an active exception``).
+    The host of the store may stop in the middle of an answer, so requests run in a thread. The client starts the thread
+    early: the last status is published at shutdown, when Python 3.12 starts no threads. `close` ends the thread. If it
+    returned from C++ during finalization of the interpreter, it would abort the process (``terminate called without an
+    active exception``).
 
     Attributes:
-        lost: whether the connection is broken. It never recovers, and each further request would log a C++ stack trace.
+        lost: whether the connection is broken. It never recovers. Each further request would log a C++ stack trace.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -46,17 +46,17 @@ class StoreClient:
         self.lost = False
 
     def ask(self, request: Callable[[Any], Any], seconds: float = 2.0) -> Any:
-        """Return what ``request(store)`` returns.
+        """Return the result of ``request(store)``.
 
         Raises:
             StoreLostError: the connection is broken.
-            TimeoutError: no answer in this time.
+            TimeoutError: no answer within this time.
         """
         answer: list[Any] = []
         ended = threading.Event()
 
         def run() -> None:
-            if ended.is_set():  # given up before its turn came
+            if ended.is_set():  # the caller has given up
                 return
             with suppress(Exception):  # such as a store in a file that was removed
                 try:
@@ -76,7 +76,7 @@ class StoreClient:
         raise TimeoutError("the store of the process group does not answer")
 
     def close(self, *threads: threading.Thread) -> None:
-        """End the thread, and ``threads`` that use the connection; shut it down if one waits for an answer."""
+        """End the thread and all ``threads`` on this connection. Shut it down if one waits for an answer."""
         self._requests.put(None)
         self._thread.join(0.2)
         waiting = [thread for thread in (self._thread, *threads) if thread.is_alive()]
@@ -95,24 +95,24 @@ class StoreClient:
 def _serve(requests: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (run := requests.get()) is not None:
         run()
-        del run  # it refers to the client, whose end ends this thread
+        del run  # it refers to the client, and the end of the client ends this thread
 
 
 def _base(store: Any) -> Any:
-    """The store behind all prefixes."""
+    """Return the store behind all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
 
 
 def _port(store: Any) -> int | None:
-    """The port of the store's server; ``None`` if the store has no server."""
+    """Return the port of the store's server; ``None`` if the store has no server."""
     store = _base(store)
     return store.port if isinstance(store, TCPStore) else None
 
 
 def _connections(port: int | None) -> set[tuple[int, str]]:
-    """The file descriptors of this process's connections to a port, each with its link in ``/proc`` (Linux only)."""
+    """Return the file descriptors of this process's connections to a port, with their ``/proc`` links (Linux only)."""
     found = set()
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd") if port is not None else ():

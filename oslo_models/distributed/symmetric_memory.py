@@ -1,10 +1,11 @@
-"""Sums over the GPUs of one host through memory that all of them address, for the small sums of decoding steps.
+"""All-reduces small tensors over the GPUs of one host through symmetric memory, for decoding steps.
 
-Each rank writes its part where the others can read it, and adds up all parts itself: one kernel and one exchange, where
-NCCL's ring has a step for each rank. The kernel is torch's ``symm_mem::one_shot_all_reduce_copy``. It waits until all
-ranks have written before it reads, and until all have read before it ends, so the next sum may use the same memory.
+Each rank writes its input to memory that all ranks can read, and sums all inputs itself. This takes one kernel and one
+exchange; NCCL's ring has one step per rank. The kernel is torch's ``symm_mem::one_shot_all_reduce_copy``. It waits
+until all ranks have written before it reads, and until all have read before it ends. The next sum may therefore reuse
+the buffer.
 
-`connect` gives an axis such memory; `collectives.all_reduce` then uses it in compiled code.
+`connect` gives an axis such a buffer. `collectives.all_reduce` then uses it in compiled code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import agree, gather_objects
 
 BYTES = 128 * 1024
-"""The largest sum, as in Inductor: beyond it, reading all parts takes longer than NCCL's further steps."""
+"""Largest tensor, as in Inductor. Beyond it, reading all inputs takes longer than NCCL's additional steps."""
 _ALIGNMENT = 16
 _ROUNDS = 8
 _LONGEST_SOCKET_PATH = 107
@@ -31,19 +32,19 @@ _WITHOUT = "leave symmetric_memory out, so that NCCL computes all sums"
 
 
 class SymmetricMemory:
-    """Memory of this rank that the other ranks of a group read, and the sums through it.
+    """Symmetric memory buffer of this rank, and sums over the ranks of a group through it.
 
-    Two sums of a group may not run at the same time, on two streams.
+    Two sums of a group must not run concurrently on two streams.
 
     Args:
         device: a GPU.
 
     Raises:
-        RuntimeError: The folder for temporary files has a path that is too long.
+        RuntimeError: the path of the folder for temporary files is too long.
 
     Attributes:
-        dtypes: those of which it computes sums.
-        axis: the number by which operations of torch know its axis.
+        dtypes: the supported dtypes.
+        axis: the handle of its axis in custom operations.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
@@ -56,7 +57,7 @@ class SymmetricMemory:
         self._group, self.axis = "", 0
 
     def connect(self, axis: Axis) -> None:
-        """Exchange addresses with the other ranks of the axis, each of which calls this."""
+        """Exchange addresses with the other ranks of the axis. Every rank calls this."""
         from torch.distributed import _symmetric_memory
 
         assert axis.group is not None
@@ -64,17 +65,17 @@ class SymmetricMemory:
         self._group, self.axis = axis.group.group_name, axis_handle(axis)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether this is the way to sum ``x``, rather than NCCL. All ranks of a sum find the same."""
+        """Return whether to sum ``x`` here instead of through NCCL. The result is the same on all ranks."""
         size = x.numel() * x.element_size()
         return x.dtype in self.dtypes and 0 < size <= BYTES and size % _ALIGNMENT == 0
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of ``x`` over the ranks, in new memory.
+        """Return the sum of ``x`` over the ranks in new memory.
 
         Args:
-            x: contiguous, and one that `takes` accepts.
+            x: a contiguous tensor accepted by `takes`.
         """
-        if x.data_ptr() % _ALIGNMENT:  # the kernel wants it aligned as the buffer is
+        if x.data_ptr() % _ALIGNMENT:  # the kernel requires the alignment of the buffer
             x = x.clone()
         part = self._buffer.view(x.dtype)[: x.numel()].view(x.shape)
         summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(part, x, "sum", self._group)
@@ -82,14 +83,14 @@ class SymmetricMemory:
 
 
 def _check_socket_path() -> None:
-    """Refuse folders for temporary files in which torch cannot make the sockets that exchange addresses.
+    """Raise ``RuntimeError`` if the path for temporary files is too long for torch's sockets, which exchange addresses.
 
-    torch copies the path into an array of 108 bytes without looking at its length.
+    torch copies the path into an array of 108 bytes without checking its length.
     """
     names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order of torch's IpcChannel
     name = next((name for name in names if name in os.environ), "TMPDIR")
     folder = os.fsencode(os.environ.get(name, "/tmp"))
-    most = _LONGEST_SOCKET_PATH - len("/symm_mem-") - len(str(1 << 22))  # the largest number of a process
+    most = _LONGEST_SOCKET_PATH - len("/symm_mem-") - len(str(1 << 22))  # the largest process id
     if len(folder) > most:
         raise RuntimeError(
             f"torch makes sockets in the folder of the variable {name}, whose path has {len(folder)} bytes and may "
@@ -98,16 +99,16 @@ def _check_socket_path() -> None:
 
 
 def connect(axis: Axis, device: torch.device, memory_type: Callable[[torch.device], Any] = SymmetricMemory) -> None:
-    """Let compiled code sum small tensors over the axis through memory that its ranks share. Every rank calls this.
+    """Let compiled code sum small tensors over the axis through symmetric memory. Every rank calls this.
 
-    It is used only after it has given NCCL's sums, also when it is replayed from a CUDA graph, on these GPUs.
+    A self-test first compares the sums with NCCL's on these GPUs, including replays from a CUDA graph.
 
     Args:
         device: the GPU of this rank.
-        memory_type: makes a `SymmetricMemory`, or what stands for one.
+        memory_type: creates a `SymmetricMemory` or a substitute.
 
     Raises:
-        ValueError: the ranks have no such memory, or their sums through it are wrong. NCCL's remain.
+        ValueError: symmetric memory is not available, or its sums are wrong. The axis keeps using NCCL.
     """
     if axis.size == 1 or axis.symmetric_memory is not None:
         return
@@ -131,13 +132,13 @@ def connect(axis: Axis, device: torch.device, memory_type: Callable[[torch.devic
 
 
 def disconnect(axis: Axis) -> None:
-    """Have NCCL compute all sums over the axis again."""
+    """Return to NCCL for all sums over the axis."""
     object.__setattr__(axis, "symmetric_memory", None)
 
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Raise errors of torch's memory as a ``ValueError`` that says what to do."""
+    """Convert errors of torch's symmetric memory to a ``ValueError`` with a remedy."""
     try:
         yield
     except (RuntimeError, ImportError, AttributeError) as error:
@@ -145,10 +146,10 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _sums_that_are_wrong(axis: Axis, memory: Any, device: torch.device) -> list[int]:
-    """The sizes whose sums differ from those of the process group. Parts are small integers, so that sums are exact.
+    """Return the tensor sizes with sums unequal to the process group's. Inputs are small integers, so sums are exact.
 
-    A rank that reads too early would see an older part; so there are several rounds, in which ranks begin sooner or
-    later than others.
+    A rank that reads too early would see an older input. Several rounds with different start times of the ranks detect
+    this.
     """
     alike = [(n, dtype) for dtype in memory.dtypes for n in (_ALIGNMENT, 1000 * _ALIGNMENT, BYTES // dtype.itemsize)]
     parts = [torch.zeros(n, dtype=dtype, device=device) for n, dtype in alike]
@@ -169,13 +170,13 @@ def _sums_that_are_wrong(axis: Axis, memory: Any, device: torch.device) -> list[
 
 
 def _replayed(compute: Callable[[], list[Tensor]], device: torch.device) -> tuple[Callable[[], Any], list[Tensor]]:
-    """On a GPU, a CUDA graph of ``compute`` and the tensors that a replay writes; elsewhere the function itself."""
+    """Return a CUDA graph replay of ``compute`` and its output tensors; on other devices, the function itself."""
     if device.type != "cuda":
         return compute, []
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        compute()  # allocates and loads what a capture may not
+        compute()  # allocations and kernel loads, forbidden during capture
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,8 +1,8 @@
-"""`ThreadGroup`: ranks that are threads of one process, for a notebook that trains on several devices.
+"""`ThreadGroup`: runs ranks as threads of one process, for notebooks that train on several devices.
 
-One rank runs at a time and passes the turn on when it waits in a collective. So there are no data races, results do not
-depend on thread timing, and each rank has its own state of the generators that threads share (torch's on the CPU,
-numpy's). Devices still overlap: kernels launched on one keep running while the next rank launches its own.
+One rank runs at a time. It passes the turn on when it waits in a collective. So there are no data races, results do not
+depend on thread timing, and each rank has a separate state of the generators shared by threads (torch's on the CPU,
+numpy's). Devices still overlap: kernels on one device keep running while the next rank launches its kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class ThreadGroup:
-    """The ranks of one model. A turn belongs to a rank, not to a thread: on a GPU, autograd uses threads of its own.
+    """Ranks of one model. A turn belongs to a rank, not to a thread: on a GPU, autograd uses separate threads.
 
     Attributes:
         devices: the device of each rank.
@@ -46,13 +46,13 @@ class ThreadGroup:
         self._rng_states: list[Any] = [None] * self.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThreadGroup:
-        return self  # a copied model lives on the same devices
+        return self  # a copied model is on the same devices
 
     def run(self, task: Callable[[int], T]) -> list[T]:
-        """Run ``task(rank)`` on every rank, rank 0 in the calling thread, and return the results by rank.
+        """Run ``task(rank)`` on every rank and return the results by rank. Rank 0 runs in the calling thread.
 
         Raises:
-            BaseException: what the first rank that failed raised, after all ranks have ended.
+            BaseException: the exception of the first failed rank, after all ranks have ended.
             RuntimeError: called from inside another `run` of this group.
         """
         with self._call_lock:
@@ -77,7 +77,7 @@ class ThreadGroup:
         return results
 
     def all_reduce(self, rank: int, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce in place, in the order of the ranks."""
+        """Reduce in place, in rank order."""
         self._exchange(rank, x, partial(_reduce, op))
 
     def all_gather(self, rank: int, value: T) -> list[T]:
@@ -95,7 +95,7 @@ class ThreadGroup:
 
     def _run_in_thread(self, rank: int, task: Callable[[int], Any], results: list[Any], context: _TorchContext) -> None:
         def task_in_context(rank: int) -> Any:
-            with context.applied(), self._on_device(rank):  # which entering a stream changes
+            with context.applied(), self._on_device(rank):  # entering a stream changes the current device
                 return task(rank)
 
         self._wait_for_turn(rank)
@@ -116,7 +116,7 @@ class ThreadGroup:
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _exchange(self, rank: int, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
-        """Return this rank's element of ``combine(values of all ranks)``, which the last rank to arrive calls."""
+        """Return this rank's element of ``combine(values of all ranks)``. The last rank to arrive calls ``combine``."""
         if self._error is not None:
             raise _OtherRankFailed from self._error
         if rank not in self._running:
@@ -130,7 +130,7 @@ class ThreadGroup:
             self._contributing_streams[rank] = torch.cuda.current_stream(self.devices[rank])
         if len(self._contributions) == self.size:
             values, self._contributions = [self._contributions[other] for other in range(self.size)], {}
-            # Each rank's tensor is used in the stream that made it, and copies between devices wait for both streams.
+            # Use each rank's tensor in the stream that produced it. Copies between devices wait for both streams.
             with torch.no_grad(), ExitStack() as streams:
                 for _, stream in sorted(self._contributing_streams.items()):
                     streams.enter_context(torch.cuda.stream(stream))
@@ -162,7 +162,7 @@ class ThreadGroup:
         self._set_rng_state(self._rng_states[rank])
 
     def _wait_uninterrupted(self, wait: Callable[[], Any]) -> None:
-        """Wait even if interrupted: a rank without the turn must not run; the error makes all ranks end instead."""
+        """Keep waiting if interrupted: a rank without the turn must not run. The recorded error ends all ranks."""
         while True:
             try:
                 wait()
@@ -171,13 +171,13 @@ class ThreadGroup:
                 self._error = self._error or error
 
     def _streams(self) -> list[torch.cuda.Stream]:
-        """The stream of each device in the calling thread: other threads would begin with the default ones."""
+        """Return the current stream of each device. Other threads would otherwise start with the default streams."""
         return [torch.cuda.current_stream(device) for device in self.devices if device.type == "cuda"]
 
     # Random states ----------------------------------------------------------------------------------------------------
 
     def _share_seed(self) -> None:
-        """Give the generators of all GPUs the state of the first; ranks on the CPU share one generator."""
+        """Copy the generator state of the first GPU to all GPUs. Ranks on the CPU share one generator."""
         if self.devices[0].type == "cuda":
             first, *others = (torch.cuda.default_generators[device.index] for device in self.devices)
             for generator in others:
@@ -197,7 +197,7 @@ class _OtherRankFailed(Exception):
 
 
 class _TorchContext:
-    """A copy of torch's thread-local settings: gradient and inference mode, autocast, function modes, streams."""
+    """Copy of torch's thread-local settings: gradient and inference mode, autocast, function modes, streams."""
 
     def __init__(self, device_type: str, streams: list[torch.cuda.Stream]) -> None:
         self.streams = streams

@@ -1,7 +1,8 @@
-"""Knows what every rank is doing, so that an error names the rank that failed instead of a timeout.
+"""Tracks the activity of every rank, so that an error names the failed rank instead of a timeout.
 
-A thread of each process publishes its status (step, phase, what it waits for) to the store of the process group. When
-waiting for other ranks fails, `Watchdog.explain` reads their statuses and names who died, was stopped or is absent.
+A thread of each process publishes its status (step, phase, current wait) to the store of the process group. When a wait
+for other ranks fails, `Watchdog.explain` reads their statuses and names the ranks that died, were stopped or are
+absent.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from oslo_models.distributed.store_barrier import store_barrier
 from oslo_models.distributed.store_client import StoreClient, StoreLostError
 
 TIMEOUT = 60.0
-"""Seconds that a rank waits for others by default."""
+"""Default seconds to wait for other ranks."""
 INTERVAL = 1.0
-"""Seconds between two statuses when nothing changes."""
+"""Seconds between two statuses without changes."""
 STORE_LINGER = 10.0
-"""Seconds that rank 0, which may host the store, waits at its end at most for others to read what it has found."""
+"""Maximum seconds that rank 0 waits at its end for others to read its findings, since it may host the store."""
 
 
 class RankFailedError(RuntimeError):
-    """Other ranks of the model died, were stopped or did not come while this one waited for them.
+    """Other ranks of the model died, were stopped or did not arrive while this rank waited for them.
 
-    The process groups are of no use after it: end the process, and let the launcher start all of them again.
+    The process groups are unusable afterwards: end the process and let the launcher restart all ranks.
 
     Attributes:
         ranks: the global ranks that failed; empty if all are alive and wait for each other.
@@ -55,16 +56,16 @@ class RankFailedError(RuntimeError):
 
 
 class Watchdog:
-    """Publishes the status of this process and diagnoses the others; one for each process group.
+    """Publishes the status of this process and diagnoses the others; one per process group.
 
     Attributes:
-        step: how many batches the models of this process have been called with.
-        phase: what this process is doing, and since when.
-        waiting_for: the ranks that it waits for, in what, and since when; ``None`` while it does not wait.
-        error: what this rank has raised, if it has; the process groups cannot be used any more.
-        in_flight: collectives that run on a GPU while this process goes on.
-        failures: the ranks that failed according to this one, and what to say of each.
-        interval: seconds between two statuses when nothing changes.
+        step: the number of batches that the models of this process have received.
+        phase: the current activity of this process and its start time.
+        waiting_for: the awaited ranks, the operation and the start time; ``None`` while not waiting.
+        error: the error raised by this rank, if any. The process groups are unusable afterwards.
+        in_flight: collectives that run on a GPU while this process continues.
+        failures: failed ranks found by this rank, with a description of each.
+        interval: seconds between two statuses without changes.
         last_statuses: the latest status known of each rank.
     """
 
@@ -81,7 +82,7 @@ class Watchdog:
         self.ask = self._reader.ask
         self.last_statuses: dict[int, Status] = {}
         self.world: weakref.ref[dist.ProcessGroup] | None = None
-        self._store = store  # kept alive: rank 0 may host it
+        self._store = store  # keep it alive: rank 0 may host it
         self._number, self._exited, self._wake = 0, False, threading.Event()
         self._barriers: dict[str, int] = {}
         self._process = {
@@ -96,17 +97,17 @@ class Watchdog:
         Finalize(None, _shut_down, (weakref.ref(self),), exitpriority=0)  # children of multiprocessing skip atexit
 
     def attach_to(self, world: dist.ProcessGroup) -> Watchdog:
-        """Note the process group of the world: it keeps the store alive, and the thread ends with it."""
+        """Record the world's process group. It keeps the store alive, and the thread ends with it."""
         self.world, self._store = weakref.ref(world), None
         return self
 
     @property
     def _is_over(self) -> bool:
-        """Whether the process group has been destroyed; models may outlive it."""
+        """Whether the process group has been destroyed. Models may outlive it."""
         return self.world is not None and (self.world() is None or self.world() is not dist.group.WORLD)
 
     def set_phase(self, phase: str) -> None:
-        """Note what this process is doing; the thread publishes it."""
+        """Record the current activity of this process. The thread publishes it."""
         self.phase = (phase, time.monotonic())
 
     def limit_interval(self, timeout: float) -> None:
@@ -114,7 +115,7 @@ class Watchdog:
         self.interval = min(self.interval, max(timeout / 10, 0.05))
 
     def next_barrier(self, name: str) -> tuple[str, str | None]:
-        """The store's keys of the next barrier with this name, and of the one before it, if there was one."""
+        """Return the store keys of the next barrier with this name and of the previous barrier, if any."""
         number = self._barriers[name] = self._barriers.get(name, 0) + 1
         return f"gate {name} {number}", f"gate {name} {number - 1}" if number > 1 else None
 
@@ -138,16 +139,16 @@ class Watchdog:
 
     @property
     def _has_read_rank_0(self) -> bool:
-        """Whether this rank knows which failures rank 0 has found."""
+        """Whether this rank knows the failures found by rank 0."""
         return 0 in self.last_statuses and self.last_statuses[0]["failures"] is not None
 
     def _with_step(self, phase: str) -> str:
         return f"step {self.step}, {phase}" if self.step else phase
 
     def _tick(self, last: tuple[Any, float]) -> tuple[Any, float]:
-        """Publish if something changed or the interval is over, and read rank 0: the store may end with it.
+        """Publish after a change or at the end of the interval. Read rank 0 too, since the store may end with it.
 
-        ``last`` is what was published last and when; so is what is returned.
+        ``last`` is the last published content with its time. The return value has the same form.
         """
         news, now = (self.phase, self.error, self._has_read_rank_0), time.monotonic()
         if news == last[0] and now < last[1] + self.interval:
@@ -160,7 +161,7 @@ class Watchdog:
     # Diagnosis --------------------------------------------------------------------------------------------------------
 
     def read_statuses(self, store: Any, ranks: Iterable[int]) -> dict[int, Status]:
-        """The statuses of these ranks, and of all that they wait for or found to have failed."""
+        """Read the statuses of these ranks and, transitively, of ranks that they await or report as failed."""
         statuses: dict[int, Status] = {}
         todo = [rank for rank in ranks if rank != self.rank]
         while todo:
@@ -174,7 +175,7 @@ class Watchdog:
         return statuses
 
     def explain(self, error: Exception, axis: Any) -> Exception:
-        """The error to raise after waiting for the ranks of ``axis`` ended with ``error``: itself if nobody failed."""
+        """Return the error to raise after a wait for ``axis`` ended with ``error``: itself if no rank failed."""
         assert self.waiting_for is not None
         ranks, what, since = self.waiting_for
         waited = time.monotonic() - since
@@ -191,12 +192,12 @@ class Watchdog:
         return self.fail(failed or diagnosis.find_absent(), where, waited, f"timeout={axis.timeout:g}; {error}")
 
     def fail(self, failed: dict[int, str], where: str, waited: float, cause: str) -> RankFailedError:
-        """Make the error, and publish it before this process ends, which others could take for the first failure."""
+        """Create the error and publish it before this process ends. Others could take its end for the first failure."""
         found = "\n".join(failed.values()) or "all ranks are alive and wait for each other"
         mine = f"rank {self.rank} waited {waited:.1f} s in {where}, {self._with_step(self.phase[0])}; {cause}"
         error = RankFailedError(f"{found}\n{mine}", tuple(failed))
         if self.world is not None and (world := self.world()) is not None:
-            self._store = world.get_group_store()  # keeps it until `_shut_down`, even if the group is destroyed before
+            self._store = world.get_group_store()  # until `_shut_down`, even if the group is destroyed earlier
         self.failures, self.error = failed, error
         deadline, number = time.monotonic() + 1.0 + 4 * self.interval, self._number
         self._wake.set()
@@ -207,7 +208,7 @@ class Watchdog:
     # The end ----------------------------------------------------------------------------------------------------------
 
     def _wait_for_readers(self) -> None:
-        """Wait until others know what rank 0 has found: the store may end with it, and they would blame rank 0."""
+        """Wait until others know rank 0's findings: the store may end with rank 0, and they would blame it."""
         others = set(range(self._size)) - {0, *self.failures} if self.failures else set()
         deadline = time.monotonic() + STORE_LINGER
         while others and time.monotonic() < deadline:
@@ -223,7 +224,7 @@ class Watchdog:
             time.sleep(0.02)
 
     def shut_down(self) -> None:
-        """Publish the end and stop all threads: one that runs while the interpreter ends could crash it."""
+        """Publish the end and stop all threads. A running thread could crash the interpreter at exit."""
         self._exited = True
         self._wake.set()
         self._thread.join(1.0)
@@ -238,15 +239,15 @@ class Watchdog:
 
 
 class waiting:  # noqa: N801  a context manager; a class, since one made by `contextmanager` takes twice the time
-    """Put around everything that blocks until other ranks come: if they do not, the error says which one failed.
+    """Context manager for operations that block until other ranks arrive. Its error names the failed rank.
 
     Args:
-        what: what this rank waits in, for the message: ``"a sum"``.
-        peer: the position on the axis of the only rank that it waits for.
-        slow: the ranks may be busy with files: first wait until all are here, see `store_barrier`.
+        what: the operation, for the message: ``"a sum"``.
+        peer: the position on the axis of the only awaited rank; by default all ranks.
+        slow: the ranks may be busy with files. First wait until all have arrived, see `store_barrier`.
 
     Raises:
-        RankFailedError: a rank died, was stopped, or did not come within the timeout.
+        RankFailedError: a rank died, was stopped, or did not arrive within the timeout.
     """
 
     __slots__ = ("axis", "peer", "slow", "what")
@@ -278,7 +279,7 @@ class waiting:  # noqa: N801  a context manager; a class, since one made by `con
 
 
 def _keep_publishing(ref: weakref.ref[Watchdog]) -> None:
-    """The thread of a watchdog; it ends with the watchdog, with the process group, or when the store is lost."""
+    """Run the thread of a watchdog until the watchdog or the process group ends, or the store is lost."""
     last: tuple[Any, float] = (None, 0.0)
     while (watchdog := ref()) is not None and not watchdog._exited and not watchdog._is_over:
         with suppress(Exception):  # `explain` reports it
@@ -294,7 +295,7 @@ def _keep_publishing(ref: weakref.ref[Watchdog]) -> None:
 
 
 def _shut_down(ref: weakref.ref[Watchdog]) -> None:
-    """At the end of a process; the end of a forked child is not that of this rank."""
+    """Shut down at process exit. Forked children do nothing, since their exit is not the end of this rank."""
     watchdog = ref()
     if watchdog is not None and not watchdog._exited and watchdog._process["pid"] == os.getpid():
         watchdog.shut_down()
@@ -304,7 +305,7 @@ _watchdogs: weakref.WeakKeyDictionary[dist.ProcessGroup, Watchdog] = weakref.Wea
 
 
 def watchdog_of_world(timeout: float, watchdog: Watchdog | None = None) -> Watchdog:
-    """The watchdog of the world's process group: ``watchdog``, or one started at the first call."""
+    """Return the watchdog of the world's process group: ``watchdog``, or a new one at the first call."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _watchdogs:

@@ -1,6 +1,6 @@
-"""Layers of transformers that call the kernels of NVIDIA's apex; our own kernels are in `oslo_kernels`.
+"""Layers of transformers that call the kernels of NVIDIA's apex; `oslo_kernels` has the kernels of this project.
 
-apex is imported only by layers that call it, since PyPI has another package of that name.
+Only layers that call apex import it, since PyPI has another package of that name.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ApexLayerNorm(nn.LayerNorm):
 class ApexEagerAttention(FusedEagerAttention):
     """Scale, mask and softmax in one pass of apex's kernel for any length.
 
-    The kernel needs half precision and a mask without bias: each key is either visible or hidden. Other inputs take
-    torch's operations.
+    The kernel needs half precision and a mask without bias: each key is either visible or hidden. Torch computes other
+    inputs.
     """
 
     def softmax(self, scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -62,12 +62,12 @@ def _is_supported(scores: Tensor, mask: Tensor) -> bool:
 
 
 def _hidden(mask: Tensor) -> Tensor:
-    """The hidden keys of a mask of transformers: those with the smallest number of its dtype."""
+    """Return the hidden keys of a transformers mask, which have the smallest number of its dtype."""
     return mask <= torch.finfo(mask.dtype).min / 2
 
 
 def why_not() -> str | None:
-    """Why the installed apex cannot be used, if so: its build may lack kernels that are needed here."""
+    """Return why the installed apex cannot be used, or ``None``. Its build may lack required kernels."""
     try:
         from apex.normalization import fused_layer_norm
         from apex.transformer.functional import fused_softmax

@@ -1,7 +1,7 @@
 """Attention layers of transformers that call the kernels of `oslo_kernels`; `rotary_attention` has more.
 
-The softmax of eager attention is fused through transformers' registry of attention functions. Under
-``torch.compile`` a layer runs transformers' own code.
+The softmax of eager attention is fused through transformers' registry of attention functions. Under ``torch.compile`` a
+layer runs transformers' code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FUSED_EAGER = "oslo_models_fused_eager"
 
 
 class ConfigView:
-    """A view of a config under which an attention layer selects another attention function."""
+    """A view of a config that makes an attention layer select another attention function."""
 
     def __init__(self, config: Any, implementation: str) -> None:
         self._config, self._attn_implementation = config, implementation
@@ -35,32 +35,32 @@ class ConfigView:
 
 
 class FusedEagerAttention(nn.Module):
-    """An attention layer whose eager attention computes scale, mask, bias and softmax in one pass.
+    """An attention layer with eager attention that computes scale, mask, bias and softmax in one pass.
 
-    Layers look their attention function up by ``self.config._attn_implementation``. Where that is ``"eager"``, the
-    layer sees `FUSED_EAGER` instead. The model's config, by which masks are made, stays as it is.
+    Layers look up their attention function by ``self.config._attn_implementation``. If its value is ``"eager"``, the
+    layer sees `FUSED_EAGER` instead. The model's config, which determines the masks, stays unchanged.
 
     Attributes:
-        own_config: the config; the property stands before it, and torch 2.11 cannot trace ``__dict__`` past a property.
+        own_config: the config. The property hides it, and torch 2.11 cannot trace ``__dict__`` past a property.
     """
 
     own_config: Any
 
     @property
     def config(self) -> Any:
-        """The layer's config, or the view of it that selects the fused function."""
+        """Return the layer's config, or the view of it that selects the fused function."""
         config = self.own_config
         if torch.compiler.is_compiling() or config._attn_implementation != "eager":
             return config
         return ConfigView(config, FUSED_EAGER)
 
     def softmax(self, scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """``softmax(scores * scaling + mask)`` over the last dimension.
+        """Compute ``softmax(scores * scaling + mask)`` over the last dimension.
 
         Args:
             scores: ``[batch, heads, queries, keys]``.
             mask: broadcast to the scores.
-            scaling: multiplies the scores only.
+            scaling: the factor of the scores; the mask is not scaled.
         """
         if mask is not None and not mask.is_floating_point():
             return reference(scores, mask, scaling, causal=False)
@@ -82,10 +82,11 @@ def fused_eager_attention(
     """``eager_attention_forward`` of Llama, BERT, GPT-2, T5, OPT and Gemma 2 for `FusedEagerAttention`.
 
     Args:
-        **kwargs: what only other attention functions use, such as ``sliding_window``, which the mask has already.
+        **kwargs: options of other attention functions. They are ignored, such as ``sliding_window``, which is already
+            in the mask.
 
     Raises:
-        ValueError: ``module`` is another layer, whose eager attention may compute something else.
+        ValueError: ``module`` is another layer, with a possibly different eager attention.
     """
     if not isinstance(module, FusedEagerAttention):
         raise ValueError(
@@ -111,10 +112,10 @@ AttentionInterface.register(FUSED_EAGER, fused_eager_attention)
 
 
 class FusedBloomAttention(nn.Module):
-    """BLOOM's attention: torch's fused one, with ALiBi added to the mask; with gradients, its softmax in one pass.
+    """BLOOM's attention: torch's fused attention with ALiBi added to the mask or, with gradients, softmax in one pass.
 
-    Torch's attention recomputes the weights in the backward pass from each row's logarithm of summed exponentials. That
-    fails in rows whose keys are all hidden: added to the huge score that hides them, the logarithm is rounded away.
+    In the backward pass, torch's attention recomputes the weights from the logsumexp of each row. This fails in rows
+    without visible keys: adding the huge mask value rounds the logarithm away.
     """
 
     _reshape: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -143,7 +144,7 @@ class FusedBloomAttention(nn.Module):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The fused forward: the layer's output, and the weights if they were computed."""
+        """Run the fused forward. Return the layer's output, and the attention weights if they were computed."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         if cached is not None:
             key, value = update_cache(cached, key, value, self.layer_idx, kwargs)

@@ -1,4 +1,4 @@
-"""The rules by which `fuse()` finds layers of attention."""
+"""The rules of `fuse()` for attention layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ONE_QUERY = "one query per row, without gradients, in C++"
 SDPA = "transformers.integrations.sdpa_attention.sdpa_attention_forward"
 
 _EAGER: dict[str, type] = {"triton": attention.FusedEagerAttention, "apex": apex.ApexEagerAttention}
-"""The fused form of an attention layer's softmax, by backend."""
+"""The fused class for an attention layer's softmax, by backend."""
 
 
 def _bloom_attention(s: Subject) -> Iterator[FusionCandidate]:
@@ -55,7 +55,10 @@ def _rotary(s: Subject) -> Iterator[FusionCandidate]:
 
 
 def _full_norms(layer: Any) -> FullNorms | None:
-    """The norms over all heads of an attention layer, if every rank has heads that no other rank has."""
+    """Return the norms over all heads of an attention layer, or ``None`` if they cannot be fused.
+
+    Every rank needs at least one head, and no head may be on several ranks.
+    """
     found, counts = [], []
     whole = Axis.alone("tp")
     for norm in (layer.q_norm, layer.k_norm):
@@ -78,12 +81,12 @@ def _full_norms(layer: Any) -> FullNorms | None:
 
 
 def _upcasts(s: Subject) -> bool:
-    """Whether GPT-2 computes its eager scores by code of its own."""
+    """Return whether GPT-2 computes its eager scores by separate code."""
     return bool(getattr(s.module, "reorder_and_upcast_attn", False))
 
 
 def _can_select(s: Subject) -> bool:
-    """Whether another attention function may take the place of the layer's own."""
+    """Return whether another attention function may replace the layer's function."""
     return s.layer in CALL_EAGER_ATTENTION - COMPARE_IMPLEMENTATIONS and not _upcasts(s)
 
 
@@ -133,4 +136,4 @@ ATTENTION_RULES = (
     FusionRule(_is_cached, _cached, (SDPA,)),
     FusionRule(lambda s: s.cls.__name__.endswith("Attention") and hasattr(s.module, "config"), _other_attention),
 )
-"""In the order in which they are tried; the last one reports what is not fused."""
+"""The rules in order. The last rule reports unfused layers."""

@@ -1,7 +1,7 @@
-"""Decides for how many rows the blocks of a decoder on a CPU are computed in C++: those for which that is faster.
+"""Decide by measurement for which numbers of rows the decoder blocks on a CPU are computed in C++.
 
-The products alone do not tell: where one is slower in C++ than in torch, a block that makes no calls of torch between
-its products may still be faster. So blocks are timed, with their sums over ranks, once for each shape on a machine.
+Timings of products do not suffice. A block without torch calls between its products may be faster although one of the
+products is slower. So blocks are timed with their all-reduces, once for each shape on a machine.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.fusion.swap import FusionCandidate
 
 SAMPLED = (1, 2, 4, 8, 16, 32)
-"""The numbers of rows that are timed. Between two of them a block counts as faster if it is faster at both."""
+"""The numbers of rows to time. Between two of them a block counts as faster if it is faster at both."""
 FASTER = 1.02
-"""The `gain` above which it does."""
+"""The minimum `gain` of a faster block."""
 PAIRS = 5
 """Timed pairs per number of rows."""
 KEYS = 64
@@ -45,12 +45,12 @@ def decide_blocks(
     tp: Axis | None,
     measure: bool,
 ) -> list[FusionCandidate]:
-    """Time the swapped blocks of a model and tell them for how many rows they are faster. A collective of ``tp``.
+    """Time the swapped blocks of a model and set the numbers of rows for which they are faster. A collective of ``tp``.
 
-    Without ``measure``, they are used for all rows that they can compute.
+    Without ``measure``, C++ computes all supported numbers of rows.
 
     Returns:
-        The candidates, with what was found as their reason.
+        The candidates, with the timings as their reason.
     """
     candidates = list(candidates)
     found = [c for c in candidates if "decoding" in c.attributes and c.is_selected(selected)]
@@ -94,12 +94,12 @@ def _figures(timed: _Timed) -> str:
 
 
 def _gathered(tp: Axis | None, found: Any) -> list[Any]:
-    """What each rank has found."""
+    """Return the findings of all ranks."""
     return [found] if tp is None or tp.size == 1 else gather_objects(tp, found)
 
 
 def _key(block: Any) -> str | None:
-    """What the time of a block depends on; ``None`` if it cannot be computed in C++ as it is now."""
+    """Return the properties that determine a block's time, or ``None`` if C++ cannot compute the block now."""
     with _evaluated(block), torch.no_grad():
         made = block.decoding.block(block)
     if made is None:
@@ -111,7 +111,7 @@ def _key(block: Any) -> str | None:
 
 
 def _timings(blocks: list[Any], key: str, tp: Axis | None) -> _Timed:
-    """Seconds of a block in C++ and as before, by rows; on every rank those of the rank that gains least."""
+    """Return seconds of a block in C++ and as before, by rows. All ranks return the pair with the smallest gain."""
     made = blocks[0].decoding.block(blocks[0])
     cycled = blocks[: 1 + WEIGHTS // sum(layer.weight.nbytes for layer in made.layers())]
     processes = 1 if tp is None else tp.size
@@ -126,7 +126,7 @@ def _timings(blocks: list[Any], key: str, tp: Axis | None) -> _Timed:
 
 
 def _time(blocks: list[Any], most_rows: int) -> dict[int, Seconds]:
-    """Time pairs of the same number on all ranks, since blocks sum over them."""
+    """Time the same number of pairs on all ranks, since blocks all-reduce over them."""
     found = {}
     hidden = blocks[0].decoding.block(blocks[0]).norms[0].weight.numel()
     kept = [block.decoding.faster for block in blocks]
@@ -145,7 +145,7 @@ def _time(blocks: list[Any], most_rows: int) -> dict[int, Seconds]:
                         start = time.perf_counter()
                         _call(block, x, cache)
                         taken = time.perf_counter() - start
-                    if turn >= 0:  # the first are to warm up
+                    if turn >= 0:  # the first pair is a warm-up
                         seconds[which].append(taken)
             found[rows] = (statistics.median(seconds[0]), statistics.median(seconds[1]))
     for block, faster in zip(blocks, kept, strict=True):
@@ -161,13 +161,13 @@ def _call(block: Any, x: Tensor, cache: _FixedCache) -> None:
 
 
 class _FixedCache:
-    """A cache that always has the same keys."""
+    """A cache with constant keys and values."""
 
     def __init__(self) -> None:
         self._made: Tensor | None = None
 
     def update(self, key: Tensor, value: Tensor, layer: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values of `KEYS` positions."""
+        """Return keys and values of `KEYS` positions."""
         if self._made is None:
             rows, groups, _, width = key.shape
             self._made = key.new_full((rows, groups, KEYS, width), 0.5)
@@ -176,7 +176,7 @@ class _FixedCache:
 
 @contextmanager
 def _evaluated(block: nn.Module) -> Iterator[None]:
-    """The block in evaluation mode, without dropout."""
+    """Set the block to evaluation mode, without dropout."""
     training = [module for module in block.modules() if module.training]
     for module in training:
         module.training = False

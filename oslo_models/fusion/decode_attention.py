@@ -1,7 +1,7 @@
-"""Attention layers on a CPU whose single queries, those of decoding, attend to the cache in C++.
+"""Attention layers on a CPU with single-query attention in C++ for decoding.
 
-They find it through transformers' registry of attention functions, where `DECODING` stands before torch's attention.
-With gradients, under ``torch.compile`` and for more queries a layer computes as before.
+Layers find the C++ function through transformers' registry of attention functions: `DECODING` replaces torch's
+attention. With gradients, under ``torch.compile`` and for more queries, layers compute as before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DecodingAttention(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The layer's config, or the view of it that selects `DECODING`."""
+        """Return the layer's config, or the view of it that selects `DECODING`."""
         config = self.own_config
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or config._attn_implementation != "sdpa":
             return config
@@ -52,7 +52,7 @@ def decoding_attention(
     """Transformers' ``sdpa_attention_forward``, in C++ where `computes` is true.
 
     Args:
-        **kwargs: what that takes, too. Options that it refuses are left to it.
+        **kwargs: further options of ``sdpa_attention_forward``, which also handles the unsupported ones.
     """
     if computes(query, key, value, (attention_mask, position_bias)) and not dropout and not _is_special(kwargs):
         shown, added = attention_mask, position_bias

@@ -1,8 +1,8 @@
-"""Blocks of decoders on a CPU whose tokens are computed in C++, one per row, without gradients.
+"""Decoder blocks on a CPU that compute single tokens in C++, one per row, without gradients.
 
-`oslo_kernels.decoder_block` computes a block in two calls, with the update of the cache in between. It is used for the
-numbers of rows for which `block_timing` has found it faster. For everything else a block computes as before: with
-gradients, for other dtypes, for more tokens, with hooks on layers inside, and where one of them was replaced.
+`oslo_kernels.decoder_block` computes a block in two calls, with the update of the cache in between. A block uses it for
+the numbers of rows for which `block_timing` has found it faster. In all other cases a block computes as before: with
+gradients, in other dtypes, for more tokens, with hooks on inner layers, and with replaced inner layers.
 
 Legend:
     B: rows, of one token each.
@@ -33,12 +33,13 @@ from oslo_models.fusion.decoder_layers import GPT2, BlockForm, BlockLayers, bloc
 
 
 class BlockDecoding:
-    """Computes one block of a model in C++ where it can.
+    """Compute one block of a model in C++ where possible.
 
     Args:
-        form: where the block has its layers.
-        activation: of its MLP, one of `oslo_kernels.decoder_block.ACTIVATIONS`.
-        faster: the numbers of rows for which this is faster, with a number of threads; ``None``: all that it can.
+        form: the names of the block's layers.
+        activation: the activation of the MLP, one of `oslo_kernels.decoder_block.ACTIVATIONS`.
+        faster: the numbers of rows for which C++ is faster, and the number of threads of this measurement. ``None``:
+            all that C++ supports.
     """
 
     def __init__(self, form: BlockForm, activation: str, faster: tuple[frozenset[int], int] | None = None) -> None:
@@ -51,7 +52,7 @@ class BlockDecoding:
 
     @property
     def has_positions(self) -> bool:
-        """Whether the block is given cosines and sines of the positions, used or not."""
+        """Return whether the block takes cosines and sines of the positions, used or not."""
         return self._form is not GPT2
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockDecoding:
@@ -68,7 +69,7 @@ class BlockDecoding:
         cached: Any,
         tables: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | None:
-        """The block's output, or ``None`` if it has to be computed as before.
+        """Return the block's output, or ``None`` if C++ does not support the call.
 
         Args:
             cached: the cache.
@@ -115,7 +116,7 @@ class BlockDecoding:
         return decoder_block.finish(self._packed, x_B1N, given, memory, lambda part: all_reduce(sums, part))  # type: ignore[arg-type]
 
     def block(self, module: nn.Module) -> Block | None:
-        """The tensors of a block, if single tokens can be computed here."""
+        """Return the tensors of a block, or ``None`` if C++ does not support its single tokens."""
         layers = self._layers
         if layers is None or not layers.are_in_place():
             layers = self._layers = BlockLayers(module, self._form)
@@ -152,7 +153,7 @@ class DecodingBlock(nn.Module):
     """A mixin before the block of GPT-2, or of Llama and its copies.
 
     Attributes:
-        decoding: computes single tokens.
+        decoding: the computation of single tokens.
     """
 
     decoding: BlockDecoding
@@ -176,7 +177,7 @@ _WITHOUT_EFFECT = frozenset(("attention_mask", "position_ids", "use_cache", "cac
 
 
 def _asks_more(kwargs: dict[str, Any]) -> bool:
-    """Whether arguments of a block change what its attention returns or computes."""
+    """Return whether arguments of a block change the results or the computation of its attention."""
     return any(
         value is not None and value is not False for name, value in kwargs.items() if name not in _WITHOUT_EFFECT
     )

@@ -1,4 +1,4 @@
-"""Finds the layers of a decoder's block for `decoder_blocks`, and sees whether they are still there."""
+"""Find the layers of a decoder block for `decoder_blocks`, and check that they are unchanged."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from oslo_models.fusion.rotary_attention import (
 from oslo_models.layers.linear import ColumnParallelLinear, KeyValueParallelLinear, RowParallelLinear
 from oslo_models.layers.norm import HeadParallelNorm
 
-_ROW = RowParallelLinear.forward  # that of RowParallelConv1D too
+_ROW = RowParallelLinear.forward  # RowParallelConv1D shares this method
 _LINEAR = (
     *(nn.Linear.forward, FusedLinear.forward, Conv1D.forward, FusedConv1D.forward),
     *(ColumnParallelLinear.forward, KeyValueParallelLinear.forward, _ROW),
 )
-"""The methods of linear layers that do nothing but a product, a sum over ranks, and the addition of a bias."""
+"""The forwards of linear layers that consist of a product, an all-reduce over ranks, and a bias only."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class BlockForm:
     """The names of the layers in a class of blocks.
 
     Attributes:
-        norms: before the attention and before the MLP.
-        into: from hidden states to queries, keys and values, in the attention.
-        head_norms: of queries and keys, in the attention.
-        rotary: whether queries and keys are rotated by their positions.
-        mlp_into: from hidden states into the MLP: the gate first, if there is one.
+        norms: the norms before the attention and before the MLP.
+        into: the attention's projections to queries, keys and values.
+        head_norms: the attention's norms of query and key heads.
+        rotary: whether queries and keys have rotary positions.
+        mlp_into: the MLP's first projections: the gate first, if there is one.
     """
 
     norms: tuple[str, str]
@@ -88,7 +88,7 @@ _ROTARY: dict[Any, BlockForm] = {
 
 
 def form_of(block: Any) -> BlockForm | None:
-    """Where a block of GPT-2 or of a copy of Llama has its layers, if its attention is one that is known."""
+    """Return the layer names in a block of GPT-2 or a copy of Llama, or ``None`` if its attention is unknown."""
     if layer_name(block) == "gpt2.GPT2Block":
         is_known = layer_name(block.attn) == "gpt2.GPT2Attention" and not hasattr(block, "crossattention")
         return GPT2 if is_known else None
@@ -100,13 +100,13 @@ def form_of(block: Any) -> BlockForm | None:
 
 
 class BlockLayers:
-    """The layers of a block, as they were found.
+    """The layers of a block at the time of the search.
 
-    What may change between two tokens is compared by functions that loop in C: it is done for each block and token.
+    `are_in_place` runs for each block and token, so its comparisons loop in C.
 
     Attributes:
-        products: its linear layers.
-        is_current: whether weights in fewer bits are copies of those of the parameters.
+        products: the linear layers of the block.
+        is_current: whether all narrow weights are copies of the current parameters.
     """
 
     def __init__(self, block: nn.Module, form: BlockForm) -> None:
@@ -142,7 +142,7 @@ class BlockLayers:
         return [parent._modules[name] for name in names]
 
     def are_in_place(self) -> bool:
-        """Whether the block still has these layers and parameters, and no new attribute such as a ``forward``."""
+        """Return whether the block still has these layers and parameters, and no new attribute such as ``forward``."""
         return (
             all(map(operator.is_, map(dict.get, self._at, self._names), self._found))
             and list(map(type, self._called)) == self._classes
@@ -151,11 +151,11 @@ class BlockLayers:
         )
 
     def are_seen(self) -> bool:
-        """Whether a hook, or a forward of its own, has a part in one of the layers."""
+        """Return whether one of the layers has a hook or an instance attribute ``forward``."""
         return self._has_own_forward or any(self._hooks)
 
     def addresses(self) -> list[int]:
-        """Of the parameters."""
+        """Return the addresses of the parameters."""
         return list(map(Tensor.data_ptr, self._parameters))
 
 
@@ -163,7 +163,7 @@ _version = operator.attrgetter("_version")
 
 
 def block_of(layers: BlockLayers, activation: str) -> Block | None:
-    """The block as the kernel has it, if it can compute it."""
+    """Return the block for the kernel, or ``None`` if the kernel does not support it."""
     norms = [_norm_of(norm) for norm in (*layers.norms, *layers.head_norms)]
     into, mlp_into = [_layer_of(layer) for layer in layers.into], [_layer_of(layer) for layer in layers.mlp_into]
     out, mlp_out = _layer_of(layers.out), _layer_of(layers.mlp_out)
@@ -191,7 +191,7 @@ def block_of(layers: BlockLayers, activation: str) -> Block | None:
 
 
 def _norm_of(norm: Any) -> Any:
-    """The norm as the kernel has it, or ``None``."""
+    """Return the norm for the kernel, or ``None``."""
     weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
     if weight is None or not _is_dense(weight) or (bias is not None and not _is_dense(bias)):
         return None
@@ -203,7 +203,7 @@ def _norm_of(norm: Any) -> Any:
 
 
 def _layer_of(layer: Any) -> Any:
-    """The linear layer as the kernel has it, or ``None``."""
+    """Return the linear layer for the kernel, or ``None``."""
     if type(layer).forward not in _LINEAR or getattr(layer, "returns_partial_sums", False):
         return None
     bias = layer._parameters.get("bias")

@@ -1,7 +1,7 @@
 """Static caches and compiled decoding steps, kept from one ``generate`` to the next.
 
-A CUDA graph contains the addresses of the cache, so a new cache would have the step compiled again. Lengths are rounded
-up, so that few are compiled.
+A CUDA graph contains the addresses of the cache, so a new cache would need a new compilation. Lengths are rounded up to
+limit the number of compilations.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from oslo_models.cache_argument import generation_name
 from oslo_models.contracts import holds
 
 SHORTEST = 256
-"""Positions of the shortest cache."""
+"""The number of positions of the shortest cache."""
 MULTIPLE = 1024
-"""Longer caches have a multiple of these positions."""
+"""Longer caches have a multiple of this number of positions."""
 _numbers = count()
 
 
 def rounded_length(length: int) -> int:
-    """The positions of a cache for ``length`` tokens: the next power of two up to `MULTIPLE`, then its multiples."""
+    """Return the cache length for ``length`` tokens: the next power of two up to `MULTIPLE`, then its multiples."""
     if length > MULTIPLE:
         return -(-length // MULTIPLE) * MULTIPLE
     return max(SHORTEST, 1 << max(0, length - 1).bit_length())
 
 
 def with_own_code(function: Callable[..., Any], name: str) -> Any:
-    """A copy of a function with a code object of its own.
+    """Return a copy of a function with a separate code object.
 
-    Dynamo keeps its compilations, their number and what it knows of their shapes by code object: functions made by one
-    decorator, for several models, would share its limit of eight compilations, and run without any beyond.
+    Dynamo keys its compilations, their limit and the dynamic shapes by code object. Functions made by one decorator for
+    several models would share the limit of eight compilations, and run uncompiled beyond it.
     """
     original: Any = function
     code = original.__code__.replace(co_name=name)
@@ -49,19 +49,20 @@ def with_own_code(function: Callable[..., Any], name: str) -> Any:
 
 
 STOPS_LATE_ON = ("cuda",)
-"""Devices that compute while the host prepares the next token, unless it waits for them."""
+"""Devices that compute asynchronously while the host prepares the next token."""
 
 
 def without_waiting(sample: Any, device: torch.device, config: Any, streamer: Any) -> Any:
-    """transformers' greedy search, on a GPU without waiting for each token to learn whether all rows are finished.
+    """Return transformers' greedy search without the wait after each token on a GPU for the check for finished rows.
 
-    transformers can read this one token late, and drops the token that was too many, but does so on Apple's GPUs only.
-    This is its method with another answer to where it may. Sampling waits, since a token too many would take random
-    numbers, and so does what returns the cache, which would contain that token, or streams the tokens.
+    transformers can read this check one token late and drop the surplus token, but only does so on Apple's GPUs. The
+    returned function is transformers' method with a different device check. Sampling waits, since a surplus token would
+    consume random numbers. Calls that return the cache wait too, since it would contain the token, and so do calls that
+    stream tokens.
 
     Args:
-        sample: the method ``_sample`` of a model; it is returned as it is where it is not transformers' own, or of a
-            release that cannot read late.
+        sample: the method ``_sample`` of a model. It is returned unchanged if it is not transformers' method, or if the
+            release cannot read late.
     """
     from transformers.generation import utils
 
@@ -86,13 +87,13 @@ def without_waiting(sample: Any, device: torch.device, config: Any, streamer: An
 
 
 def graphs_run_in_this_thread() -> bool:
-    """Whether Inductor replays CUDA graphs here: in torch 2.11 only threads of autograd and the main thread can."""
+    """Return whether Inductor replays CUDA graphs in this thread. In torch 2.11 only main and autograd threads can."""
     name = "torch._inductor.cudagraph_trees"
     is_main = threading.current_thread() is threading.main_thread()
     if name not in sys.modules and not is_main and torch.__version__ < "2.13":
         return False  # graphs would belong to the first thread that imports the module
     trees = importlib.import_module(name)
-    if not hasattr(trees, "get_obj"):  # a later release, in which graphs belong to no thread, or by another function
+    if not hasattr(trees, "get_obj"):  # a later release: graphs belong to no thread, or the function has changed
         return is_main
     try:
         trees.get_obj(trees.local, "tree_manager_containers")
@@ -102,10 +103,10 @@ def graphs_run_in_this_thread() -> bool:
 
 
 class Decoder:
-    """A static cache, and the steps that were compiled for it.
+    """A static cache and the steps compiled for it.
 
     Attributes:
-        runs: whether a ``generate`` is using it.
+        runs: whether a ``generate`` is using the cache.
     """
 
     def __init__(self, rows: int, cache: Any) -> None:
@@ -113,7 +114,7 @@ class Decoder:
         self._compiled: list[tuple[Any, Callable[..., Any]]] = []
 
     def step(self, model: Any, config: Any) -> Callable[..., Any]:
-        """The compiled forward of a model for this cache; ``config``: a ``CompileConfig``, ``None`` for the default."""
+        """Return the model's compiled forward for this cache. ``config``: a ``CompileConfig``, ``None`` for default."""
         for known, compiled in self._compiled:
             if known == config:
                 return compiled
@@ -127,7 +128,7 @@ class Decoder:
         return compiled
 
     def _config(self, model: Any) -> Any:
-        """transformers' configuration; products of one row are also tuned, with which they become kernels of Triton."""
+        """Return transformers' configuration. With one row, also tune products, which then become Triton kernels."""
         config = copy.copy(model._default_compile_config())
         from torch._inductor import list_mode_options  # takes a second
 
@@ -138,7 +139,7 @@ class Decoder:
 
 
 class Decoders:
-    """The decoders of a model, by what their caches depend on; those used last are kept."""
+    """The decoders of a model, keyed by the properties of their caches. Recently used decoders are kept."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Any, Decoder] = OrderedDict()
@@ -150,10 +151,10 @@ class Decoders:
         return Decoders, ()
 
     def cache(self, model: Any, rows: int, length: int, new: Any, limit: int) -> Any:
-        """An empty cache for these rows and positions: one that is kept, or ``new``, which is kept from now on.
+        """Return an empty cache for these rows and positions: a kept cache, or ``new``, which is kept from now on.
 
         Args:
-            limit: the positions that all caches may have together; those used longest ago are given up.
+            limit: the maximum total positions of all caches. The least recently used caches are dropped.
         """
         kind = model.device.type
         casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -170,15 +171,15 @@ class Decoders:
         return decoder.cache
 
     def of(self, cache: Any) -> Decoder | None:
-        """The decoder with this cache, if it is kept."""
+        """Return the decoder with this cache if it is kept, else ``None``."""
         return next((decoder for decoder in self._kept.values() if decoder.cache is cache), None)
 
     def running(self) -> Decoder | None:
-        """The decoder that is in use."""
+        """Return the decoder in use, or ``None``."""
         return next((decoder for decoder in reversed(self._kept.values()) if decoder.runs), None)
 
     def run(self, sample: Callable[[], Any], cache: Any) -> Any:
-        """Call ``sample``, which decodes with this cache. An output gets a copy of a cache that is kept."""
+        """Call ``sample``, which decodes with this cache. The output gets a copy of a kept cache."""
         decoder = self.of(cache)
         if decoder is None:
             return sample()

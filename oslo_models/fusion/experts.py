@@ -1,6 +1,6 @@
 """Mixtures of experts that compute few tokens on a CPU expert by expert, as in decoding.
 
-Grouped products go through all experts of a layer. With few tokens, most of these have none.
+Grouped products iterate over all experts of a layer. With few tokens, most experts have none.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MOST_TOKENS = 16
-"""With more, most experts have some."""
+"""The maximum number of tokens. With more tokens, most experts have some."""
 
 
 class FusedExperts(nn.Module):
-    """Experts of transformers that no axis shards; a mixin before their class."""
+    """A mixin before transformers' class of experts, for unsharded experts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if _is_suited(self, hidden_states):
@@ -26,7 +26,7 @@ class FusedExperts(nn.Module):
 
 
 class FusedParallelExperts(nn.Module):
-    """Experts of which each rank has a part; a mixin before `ParallelExperts`."""
+    """A mixin before `ParallelExperts`, for sharded experts."""
 
     def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if _is_suited(self, hidden_states):
@@ -45,14 +45,14 @@ def _is_suited(experts: Any, hidden_states: Tensor) -> bool:
 
 
 def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of the outputs of each token's experts, ``[tokens, hidden]``.
+    """Return the weighted sum of the outputs of each token's experts, ``[tokens, hidden]``.
 
     Args:
         experts: a module with the stacked parameters of transformers' experts.
         hidden_states: ``[tokens, hidden]``.
-        top_k_index: the experts of each token, ``[tokens, k]``; those from ``num_experts`` on are not here, and a token
-            may have one twice.
-        top_k_weights: their weights, ``[tokens, k]``.
+        top_k_index: the experts of each token, ``[tokens, k]``. Experts from ``num_experts`` on are not on this rank. A
+            token may have an expert twice.
+        top_k_weights: the weights of the experts, ``[tokens, k]``.
     """
     output, (tokens, k) = torch.zeros_like(hidden_states), top_k_index.shape
     choices: dict[int, list[int]] = {}

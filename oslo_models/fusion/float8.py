@@ -1,7 +1,7 @@
 """Training in float8, for ``fuse(float8=...)``: the products of the linear layers that tensor parallelism shards.
 
-Weights, gradients and optimizer keep their types; a product casts its operands. Their scales are those of one process:
-the largest element of what is sharded is the largest over the ranks.
+Weights, gradients and optimizer keep their dtypes; a product casts its operands. The scales equal the scales in one
+process: the largest element of a sharded tensor is the maximum over the ranks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from oslo_models.layers.linear import (
 from oslo_models.sharding.plan import ColumnParallel, Replicated, RowParallel
 
 RECIPES = {"tensorwise": (8, 9), "rowwise": (9, 0)}
-"""The recipes by torchao's names, and the compute capability that each needs."""
+"""The recipes by torchao's names, with the required compute capability."""
 
 
 @dataclass(frozen=True)
 class Float8:
-    """How a layer multiplies.
+    """The float8 configuration of a linear layer.
 
     Attributes:
-        rowwise: a scale for each row of an operand instead of one for all of it.
-        axis: whose ranks have the shards.
+        rowwise: use a scale for each row of an operand instead of one for the tensor.
+        axis: the axis of the ranks with the shards.
         row_parallel: whether inputs are sharded; otherwise outputs are.
         transposed: whether the weight is ``[in, out]``.
     """
@@ -51,10 +51,10 @@ class Float8:
     transposed: bool
 
     def largest(self, *tensors: tuple[Tensor, int, bool]) -> list[Tensor]:
-        """The largest elements of tensors: each with the dimension of its rows, and whether it is sharded.
+        """Return the largest elements of tensors, each given with the dimension of its rows and whether it is sharded.
 
-        One all-reduce for those whose elements are on several ranks. With a scale for each row these are the tensors
-        whose rows are sharded.
+        One all-reduce covers all sharded tensors. With a scale for each row, a tensor is sharded if its rows are split
+        across ranks.
         """
         found = [largest(x, dim if self.rowwise else None) for x, dim, _ in tensors]
         shared = [index for index, (*_, sharded) in enumerate(tensors) if sharded]
@@ -66,7 +66,7 @@ class Float8:
         return found
 
     def scale(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
-        """The scale of a tensor with this largest element; of rows a power of two, as in torchao's recipe."""
+        """Return the scale for this largest element. Row scales are powers of two, as in torchao's recipe."""
         return scale_of(largest, dtype, self.rowwise)
 
 
@@ -74,7 +74,7 @@ class Float8Product(nn.Module):
     """The product of a linear layer in float8.
 
     Attributes:
-        float8: how.
+        float8: the configuration.
     """
 
     float8: Float8
@@ -99,7 +99,7 @@ Grads = tuple[Tensor | None, Tensor | None]
 
 
 class _Product(torch.autograd.Function):
-    """``x @ weight.T``. Inputs are kept for the backward pass in float8, if their scale is the same there."""
+    """``x @ weight.T``. Inputs are saved for the backward pass in float8 if their scale is the same there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: Float8) -> Tensor:
@@ -109,14 +109,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def _forward(ctx: Any, x: Tensor, weight: Tensor, how: Float8) -> Tensor:
         rows, weight_oi = x.reshape(-1, x.shape[-1]), weight.T if how.transposed else weight
-        # of all elements: weights are always sharded; of rows: they are if these are
+        # one scale per tensor: the weight is always sharded; one scale per row: it is sharded if its rows are
         found = how.largest((rows, 1, how.row_parallel), (weight_oi, 1, how.row_parallel or not how.rowwise))
         x_scale, w_scale = (how.scale(each, E4M3) for each in found)
         x8 = cast(rows, x_scale, E4M3)
         output = product(x8, cast(weight_oi, w_scale, E4M3).contiguous(), x_scale, w_scale, x.dtype, fast=True)
         ctx.how, ctx.shape, ctx.dtype = how, x.shape, x.dtype
         ctx.save_for_backward(rows if how.rowwise else x8, weight, x_scale, w_scale)
-        # not a view of another tensor: the sum over ranks is made in place
+        # not an autograd view: the all-reduce changes the output in place
         return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], output.shape[1]))
 
     @staticmethod
@@ -142,7 +142,7 @@ class _Product(torch.autograd.Function):
 def _tensorwise(
     how: Float8, grad: Tensor, x8: Tensor, weight: Tensor, scales: Any, dtype: torch.dtype, needs: tuple[bool, bool]
 ) -> Grads:
-    """The gradients of inputs and weight, from that of the output in e5m2."""
+    """Compute the gradients of inputs and weight from the output gradient in e5m2."""
     x_scale, w_scale = scales
     g_scale = how.scale(how.largest((grad, 1, not how.row_parallel))[0], E5M2)
     g8, of_x, of_weight = cast(grad, g_scale, E5M2), None, None
@@ -156,7 +156,10 @@ def _tensorwise(
 def _rowwise(
     how: Float8, grad: Tensor, x: Tensor, weight: Tensor, scales: Any, dtype: torch.dtype, needs: tuple[bool, bool]
 ) -> Grads:
-    """The gradients of inputs and weight; each product has scales of its own rows. Tokens are on all ranks."""
+    """Compute the gradients of inputs and weight. Each product has scales of its operands' rows.
+
+    All ranks have all tokens.
+    """
     of_x = of_weight = None
     if needs[0]:
         sharded = not how.row_parallel
@@ -204,7 +207,7 @@ def _why_not(recipe: str, device: torch.device, dtype: torch.dtype) -> str | Non
 
 @cache
 def _why_not_on_cpus(recipe: str) -> str | None:
-    """Try one product, since torch does not tell which recipes its CPU kernels have."""
+    """Try one product, since torch does not report the recipes of its CPU kernels."""
     x, scale = torch.ones(16, 16), torch.ones((16, 1) if recipe == "rowwise" else ())
     try:
         product(x.to(E4M3), x.to(E4M3), scale, scale, torch.float32)
@@ -220,11 +223,13 @@ def in_float8(
     entries: Mapping[str, Replicated],
     recipe: str,
 ) -> list[FusionCandidate]:
-    """``candidates`` with the linear layers that the plan of the model shards; at any number of ranks the same.
+    """Return ``candidates`` with float8 candidates for all linear layers that the model's plan shards.
+
+    The result is the same for any number of ranks.
 
     Args:
         subjects: the modules of the model, as the rules see them.
-        entries: those of the plan for the modules of blocks, by their names in the model.
+        entries: the plan's entries for the modules of blocks, by name in the model.
 
     Raises:
         ValueError: there is no such layer.
@@ -265,7 +270,7 @@ def _why_not_layer(module: Any) -> str | None:
 
 
 def _local_shapes(module: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes of the weight on all ranks, which have to decide alike."""
+    """Yield the shapes of the weight on all ranks, so that all ranks decide alike."""
     if isinstance(module, _SHARDED):
         layouts: Any = module.layouts
         yield from (layouts["weight"].local_shape(rank) for rank in range(module.tp.size))

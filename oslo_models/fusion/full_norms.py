@@ -1,6 +1,6 @@
-"""Norms of queries and keys over all heads, of which each rank has some, together with the rotary positions.
+"""Norms of queries and keys over all heads of all ranks, fused with rotary position embeddings.
 
-The sums of squares of both are summed over the ranks at once, and so are those of the backward pass.
+One all-reduce sums the squares of queries and keys over the ranks. The backward pass has one all-reduce too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from oslo_models.fusion.norms import is_plain
 
 @dataclass(frozen=True)
 class FullNorms:
-    """What the norms of an attention layer compute.
+    """The parameters of the norms of an attention layer.
 
     Attributes:
-        axis: whose ranks have the heads.
-        counts: the elements of the queries, and of the keys, of all ranks.
-        offset: added to the weights.
-        keeps_dtype: whether the norms have the dtype of their input, even if that of the weights is wider.
+        axis: the axis of the ranks with the heads.
+        counts: the numbers of elements of the queries and of the keys over all ranks.
+        offset: a number to add to the weights.
+        keeps_dtype: whether the norms keep the dtype of their input even if the weights have a wider dtype.
     """
 
     axis: Axis
@@ -37,10 +37,10 @@ class FullNorms:
     def and_rotate(
         self, norms: tuple[Any, Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Queries and keys, ``[batch, heads, length, width]``, with norms and positions.
+        """Return queries and keys, ``[batch, heads, length, width]``, with norms and positions.
 
-        ``None`` if the norms have to be called by themselves, which takes other collectives: a hook on a norm has to be
-        on all ranks.
+        Return ``None`` if the norms must be called as modules. Their collectives differ, so a hook on a norm must be on
+        all ranks.
         """
         if not all(self._is_supported(norm, x) for norm, x in zip(norms, (query, key), strict=True)):
             return None
@@ -51,7 +51,7 @@ class FullNorms:
         return norm_and_rotate_heads(self, query, key, cos, sin, norms[0].weight, norms[1].weight)
 
     def _is_supported(self, norm: Any, x: Tensor) -> bool:
-        """Whether the kernel can stand for the norm, and gives the dtype that transformers' has."""
+        """Return whether the kernel can replace the norm and gives the dtype of transformers."""
         right = self.keeps_dtype or torch.promote_types(x.dtype, norm.weight.dtype) == norm.weight.dtype
         return right and is_plain(norm, x.shape[1] * x.shape[3], x.device)
 
@@ -59,7 +59,7 @@ class FullNorms:
 def norm_and_rotate_heads(
     norms: FullNorms, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor, key_weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The local queries and keys with norms over all heads and positions: two launches, and a sum over ranks."""
+    """Return the local queries and keys with norms over all heads and positions: two launches and an all-reduce."""
     made: tuple[Tensor, Tensor] = _NormAndRotate.apply(query, key, cos, sin, query_weight, key_weight, norms)
     return made
 

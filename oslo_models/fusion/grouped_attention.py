@@ -19,11 +19,11 @@ from oslo_models.fusion.attention import ConfigView
 GROUPED = "oslo_models_grouped"
 """The name of `grouped_attention` among transformers' attention functions."""
 _UNSUPPORTED = ("softcap", "position_bias", "cache", "s_aux")
-"""Options that are left to torch's attention, which computes or refuses them."""
+"""Options that are left to torch's attention, which supports or rejects them."""
 
 
 def grouped_when_decoding(config: Any) -> Any:
-    """The config of a layer, or without gradients a view of it that selects `GROUPED` instead of torch's attention."""
+    """Return a layer's config, or without gradients a view of it that replaces torch's attention by `GROUPED`."""
     if torch.is_grad_enabled() or config._attn_implementation != "sdpa":
         return config
     return ConfigView(config, GROUPED)
@@ -39,12 +39,12 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Transformers' ``sdpa_attention_forward``; for single queries by groups of heads.
+    """Transformers' ``sdpa_attention_forward``, with single queries computed by groups of heads.
 
     Args:
         query: ``[batch, heads, queries, width]``.
         key, value: ``[batch, key heads, keys, width]``.
-        attention_mask: ``[batch or 1, heads or 1, queries, keys]``; of booleans, or added to the scores.
+        attention_mask: ``[batch or 1, heads or 1, queries, keys]``, boolean or additive.
     """
     heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     special = any(kwargs.get(name) is not None for name in _UNSUPPORTED)
@@ -68,7 +68,7 @@ def grouped_attention(
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """The product of batches of matrices; of 16-bit types in float32, as torch's attention has its scores."""
+    """Multiply batches of matrices. 16-bit inputs give float32, as the scores in torch's attention."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         return x @ y
     return torch.bmm(x, y, out_dtype=torch.float32) if x.is_cuda else x.float() @ y.float()

@@ -1,7 +1,7 @@
-"""A key-value cache that grows in place: transformers' copies all keys and values for each token.
+"""A key-value cache that grows in place. The cache of transformers copies all keys and values for each token.
 
-The longer the text, the longer that copy takes: with as many bytes of keys and values as of weights, it takes longer
-than the products of a step.
+The time of that copy grows with the text. When keys and values have the same size in bytes as the weights, the copy
+takes longer than the products of a step.
 
 Legend:
     B: rows.
@@ -22,11 +22,11 @@ from oslo_models.contracts import holds
 
 _LAYER = "transformers.cache_utils.DynamicLayer"
 LEAST_SPARE = 64
-"""Positions for which memory is allocated ahead, or an eighth of those that there are."""
+"""The minimum number of positions to allocate ahead. Longer caches allocate an eighth of their length ahead."""
 
 
 class GrowingLayer(DynamicLayer):
-    """A `DynamicLayer` with spare memory behind its keys and values, [B, H, L, D], which are views of it."""
+    """A `DynamicLayer` with spare memory. Its keys and values, [B, H, L, D], are views of this memory."""
 
     keys: Any
     values: Any
@@ -34,8 +34,8 @@ class GrowingLayer(DynamicLayer):
     _memory: tuple[Tensor, Tensor]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append positions; returns all keys and values."""
-        if torch.is_grad_enabled():  # a backward pass may need what was returned before, unchanged
+        """Append positions. Return all keys and values."""
+        if torch.is_grad_enabled():  # a backward pass may need the tensors returned before, unchanged
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -43,7 +43,7 @@ class GrowingLayer(DynamicLayer):
         stop = length + key_states.shape[-2]
         views = self._views
         is_own = views is not None and self.keys is views[0] and self.values is views[1]
-        # memory from inference mode cannot be written to outside of it
+        # memory from inference mode is read-only outside of it
         is_own = is_own and (torch.is_inference_mode_enabled() or not self._memory[0].is_inference())
         if not is_own or stop > self._memory[0].shape[-2]:
             self._allocate(key_states, value_states, length, stop)
@@ -54,7 +54,7 @@ class GrowingLayer(DynamicLayer):
         return self._views
 
     def _allocate(self, key_states: Tensor, value_states: Tensor, length: int, stop: int) -> None:
-        """New memory, with a copy of what there is: also after another method of the cache has replaced that."""
+        """Allocate memory and copy the current keys and values, which other cache methods may have replaced."""
         spare = stop + max(LEAST_SPARE, stop // 8)
         made = []
         for held, states in ((self.keys, key_states), (self.values, value_states)):
@@ -71,7 +71,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def let_grow(cache: Any) -> None:
-    """Have an empty cache of transformers grow in place, where its layers keep all positions."""
+    """Let the empty layers of a transformers cache grow in place if they keep all positions."""
     if not all(holds(f"{_LAYER}.{name}", "the cache is copied for each token") for name in ("update", "reset")):
         return
     cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -1,9 +1,9 @@
-"""Which layers of transformers are copies of each other.
+"""Tables of transformers layers that are copies of each other.
 
 transformers repeats the code of a layer in every model that uses it. Each table lists, as ``model.Class``, the layers
-whose ``forward`` is a copy of that of the named class. A layer whose source differs from the releases that were
-checked stays unfused (`oslo_models.contracts`). tests/fusion/test_fusion_tables.py fails when a copy is missing here,
-on a release with all model types of the registry.
+with a copy of the ``forward`` of the named class. A layer stays unfused if its source differs from the checked releases
+(`oslo_models.contracts`). tests/fusion/test_fusion_tables.py fails when a copy is missing here, on a release with all
+model types of the registry.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from oslo_models.contracts.listing import LAYERS
 
 
 def layer_name(module: nn.Module) -> str:
-    """The transformers class whose forward a layer has, such as ``"llama.LlamaRMSNorm"``.
+    """Return the transformers class that defines a layer's ``forward``, such as ``"llama.LlamaRMSNorm"``.
 
     Returns:
-        ``""`` for other layers, and for layers of the tables that differ from the releases that were checked.
+        ``""`` for other layers, and for layers of the tables that differ from the checked releases.
     """
     return layer_name_of(type(module).__mro__)
 
 
 def layer_name_of(classes: Iterable[type]) -> str:
-    """`layer_name` of the first of these classes that has a ``forward``."""
+    """Return `layer_name` of the first of these classes that defines a ``forward``."""
     name, cls = _defining(tuple(classes))
     return "" if changed_layer(_kinds().get(name, ()), name, cls.__dict__["forward"]) else name
 
 
 def changed_kind(classes: Iterable[type]) -> tuple[str, str] | None:
-    """The operation of a layer of the tables that differs from the checked releases, and the difference."""
+    """Return the operation of a layer and its difference from the checked releases, or ``None`` if there is none."""
     name, cls = _defining(tuple(classes))
     kinds = _kinds().get(name, ())
     changed = changed_layer(kinds, name, cls.__dict__["forward"])
@@ -43,7 +43,7 @@ def changed_kind(classes: Iterable[type]) -> tuple[str, str] | None:
 
 @cache
 def _defining(classes: tuple[type, ...]) -> tuple[str, type]:
-    """The first of these classes that has a ``forward``, and its name if it is a layer of transformers."""
+    """Return the first of these classes that defines a ``forward``, and its name if it is a layer of transformers."""
     defining = next(cls for cls in classes if "forward" in cls.__dict__)
     package, _, model = defining.__module__.rpartition(".")[0].rpartition(".")
     return f"{model}.{defining.__name__}" if package == "transformers.models" else "", defining
@@ -51,11 +51,11 @@ def _defining(classes: tuple[type, ...]) -> tuple[str, type]:
 
 @cache
 def _kinds() -> dict[str, tuple[str, ...]]:
-    """The kinds of `oslo_models.contracts.listing.LAYERS` that each layer of the tables belongs to."""
+    """Return the kinds of `oslo_models.contracts.listing.LAYERS` for each layer of the tables."""
     members: dict[str, Iterable[str]] = {kind: (kind,) for kind in LAYERS if "." in kind}
     members |= {kind: globals()[kind] for kind in LAYERS if "." not in kind} | ROTARY_ATTENTIONS
     full = frozenset().union(*ROTARY_ATTENTIONS.values()) | {"gpt2.GPT2Attention"}
-    members["CALL_EAGER_ATTENTION"] = CALL_EAGER_ATTENTION - full  # the forwards of the others are known as a whole
+    members["CALL_EAGER_ATTENTION"] = CALL_EAGER_ATTENTION - full  # contracts cover the full forwards of the others
     found: dict[str, tuple[str, ...]] = {}
     for kind, layers in members.items():
         for layer in layers:
@@ -91,7 +91,7 @@ RMS_NORMS = _names("""
     solar_open.SolarOpenRMSNorm switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm
     zamba.ZambaRMSNorm zamba2.Zamba2RMSNorm zaya.ZayaRMSNorm
 """)
-"""Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
+"""Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
     gemma.GemmaRMSNorm gemma2.Gemma2RMSNorm gemma3.Gemma3RMSNorm minimax_m3_vl.MiniMaxM3VLRMSNorm qwen3_5.Qwen3_5RMSNorm
     qwen3_5_moe.Qwen3_5MoeRMSNorm qwen3_next.Qwen3NextRMSNorm recurrent_gemma.RecurrentGemmaRMSNorm
@@ -187,7 +187,7 @@ OLMO2_BLOCKS = _names("""
     exaone4.Exaone4DecoderLayer flex_olmo.FlexOlmoDecoderLayer olmo2.Olmo2DecoderLayer olmo3.Olmo3DecoderLayer
     olmo_hybrid.OlmoHybridAttentionDecoderLayer
 """)
-"""Copies of Olmo2DecoderLayer and FlexOlmoDecoderLayer, whose norms are after attention and MLP."""
+"""Copies of Olmo2DecoderLayer and FlexOlmoDecoderLayer, with norms after attention and MLP."""
 NEOX_BLOCKS = _names("""
     gpt_neox.GPTNeoXLayer
 """)
@@ -195,7 +195,7 @@ NEOX_BLOCKS = _names("""
 GPTJ_BLOCKS = _names("""
     codegen.CodeGenBlock gptj.GPTJBlock
 """)
-"""Copies of GPTJBlock, whose attention and MLP have one norm."""
+"""Copies of GPTJBlock, with one norm before both attention and MLP."""
 PHI_BLOCKS = _names("""
     phi.PhiDecoderLayer
 """)
@@ -271,13 +271,12 @@ CALL_EAGER_ATTENTION = _names("""
     xlm_roberta_xl.XLMRobertaXLSelfAttention xmod.XmodCrossAttention xmod.XmodSelfAttention youtu.YoutuAttention
     zamba.ZambaAttention zamba2.Zamba2Attention zaya.ZayaAttention
 """)
-"""Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
-or Gemma 2."""
+"""Attention layers that call ``eager_attention_forward`` as copied from Llama, BERT, GPT-2, OPT, T5 or Gemma 2."""
 COMPARE_IMPLEMENTATIONS = _names("""
     axk2.AXK2Attention deepseek_v32.DeepseekV32Attention dots3_note.Dots3NoteTextAttention
     glm_moe_dsa.GlmMoeDsaAttention minimax_m3_vl.MiniMaxM3VLAttention
 """)
-"""Those that hide the keys that an indexer did not choose from implementations that they know by name."""
+"""Attention layers that mask the keys rejected by an indexer, but only for implementations that they know by name."""
 ROTARY_ATTENTIONS = {
     "exaone4.Exaone4Attention": _names("""
         exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention
@@ -312,8 +311,8 @@ ROTARY_ATTENTIONS = {
     "stablelm.StableLmAttention": _names("stablelm.StableLmAttention"),
     "starcoder2.Starcoder2Attention": _names("starcoder2.Starcoder2Attention"),
 }
-"""The copies of each attention layer that `attention` has a fused forward for; all of them call Llama's
-``apply_rotary_pos_emb``, or a copy of it."""
+"""The copies of each attention layer with a fused forward in `rotary_attention`. All of them call Llama's
+``apply_rotary_pos_emb`` or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
     afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention axk2.AXK2Indexer beam.BeamAttention
     bitnet.BitNetAttention
@@ -331,4 +330,4 @@ ROTARY_LEFT_UNFUSED = _names("""
     qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
     youtu.YoutuAttention zamba2.Zamba2Attention zaya.ZayaAttention
 """)
-"""Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""
+"""Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""

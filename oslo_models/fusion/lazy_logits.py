@@ -1,6 +1,6 @@
 """A language-model head that returns lazy logits, which are computed on first use.
 
-The cross entropy does not use them: `linear_cross_entropy` computes it from the hidden states and the head's weight.
+The cross entropy does not need them: `linear_cross_entropy` computes it from the hidden states and the head's weight.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from oslo_models.layers.vocab_parallel import (
 from oslo_models.sharding.layout import Layout
 
 SMALL = 4 << 20
-"""Bytes of a rank's logits up to which a CPU takes less time for them and their loss one after the other."""
+"""The maximum bytes of a rank's logits for which a CPU is faster with separate logits and loss."""
 
 
 class LazyHead(FusedProduct, nn.Linear):
-    """A head that returns `LazyLogits` while ``lazy`` is true, and the logits of the class it replaces otherwise."""
+    """A head that returns `LazyLogits` while ``lazy`` is true, and otherwise the logits of the replaced class."""
 
     tp: Axis
     layouts: dict[str, Layout]
     lazy: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        # Where FSDP wraps the head by itself, it frees the full weight when this forward ends.
+        # If FSDP wraps the head itself, it frees the full weight after this forward.
         if not self.lazy or torch.compiler.is_compiling() or isinstance(self, FSDPModule):
             return super().forward(x)
         return LazyLogits.from_hidden(x, self)
@@ -57,14 +57,14 @@ class LazyVocabParallelHead(LazyHead, VocabParallelHead):
 
 
 class LazyLogits(ShardedLogits):
-    """Logits ``[..., vocab]`` not computed yet: the hidden states ``[..., hidden]``, and the head to apply to them.
+    """Uncomputed logits ``[..., vocab]``: the hidden states ``[..., hidden]`` and the head to apply to them.
 
-    The loss and the operations before it use the hidden states; any other operation computes the logits first.
+    The loss and the operations before it use the hidden states. Any other operation computes the logits first.
 
     Attributes:
-        logits_dtype: the dtype of the logits, which may be wider than that of the hidden states.
-        bias: of the head, or added to the logits since.
-        scale, cap: the logits are ``scale`` times the head's output, or ``cap * tanh`` of that unless ``cap`` is zero.
+        logits_dtype: the dtype of the logits. It may be wider than the dtype of the hidden states.
+        bias: the bias of the head, or a bias added to the logits later.
+        scale, cap: the logits are ``x = scale * output`` of the head, or ``cap * tanh(x)`` unless ``cap`` is zero.
         computed: the logits, once an operation has needed them.
     """
 
@@ -77,7 +77,7 @@ class LazyLogits(ShardedLogits):
 
     @classmethod
     def from_hidden(cls, hidden: Tensor, head: LazyHead) -> LazyLogits:
-        """The logits of these hidden states."""
+        """Return the lazy logits of these hidden states."""
         if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         logits = hidden.as_subclass(cls)
@@ -87,14 +87,14 @@ class LazyLogits(ShardedLogits):
         return logits
 
     def changed(self, hidden: Tensor | None = None, **attributes: Any) -> LazyLogits:
-        """These logits with other attributes."""
+        """Return a copy of these logits with other attributes."""
         logits: Any = LazyLogits.from_hidden(self.local() if hidden is None else hidden, self.head)
         kept = {name: getattr(self, name) for name in ("logits_dtype", "bias", "scale", "cap", "vocab")}
         vars(logits).update({**kept, **attributes})
         return logits
 
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias in the dtype of the hidden states, which autocast may have changed."""
+        """Return weight and bias in the dtype of the hidden states, which autocast may have changed."""
         weight, bias, dtype = self.head.weight, self.bias, self.local().dtype
         count = local_words(self.tp, self.vocab)
         with without_override():
@@ -109,7 +109,7 @@ class LazyLogits(ShardedLogits):
         return self.changed(vocab=vocab)
 
     def _loss(self, target: Tensor, shard: VocabShard, reduction: str) -> Any:
-        """The sum or mean of the losses; losses per row (``reduction="none"``) need the logits."""
+        """Return the sum or mean of the losses. Losses per row (``reduction="none"``) need the logits."""
         if reduction == "none" or self._are_small(target.numel()):
             return NotImplemented
         with without_override():
@@ -119,12 +119,12 @@ class LazyLogits(ShardedLogits):
             return linear_cross_entropy(self.local(), weight, bias, target, shard, *options)
 
     def _are_small(self, rows: int) -> bool:
-        """Whether a CPU computes logits and loss faster one after the other; asked only where `fuse` measured."""
+        """Return whether a CPU is faster with separate logits and loss. True only if `fuse` has measured."""
         measured = self.local().is_cpu and self.head.faster is not None
         return measured and rows * self.vocab_size * self.logits_dtype.itemsize <= SMALL * self.tp.size
 
     def compute(self) -> Tensor:
-        """The logits, sharded where the vocabulary is; computed once, so that changes in place persist."""
+        """Return the logits, sharded if the vocabulary is. Compute them once, so that in-place changes persist."""
         if self.computed is None:
             hidden = copy_to(self.tp, self.local())
             with without_override():
@@ -136,7 +136,7 @@ class LazyLogits(ShardedLogits):
         return self.computed
 
     def full(self) -> Tensor:
-        """The full logits, ``[..., vocab]``, as a plain tensor on every rank."""
+        """Return the full logits, ``[..., vocab]``, as a plain tensor on every rank."""
         logits = self.compute()
         return logits.full() if isinstance(logits, VocabParallelLogits) else logits
 
@@ -163,7 +163,7 @@ def _float(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """``to`` a wider dtype, or ``to`` the device that it is on."""
+    """``to`` a wider dtype, or ``to`` the current device."""
     if kwargs or len(args) != 1:
         return NotImplemented
     if isinstance(args[0], torch.dtype) and torch.promote_types(args[0], logits.logits_dtype) == args[0]:
@@ -172,7 +172,7 @@ def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mul(logits: LazyLogits, factor: Any) -> Any:
-    """Multiplication by a number (Cohere, Granite), before or after a cap (Gemma 2)."""
+    """Multiply by a number (Cohere, Granite), before or after a cap (Gemma 2)."""
     if not isinstance(factor, (int, float)) or not factor:
         return NotImplemented
     return logits.changed(cap=logits.cap * factor) if logits.cap else logits.changed(scale=logits.scale * factor)
@@ -184,12 +184,12 @@ def _div(logits: LazyLogits, divisor: Any, **kwargs: Any) -> Any:
 
 
 def _tanh(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """A soft cap (Gemma 2): one tanh, between two factors."""
+    """Apply a soft cap (Gemma 2): one tanh, between two factors."""
     return NotImplemented if args or kwargs or logits.cap else logits.changed(cap=1.0)
 
 
 def _add(logits: LazyLogits, other: Any) -> Any:
-    """Adding one number per token of the vocabulary (LXMERT, BART) gives the head a bias."""
+    """Add one number per token of the vocabulary (LXMERT, BART) as a bias of the head."""
     size = logits.vocab_size
     if not isinstance(other, Tensor) or other.shape[-1:] != (size,) or other.numel() != size or logits.bias is not None:
         return NotImplemented

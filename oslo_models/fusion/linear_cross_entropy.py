@@ -1,8 +1,8 @@
-"""The head's product and the cross entropy in one operation, chunk by chunk, so that the full logits never exist.
+"""The LM head's product and the cross entropy in one operation, chunk by chunk, so that the full logits never exist.
 
 The vocabulary may be sharded over the tp axis. Source of computing the gradients chunk by chunk in the forward pass:
-Hsu et al., "Liger Kernel", 2024, section 3.2. Shapes: N rows, C rows of a chunk, H hidden, V tokens in the vocabulary
-of which this rank holds v.
+Hsu et al., "Liger Kernel", 2024, section 3.2. Shapes: N rows, C rows of a chunk, H hidden, V tokens in the vocabulary,
+v tokens on this rank.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.layers.cross_entropy import VocabShard
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}
-"""The most memory that the logits of a chunk may take, by the type of device."""
+"""The maximum memory for the logits of a chunk, by type of device."""
 CHUNKS, FAST_ROWS, SPLIT_ROWS = 16, 256, 512
-"""On a CPU, a batch is split into this many chunks, or fewer if chunks would be too short for fast matrix products.
+"""On a CPU, a batch is split into `CHUNKS` chunks, or fewer if chunks would be too short for fast matrix products.
 
-On a GPU, chunks are as long as their memory allows: each launches five kernels (some more under tensor parallelism),
-and passes over the weight's gradient.
+`FAST_ROWS` and, with AMX, `SPLIT_ROWS` limit how short they are. On a GPU, chunks are as long as their memory allows:
+each chunk launches five kernels (some more under tensor parallelism), and reads and writes the weight gradient.
 """
 
 
@@ -39,28 +39,29 @@ def linear_cross_entropy(
     mean: bool = False,
     faster: FasterRows | None = None,
 ) -> Tensor:
-    """The cross entropy of the head's logits, summed over the rows that are not ignored, as a scalar.
+    """Return the cross entropy of the head's logits, summed over the rows that are not ignored, as a scalar.
 
-    Gradients are computed in the forward pass, so it can be differentiated once. Half precision is summed in float32.
-    Each chunk takes two all-reduces of O(rows) numbers, the backward pass one of ``hidden``'s gradient.
+    The forward pass computes the gradients, so the loss can be differentiated once. Half precision is summed in
+    float32. Each chunk needs two all-reduces of O(rows) numbers, and the backward pass one of the gradient of
+    ``hidden``.
 
     Args:
-        hidden_NH: replicated on every rank, as is its gradient, which this operation itself sums over the tp axis, in
-            place.
+        hidden_NH: the hidden states, replicated on every rank. This operation all-reduces their gradient over the tp
+            axis, in place, so it is replicated too.
         weight_vH: this rank's rows of the head's weight.
         bias_v: this rank's part of the head's bias.
         target_N: indices into the full vocabulary, the same on every rank.
-        shard: this rank's shard of the vocabulary, and how targets count.
-        scale, cap: logits are ``scale * (hidden @ weight.T + bias)``, or ``cap * tanh`` of that unless ``cap`` is zero.
+        shard: this rank's shard of the vocabulary, and the handling of targets.
+        scale, cap: logits are ``x = scale * (hidden @ weight.T + bias)``, or ``cap * tanh(x)`` unless ``cap`` is zero.
         mean: return the mean over these rows instead of the sum.
-        faster: how products with the weight are computed: the same on all ranks.
+        faster: the implementation of products with the weight, the same on all ranks.
 
     Raises:
-        IndexError: a target is neither in the vocabulary nor ``ignore_index``. On CUDA it is a device-side assertion,
-            as with torch's cross entropy, which the next synchronisation reports.
+        IndexError: a target is neither in the vocabulary nor ``ignore_index``. On CUDA this is a device-side assertion,
+            as in torch's cross entropy. The next synchronisation reports it.
     """
-    # Only where the number of rows is known without waiting for a device is the gradient computed as that of the mean;
-    # then the backward pass need not multiply it.
+    # If the number of rows is known without waiting for a device, compute the gradient of the mean directly: the
+    # backward pass then needs no multiplication.
     counted = mean and not target_N.is_cuda
     given = (target_N, shard, scale, cap, counted, faster)
     loss = _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, *given)
@@ -122,11 +123,11 @@ def _run(
     needs: tuple[bool, ...],
     faster: FasterRows | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The summed loss, and its gradients on this rank: of hidden states, weight and bias.
+    """Return the summed loss and its gradients on this rank: of hidden states, weight and bias.
 
     Args:
         rows: the indices of the rows that are not ignored; ``None``: all rows.
-        needs: which of the gradients are wanted.
+        needs: whether each gradient is required.
     """
     dtype = weight_vH.dtype
     sum_dtype = wide(dtype)
@@ -162,27 +163,27 @@ def _run(
 def _plus_product(
     total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype, way: str | None = None
 ) -> Tensor:
-    """``total + left @ right`` in ``dtype``, in ``total``'s memory; on a GPU the product itself adds in that dtype."""
+    """Add ``left @ right`` to ``total`` in ``dtype``, in place. On a GPU the product itself adds in this dtype."""
     if left.is_cuda and left.dtype != dtype:
         total = left.new_zeros(len(left), right.shape[1], dtype=dtype) if total is None else total
         return torch.addmm(total, left, right, out_dtype=dtype, out=total)
     if left.dtype != dtype:
         return (left @ right).to(dtype) if total is None else total.add_(left @ right)
-    if total is None:  # a large matrix is written once, not cleared, read and written
+    if total is None:  # write a large matrix once instead of clearing, reading and writing it
         return multiply_into(left.new_empty(len(left), right.shape[1]), left, right, way)
     return multiply_into(total, left, right, way, add=True)
 
 
 def _rows_at_once(rows: int, weight_vH: Tensor, shard: VocabShard, faster: FasterRows | None = None) -> int:
-    """The number of rows of a chunk: the same on every rank, however unevenly the vocabulary is sharded."""
+    """Return the number of rows of a chunk: the same on every rank, even if the vocabulary is sharded unevenly."""
     most_bytes = CHUNK_BYTES.get(weight_vH.device.type, CHUNK_BYTES["cuda"])
     most = most_bytes // (-(-shard.size // shard.axis.size) * weight_vH.itemsize)
     if weight_vH.is_cuda:
         return max(1, min(rows, -(-rows // max(1, -(-rows // max(1, most))))))  # chunks of one length
     fast = max(FAST_ROWS, rows // CHUNKS)
-    if weight_vH.is_cpu:  # every chunk rewrites the weight's gradient, so chunks are longer where that is large
+    if weight_vH.is_cpu:  # every chunk rewrites the weight gradient, so a large gradient needs longer chunks
         fast = 2 * fast if shard.axis.size == 1 else (fast + 1) // 2
-        if faster is not None and faster.many == SPLIT:  # which packs the weight anew for each chunk
+        if faster is not None and faster.many == SPLIT:  # it packs the weight again for each chunk
             fast = max(SPLIT_ROWS, fast)
     return max(1, min(most, fast))
 
@@ -190,7 +191,7 @@ def _rows_at_once(rows: int, weight_vH: Tensor, shard: VocabShard, faster: Faste
 def _loss_and_gradient(
     logits_Cv: Tensor, target_C: Tensor, shard: VocabShard, rule: Rule, differentiate: bool
 ) -> Tensor:
-    """The losses of a chunk, whose logits are overwritten by their gradient."""
+    """Return the losses of a chunk. If differentiating, replace its logits by their gradient."""
     statistics_4C = shard.combined(row_statistics(logits_Cv, target_C, rule))
     if not differentiate:
         return rule.losses(statistics_4C, target_C)

@@ -1,6 +1,6 @@
 """MLPs of transformers that call `oslo_kernels.gated` and `oslo_kernels.gelu`.
 
-Under ``torch.compile`` they run transformers' own code.
+Under ``torch.compile`` they run transformers' code.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FusedGELUMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         first, _, *rest = (getattr(self, name) for name in self.parts)
-        if torch.compiler.is_compiling() or not _is_plain(first):  # LoRA, FSDP or a hook may have changed the layer
+        if torch.compiler.is_compiling() or not _is_plain(first):  # changed by LoRA, FSDP or a hook
             return super().forward(hidden_states)
         with without_override():
             x = _gelu_of_linear(first, hidden_states, self.approximate)
@@ -83,7 +83,7 @@ def _gelu_of_linear(layer: Any, x: Tensor, approximate: str) -> Tensor:
         return bias_gelu(layer.entered_product(x, None), layer.bias, approximate)
     x = layer.enter_region(x) if is_sharded else x
     same_dtype = x.dtype == layer.weight.dtype == layer.bias.dtype and x.dtype in (torch.float16, torch.bfloat16)
-    casts = torch.is_autocast_enabled(x.device.type)  # which knows F.linear, but not this operation
+    casts = torch.is_autocast_enabled(x.device.type)  # autocast handles F.linear, but not this operation
     if x.is_cuda and approximate == "tanh" and same_dtype and not casts and not torch.is_grad_enabled():
         # The epilogue of cuBLASLt's product has the tanh form only, and approximates it to about 5e-6: too coarse for
         # float32.

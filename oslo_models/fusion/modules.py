@@ -1,8 +1,8 @@
 """Layers of transformers that call the kernels of `oslo_kernels`; `rules` mixes them into the classes of layers.
 
-`norms` and `mlps` have these layers, `attention` and `rotary_attention` the attention layers.
+`norms` and `mlps` have the norms and MLPs, `attention` and `rotary_attention` the attention layers.
 
-Under ``torch.compile``, and for inputs that its kernel does not support, a layer runs transformers' own code.
+Under ``torch.compile``, and for inputs that its kernel does not support, a layer runs transformers' code.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from oslo_models.fusion.norms import FusedLayerNorm, FusedRMSNorm, add_and_norm_
 
 
 class FusedProduct(nn.Module):
-    """The product of a sharded ``nn.Linear``, computed by `oslo_kernels.linear` where that is faster.
+    """The product of a sharded ``nn.Linear``, by `oslo_kernels.linear` where it is faster.
 
     Attributes:
-        faster: the numbers of rows for which it is; ``None``: all that the kernel supports.
+        faster: the numbers of rows to compute there. ``None``: all that the kernel supports.
     """
 
     faster: FasterRows | None = None
@@ -41,12 +41,12 @@ class FusedConv1DProduct(FusedProduct):
     """`FusedProduct` of a sharded ``Conv1D``."""
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product of ``Conv1D``."""
+        """Compute the product of ``Conv1D``."""
         return conv1d(x, weight, bias, self.faster)
 
 
 class FusedLinear(FusedProduct, nn.Linear):
-    """``nn.Linear`` whose products of few rows take only as long as reading the weights."""
+    """``nn.Linear`` with products of few rows that take only as long as reading the weights."""
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input, self.weight, self.bias)
@@ -76,10 +76,11 @@ class TanhGELU(NewGELUActivation):
 
 
 class FusedLlamaBlock(nn.Module):
-    """The block of Llama and of its copies: each residual is added in the pass of the norm that follows.
+    """The block of Llama and of its copies: the pass of the next norm adds each residual.
 
     Attributes:
-        following: the norm of the next block, or the last one of the model; empty where it is on another stage.
+        following: the first norm of the next block, or the final norm of the model. Empty if the norm is on another
+            pipeline stage.
     """
 
     input_layernorm: nn.Module
@@ -116,7 +117,7 @@ class FusedPhi3Block(nn.Module):
 
 
 class FusedGemma2Block(nn.Module):
-    """The block of Gemma 2 and 3, whose outputs are normed before their residual is added."""
+    """The block of Gemma 2 and 3, with norms of the outputs before the residual additions."""
 
     input_layernorm: nn.Module
     self_attn: nn.Module
@@ -136,7 +137,7 @@ class FusedGemma2Block(nn.Module):
 
 
 class FusedOlmo2Block(nn.Module):
-    """The block of OLMo 2 and of its copies, whose outputs are normed, and whose inputs are not: two passes."""
+    """The block of OLMo 2 and of its copies, with norms of outputs instead of inputs: two passes."""
 
     self_attn: nn.Module
     post_attention_layernorm: nn.Module
@@ -233,7 +234,7 @@ class FusedBloomMLP(nn.Module):
 
 
 def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
-    """``residual + dropout(x)``, as the function of this name in transformers' BLOOM and Falcon."""
+    """Compute ``residual + dropout(x)``, as the function of this name in transformers' BLOOM and Falcon."""
     same_kind = x.dtype == residual.dtype and x.shape == residual.shape
     if torch.compiler.is_compiling() or not training or not 0 < prob < 1 or not same_kind:
         return residual + F.dropout(x, prob, training)

@@ -1,6 +1,6 @@
-"""Gives the linear layers of a model on a CPU weights of fewer bits to compute with, for ``fuse(weights=...)``.
+"""Add narrow copies of the weights to the linear layers of a model on a CPU, for ``fuse(weights=...)``.
 
-The parameters stay as they are beside them, so checkpoints have full precision and `unfuse` has nothing to restore.
+The parameters stay unchanged, so checkpoints have full precision and `unfuse` has nothing to restore.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class NarrowProduct(nn.Module):
     """The product of a linear layer with its weight in fewer bits.
 
     Attributes:
-        narrow: that weight.
-        made_from: identifies the values of ``weight`` that it was made from.
+        narrow: the weight in fewer bits.
+        made_from: the address and version of ``weight`` when the copy was made.
     """
 
     narrow: NarrowWeight
@@ -39,7 +39,7 @@ class NarrowProduct(nn.Module):
         """``F.linear``, or the product of ``Conv1D``.
 
         Raises:
-            RuntimeError: gradients are asked for, or the parameter has changed.
+            RuntimeError: gradients are required, or the parameter has changed.
         """
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, self.weight, bias)):
             raise RuntimeError(
@@ -54,7 +54,7 @@ class NarrowProduct(nn.Module):
         return narrow_linear(x, self.narrow, bias)
 
     def is_current(self) -> bool:
-        """Whether the parameter is as it was when its copy in fewer bits was made."""
+        """Return whether the parameter is unchanged since its narrow copy was made."""
         return _identity(self.weight) == self.made_from
 
 
@@ -78,9 +78,9 @@ def check_narrow(weights: str, device: torch.device, dtype: torch.dtype, backend
 def narrow(
     model: nn.Module, candidates: Iterable[FusionCandidate], selected: set[type] | None, tp: Axis | None, weights: str
 ) -> list[FusionCandidate]:
-    """``candidates`` whose selected linear layers compute with such weights. A collective of the ranks of ``tp``.
+    """Give the selected linear layers among ``candidates`` narrow weights. A collective of the ranks of ``tp``.
 
-    Scales are those of the full weight, so that every rank has its shard of what one process computes with.
+    Scales are computed from the full weight, so that every rank has a shard of the narrow weight of one process.
     """
     return [
         _narrowed(candidate, model.get_submodule(candidate.module), tp, weights)
@@ -93,7 +93,7 @@ def narrow(
 def _narrowed(candidate: FusionCandidate, module: Any, tp: Axis | None, weights: str) -> FusionCandidate:
     dtype, weight = DTYPES[weights], local_tensor(module.weight).detach()
     if weight.dtype is not torch.float32 and dtype is not torch.int8:
-        return candidate  # it has as few bits already
+        return candidate  # the weight is already as narrow
     weight_oi = weight.t() if isinstance(module, Conv1D) else weight
     largest_o = None
     if dtype is torch.int8:

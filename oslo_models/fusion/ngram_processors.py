@@ -10,10 +10,10 @@ from oslo_kernels.ngrams import block_repeats_
 
 
 class FusedNoRepeatNGram(NoRepeatNGramLogitsProcessor):
-    """Bans tokens that would repeat an n-gram of their own row.
+    """Ban tokens that would repeat an n-gram of the same row.
 
     Args:
-        in_place: change the given scores instead of a copy; for callers that do not need them any more.
+        in_place: change the given scores instead of a copy, for callers that no longer need them.
     """
 
     def __init__(self, ngram_size: int, in_place: bool = False) -> None:
@@ -25,7 +25,7 @@ class FusedNoRepeatNGram(NoRepeatNGramLogitsProcessor):
 
 
 class FusedEncoderNoRepeatNGram(EncoderNoRepeatNGramLogitsProcessor):
-    """Bans tokens that would repeat an n-gram of the prompt, or of the encoder's tokens."""
+    """Ban tokens that would repeat an n-gram of the prompt, or of the encoder's tokens."""
 
     def __init__(self, encoder_ngram_size: int, encoder_input_ids: Tensor, in_place: bool = False) -> None:
         # does not call transformers' __init__, which builds dictionaries of all n-grams
@@ -39,11 +39,11 @@ class FusedEncoderNoRepeatNGram(EncoderNoRepeatNGramLogitsProcessor):
 
 
 def fuse_processors(processors: LogitsProcessorList, encoder_ids: Tensor | None, in_place: bool) -> LogitsProcessorList:
-    """The same processors in the same order, with those for n-grams replaced by fused ones.
+    """Return the processors in the same order, with fused n-gram processors.
 
     Args:
         encoder_ids: the tokens of the prompt or of the encoder, ``[batch, length]``.
-        in_place: whether processors may change the scores that they are given.
+        in_place: whether processors may change the given scores.
     """
     fused = LogitsProcessorList()
     for processor in processors:

@@ -1,6 +1,6 @@
 """Norms of transformers that call `oslo_kernels.norm`, alone or together with the preceding residual addition.
 
-Under ``torch.compile``, and for inputs that the kernel does not support, a norm runs transformers' own code.
+Under ``torch.compile``, and for inputs that the kernel does not support, a norm runs transformers' code.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from oslo_models.layers.norm import HeadParallelNorm
 class FusedRMSNorm(nn.Module):
     """The root-mean-square norm of Llama, of its copies and of T5, in one pass.
 
-    Given a residual, it returns the norm of ``hidden_states + residual``, and that sum.
+    Given a residual, it returns the norm of ``hidden_states + residual``, and the sum.
 
     Attributes:
-        offset: added to the weight.
-        keeps_dtype: whether the norm has the dtype of its input, even if that of the weight is wider.
+        offset: a number to add to the weight.
+        keeps_dtype: whether the norm keeps the dtype of its input even if the weight has a wider dtype.
     """
 
     weight: Tensor
@@ -48,25 +48,27 @@ class FusedRMSNorm(nn.Module):
         return normed if residual is None else (normed, summed)
 
     def is_supported(self, hidden_states: Tensor, residual: Tensor | None = None) -> bool:
-        """Whether the kernel gives the dtype of the norm of transformers, which may cast to a narrower one."""
+        """Return whether the kernel gives the dtype of transformers' norm, which may cast to a narrower dtype."""
         dtype = hidden_states.dtype if residual is None else torch.promote_types(hidden_states.dtype, residual.dtype)
         same_shape = residual is None or residual.shape == hidden_states.shape
         return same_shape and (self.keeps_dtype or torch.promote_types(dtype, self.weight.dtype) == self.weight.dtype)
 
     def remember(self, hidden_states: Tensor, normed: Tensor) -> None:
-        """Keep the norm of these hidden states with them, for the next call with them."""
+        """Attach the norm to these hidden states for the next call with them."""
         hidden_states._oslo_norm = KnownNorm(self, self._versions(hidden_states), normed)  # type: ignore[attr-defined]
 
     def _versions(self, hidden_states: Tensor) -> tuple[int, int]:
-        """What changes when the hidden states or the weight do."""
+        """Return version counters that change with the hidden states and the weight."""
         return hidden_states._version, self.weight._version
 
 
 class CPURMSNorm(nn.Module):
-    """The norm of Llama, of its copies, of T5 and of OLMo 2 on a CPU, in one pass; few rows without gradients first.
+    """The norm of Llama, of its copies, of T5 and of OLMo 2 on a CPU in one pass, with a path for few rows.
+
+    The path for few rows needs no gradients.
 
     Attributes:
-        offset: added to the weight.
+        offset: a number to add to the weight.
     """
 
     weight: Tensor
@@ -94,7 +96,7 @@ class CPUGemmaNorm(CPURMSNorm):
 
 
 class KnownNorm:
-    """A norm that was computed ahead of its call. Copies of the hidden states, on disk or not, go without it."""
+    """A norm computed ahead of its call. Copies of the hidden states, including pickled ones, drop it."""
 
     def __init__(self, norm: Any = None, versions: Any = None, normed: Any = None) -> None:
         self.norm, self.versions, self.normed = norm, versions, normed
@@ -135,7 +137,7 @@ class FusedLayerNorm(nn.LayerNorm):
         return normed, summed
 
     def _is_supported(self, input: Tensor, residual: Tensor) -> bool:
-        """Whether the kernel gives the dtype of torch's: under autocast always float32."""
+        """Return whether the kernel gives the dtype of torch's norm: under autocast always float32."""
         dtype = torch.promote_types(input.dtype, residual.dtype)
         right = dtype == torch.float32 or not torch.is_autocast_enabled(input.device.type)
         return right and dtype == self.weight.dtype and input.shape == residual.shape
@@ -144,9 +146,9 @@ class FusedLayerNorm(nn.LayerNorm):
 def norm_and_rotate(
     norms: tuple[nn.Module, nn.Module], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Queries and keys, ``[batch, heads, length, width]``, with norms of heads and rotary positions, in one pass.
+    """Return queries and keys, ``[batch, heads, length, width]``, with norms of heads and rotary positions.
 
-    ``None`` if the norms have to be called by themselves.
+    One pass computes both. Return ``None`` if the norms must be called as modules.
     """
     first, second = norms
     if not (isinstance(first, FusedRMSNorm) and isinstance(second, FusedRMSNorm) and cos.dim() == 3):
@@ -164,13 +166,13 @@ def norm_and_rotate(
 
 
 def add_and_norm_ahead(block: Any, x: Tensor, residual: Tensor) -> Tensor:
-    """``x + residual``; where the norm that follows can be computed in the same pass, it is kept with the sum.
+    """Compute ``x + residual``. If possible, compute the next norm in the same pass and attach it to the sum.
 
-    The norm is left to its own call where other code has a part in it: hooks, a weight that is sharded between the
-    calls of its module, activation checkpointing, which would keep it as well.
+    The norm waits for its call if other code takes part in it: hooks, a weight that is sharded between calls of the
+    module, or activation checkpointing, which would save the norm as well.
 
     Args:
-        block: has the norm in ``following``.
+        block: the block, with the next norm in ``following``.
     """
     norm = block.following[0] if block.following else None
     if not isinstance(norm, FusedRMSNorm) or not _is_at_hand(norm, x) or not norm.is_supported(x, residual):
@@ -183,7 +185,7 @@ def add_and_norm_ahead(block: Any, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def norm_and_add(norm: Any, x: Tensor, residual: Tensor) -> Tensor:
-    """``residual + norm(x)``, in one pass where the weight alone makes the norm."""
+    """Compute ``residual + norm(x)``, in one pass if the norm needs only its weight (`is_plain`)."""
     fused = isinstance(norm, FusedRMSNorm) and x.shape == residual.shape and norm.is_supported(x)
     if not fused or not is_plain(norm, x.shape[-1], x.device):
         return residual + norm(x)
@@ -198,13 +200,13 @@ def _is_at_hand(norm: FusedRMSNorm, x: Tensor) -> bool:
 
 
 def own_weight(norm: Any) -> Tensor:
-    """The weight; of a norm of heads that other ranks apply to theirs, with a gradient that is summed over them."""
+    """Return the weight. If all ranks apply the norm to their heads, its gradient is all-reduced over the ranks."""
     weight: Tensor = norm.with_summed_grad("weight") if isinstance(norm, HeadParallelNorm) else norm.weight
     return weight
 
 
 def is_plain(norm: Any, width: int, device: torch.device) -> bool:
-    """Whether the weight alone makes the norm: it is all here, of this width, and no hook sees the norm."""
+    """Return whether the norm needs only its weight: it is complete, has this width, and the norm has no hooks."""
     weight = norm.weight
     plain = type(weight) is nn.Parameter or bool(getattr(type(weight), "has_plain_storage", False))
     whole = weight.shape == (width,) and weight.device == device
@@ -217,15 +219,15 @@ ON_GPU: dict[str, type] = {
     **dict.fromkeys(GEMMA_NORMS, FusedGemmaNorm),
     **dict.fromkeys(OLMO2_NORMS, FusedOlmo2Norm),
 }
-"""The fused form of each root-mean-square norm on a GPU."""
+"""The fused class of each root-mean-square norm on a GPU."""
 
 ON_CPU: dict[str, type] = {
     **dict.fromkeys(RMS_NORMS | OLMO2_NORMS, CPURMSNorm),
     **dict.fromkeys(GEMMA_NORMS, CPUGemmaNorm),
 }
-"""The form of each root-mean-square norm on a CPU."""
+"""The fused class of each root-mean-square norm on a CPU."""
 
 
 def layer_of_sharded(cls: type) -> str:
-    """The layer of transformers from which the class of a sharded norm is made."""
+    """Return the transformers layer behind the class of a sharded norm."""
     return layer_name_of(cls.__mro__[cls.__mro__.index(HeadParallelNorm) + 1 :])

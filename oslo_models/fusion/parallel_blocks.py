@@ -1,6 +1,6 @@
-"""Blocks of transformers whose attention and MLP read the same hidden states: both and the residual added in one pass.
+"""Transformers blocks with parallel attention and MLP. One pass adds both outputs and the residual.
 
-Under ``torch.compile`` a block runs transformers' own code.
+Under ``torch.compile`` a block runs transformers' code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from oslo_models.cache_argument import cache_name
 
 
 def add_both(x: Tensor, y: Tensor, residual: Tensor) -> Tensor:
-    """``x + y + residual``."""
+    """Compute ``x + y + residual``."""
     same = x.dtype == y.dtype == residual.dtype and x.shape == y.shape == residual.shape
     summed: Tensor = sum_of_three(x, y, residual) if same else x + y + residual
     return summed

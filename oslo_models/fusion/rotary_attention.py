@@ -1,6 +1,6 @@
-"""Attention layers of transformers that embed positions by rotation; `rules` mixes them into the classes of layers.
+"""Attention layers of transformers with rotary positions. `rules` mixes them into the classes of layers.
 
-Under ``torch.compile`` a layer runs transformers' own code, and single queries attend by groups of heads.
+Under ``torch.compile`` a layer runs transformers' code, and single queries attend by groups of heads.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from oslo_models.fusion.norms import norm_and_rotate
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama's rotary position embedding of queries and keys in one launch, where the kernel supports the inputs.
+    """Apply Llama's rotary position embedding to queries and keys, in one launch if the kernel supports the inputs.
 
     Args:
         query, key: ``[batch, heads, length, width]``.
-        cos, sin: ``[batch or 1, length, turned]``; what follows the first ``turned`` elements of a head stays. They may
-            be wider (OLMo 2; under autocast); the results have the dtype of queries and keys.
+        cos, sin: ``[batch or 1, length, turned]``. The elements of a head after the first ``turned`` are copied. The
+            tables may have a wider dtype (OLMo 2; under autocast). The results have the dtype of queries and keys.
     """
     turned = cos.shape[-1]
     constant = not (cos.requires_grad or sin.requires_grad)
@@ -41,7 +41,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def rotate_in_torch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`rotate` by operations of torch."""
+    """`rotate` in plain torch."""
     turned, made = cos.shape[-1], []
     for x in (query, key):
         h, rest = x[..., :turned], x[..., turned:]
@@ -52,7 +52,7 @@ def rotate_in_torch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tup
 
 
 class FusedLlamaAttention(FusedEagerAttention):
-    """Llama's attention and that of its copies: one launch for the positions of queries and keys.
+    """The attention of Llama and its copies, with one launch for the positions of queries and keys.
 
     Layers that differ from Llama's override one of the methods. See `known_layers.ROTARY_ATTENTIONS`.
     """
@@ -68,37 +68,37 @@ class FusedLlamaAttention(FusedEagerAttention):
 
     @property
     def config(self) -> Any:
-        """The layer's config, or a view of it that selects another attention function."""
+        """Return the layer's config, or a view of it that selects another attention function."""
         if torch.compiler.is_compiling():
             return grouped_when_decoding(self.own_config)
         return super().config
 
     def is_supported(self) -> bool:
-        """Whether `attend` computes what the layer does."""
+        """Return whether `attend` supports this layer."""
         return True
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, ``[batch, length, heads * width]``."""
+        """Return queries, keys and values, ``[batch, length, heads * width]``."""
         return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
 
     def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, ``[batch, heads, length, width]``, with their positions."""
+        """Return queries and keys, ``[batch, heads, length, width]``, with positions."""
         return self.rotated(query, key, cos, sin)
 
     def rotated(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The rotation alone."""
+        """Rotate queries and keys, without norms."""
         return rotate(query, key, cos, sin)
 
     def options(self) -> dict[str, Any]:
-        """What the attention function receives beside the arguments that all layers pass."""
+        """Return this layer's additional arguments for the attention function."""
         return {}
 
     def output(self, attended: Tensor) -> Tensor:
-        """The output projection."""
+        """Apply the output projection."""
         return self.o_proj(attended)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        # the order of arguments is not the same in all layers
+        # the order of arguments differs between layers
         if torch.compiler.is_compiling() or args or not self.is_supported():
             return super().forward(hidden_states, *args, **kwargs)
         return self.attend(hidden_states, take_cache(super().forward, kwargs), **kwargs)
@@ -111,7 +111,7 @@ class FusedLlamaAttention(FusedEagerAttention):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """The fused forward: the layer's output, and the weights if the attention function returns them."""
+        """Run the fused forward. Return the output, and the weights if the attention function returns them."""
         shape = hidden_states.shape[:-1]
         query, key, value = (x.view(*shape, -1, self.head_dim) for x in self.projected(hidden_states))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -142,7 +142,7 @@ class FusedQwen3Attention(FusedQwen2Attention):
     k_norm: nn.Module
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, ``[batch, heads, length, width]``, after the norms of heads."""
+        """Return queries and keys, ``[batch, heads, length, width]``, after the norms of heads."""
         query, key = self.q_norm(query.transpose(1, 2)), self.k_norm(key.transpose(1, 2))
         return query.transpose(1, 2), key.transpose(1, 2)
 
@@ -152,7 +152,7 @@ class FusedQwen3Attention(FusedQwen2Attention):
 
 
 class FusedExaone4Attention(FusedQwen3Attention):
-    """`FusedQwen3Attention` without positions in the layers with full attention of a model with both kinds."""
+    """`FusedQwen3Attention`. In models with sliding and full attention, full-attention layers have no positions."""
 
     is_sliding: bool
 
@@ -194,7 +194,7 @@ class FusedOlmo2Attention(FusedLlamaAttention):
     """`FusedLlamaAttention` with norms over all heads before the positions.
 
     Attributes:
-        full_norms: what the norms compute, if that is known.
+        full_norms: the parameters of the norms, or ``None`` if they are unsupported.
     """
 
     q_norm: nn.Module
@@ -233,7 +233,7 @@ class FusedPhi3Attention(FusedMistralAttention):
 
 
 class FusedGPTNeoXAttention(FusedLlamaAttention):
-    """`FusedLlamaAttention` with query, key and value of each head adjacent, and other names."""
+    """`FusedLlamaAttention` with query, key and value of each head adjacent, and with GPT-NeoX's names."""
 
     query_key_value: nn.Module
     dense: nn.Module
@@ -291,7 +291,7 @@ class FusedPartialRotaryAttention(FusedLlamaAttention):
     rotary_ndims: int
 
     def is_supported(self) -> bool:
-        return self.rotary_ndims % 2 == 0  # otherwise the tables are wider than what is turned
+        return self.rotary_ndims % 2 == 0  # otherwise the tables are wider than the rotated part
 
     def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if self.qk_layernorm:
@@ -309,7 +309,7 @@ class FusedPhiAttention(FusedPartialRotaryAttention):
 
 
 class CPURotaryAttention(DecodingAttention, FusedLlamaAttention):
-    """A mixin before one of these layers on a CPU: rotation in one pass, of few tokens without gradients at once."""
+    """A mixin before one of these layers on a CPU: one-pass rotation, and one call for few tokens without gradients."""
 
     def is_supported(self) -> bool:
         return bool(self.own_config._attn_implementation == "sdpa") and super().is_supported()

@@ -1,6 +1,6 @@
-"""The rules by which `fuse()` finds the modules that it can replace, and why it skips others.
+"""The rules of `fuse()`: they find replaceable modules, and give the reasons for skipping others.
 
-The first of the ordered `RULES` that matches a module decides; modules without a matching rule are not reported.
+The first matching rule of the ordered `RULES` decides. Modules without a matching rule are not reported.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 
 
 def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
-    """The candidates of a model: its modules that match a rule, and the model itself for its decoding."""
+    """Yield the candidates of a model: the model itself for decoding, and all modules that match a rule."""
     yield from _decoding(model)
     changed: dict[FusionRule, str | None] = {}
     for subject in subjects(model, backend):
@@ -87,7 +87,7 @@ _PRODUCTS: dict[Any, type] = {
     linear.many_rows_linear: fused.FusedProduct,
     linear.many_rows_conv1d: fused.FusedConv1DProduct,
 }
-"""What goes in front of the class of a sharded linear layer, by the function that this class multiplies with."""
+"""The mixins for sharded linear layers, by the product function of the layer's class."""
 
 
 def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
@@ -112,7 +112,7 @@ def _linear(s: Subject) -> Iterator[FusionCandidate]:
 
 
 def _fused_linear(s: Subject) -> type | None:
-    """The class of a linear layer whose products of few rows may be faster, on a CPU only."""
+    """Return the fused class of a linear layer on a CPU with possibly faster products of few rows, or ``None``."""
     if s.backend != "torch" or s.model.device.type != "cpu":
         return None
     product = _PRODUCTS.get(getattr(s.cls, "product", None))
@@ -143,12 +143,12 @@ def _gelu(s: Subject) -> Iterator[FusionCandidate]:
 
 
 def _norm_layer(s: Subject) -> str:
-    """The layer of transformers that a norm is, or that each rank applies to its own heads."""
+    """Return the transformers layer of a norm. Norms that ranks apply to their heads count as the original layer."""
     return layer_name_of(_original_classes(s.cls)) if s.cls.forward is HeadParallelNorm.forward else s.layer
 
 
 def _original_classes(cls: type) -> tuple[type, ...]:
-    """The classes of a layer, without those that shard a norm."""
+    """Return the classes of a layer, without the classes that shard a norm."""
     mro = cls.__mro__
     return mro[mro.index(HeadParallelNorm) + 1 :] if HeadParallelNorm in mro else mro
 
@@ -163,7 +163,7 @@ def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
 
 
 def _is_fused_layer_norm(s: Subject) -> bool:
-    """Triton gains only where the norm takes the residual with it; apex has a kernel for every LayerNorm."""
+    """Triton gains only if the norm also adds the residual; apex has a kernel for every LayerNorm."""
     if s.cls is not nn.LayerNorm or s.module.weight is None:
         return False
     _, norm = _BLOCKS.get(s.parent, (None, ""))
@@ -183,23 +183,23 @@ _MLPS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(NEOX_MLPS, ("dense_h_to_4h", "act", "dense_4h_to_h")),
     **dict.fromkeys(BERT_INTERMEDIATES, ("dense", "intermediate_act_fn")),
 }
-"""MLPs that begin with a linear layer and an activation: the names of these two and of what follows."""
+"""MLPs that begin with a linear layer and an activation: the names of all layers in order."""
 
 
 _GATED: dict[str, tuple[type, str]] = {
     **dict.fromkeys(GATED_MLPS, (mlps.FusedGatedMLP, "act_fn")),
     **dict.fromkeys(PACKED_MLPS, (mlps.FusedPackedMLP, "activation_fn")),
 }
-"""MLPs with a gate: their fused form, and the name of their activation."""
+"""MLPs with a gate: the fused class, and the name of the activation."""
 
 
 def _gate_activation(s: Subject) -> str | None:
-    """The activation of a gated MLP, as `oslo_kernels.gated` calls it, if it has a kernel."""
+    """Return the name of a gated MLP's activation in `oslo_kernels.gated`, or ``None`` without a kernel."""
     return _activation_name(getattr(s.module, _GATED[s.layer][1])) if s.layer in _GATED else None
 
 
 def _activation_name(activation: Any) -> str | None:
-    """An activation, as `oslo_kernels.gated` calls it, if it has a kernel."""
+    """Return the name of an activation in `oslo_kernels.gated`, or ``None`` without a kernel."""
     if isinstance(activation, (nn.SiLU, SiLUActivation)) and _is_known(activation):
         return "silu"
     return {"tanh": "gelu_tanh", "none": "gelu"}.get(_form(activation) or "")
@@ -212,7 +212,7 @@ def _gated(s: Subject) -> Iterator[FusionCandidate]:
 
 
 def _is_known(activation: Any) -> bool:
-    """Whether an activation of transformers is as in the checked releases."""
+    """Return whether an activation of transformers is unchanged from the checked releases."""
     known = (cls for cls in type(activation).__mro__ if cls in _ACTIVATIONS)
     return all(broken(f"transformers.activations.{cls.__name__}.forward") is None for cls in known)
 
@@ -221,7 +221,7 @@ _ACTIVATIONS = (FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation,
 
 
 def _form(activation: Any) -> str | None:
-    """How an activation approximates GeLU, as ``F.gelu`` calls it, if it is one."""
+    """Return the ``approximate`` argument of ``F.gelu`` for an activation, or ``None`` if it is no GeLU."""
     if not _is_known(activation):
         return None
     if isinstance(activation, (NewGELUActivation, FastGELUActivation, GELUTanh)):
@@ -230,7 +230,7 @@ def _form(activation: Any) -> str | None:
 
 
 def _gelu_form(s: Subject) -> str | None:
-    """The form of GeLU of an MLP that begins with a linear layer."""
+    """Return the GeLU form of an MLP that begins with a linear layer."""
     return _form(getattr(s.module, _MLPS[s.layer][1])) if s.layer in _MLPS else None
 
 
@@ -240,7 +240,7 @@ def _gelu_mlp(s: Subject) -> Iterator[FusionCandidate]:
 
 
 def _has_experts(s: Subject) -> bool:
-    """Whether it stacks experts in the layout of transformers, and leaves their products to its implementations."""
+    """Return whether a module stacks experts in transformers' layout and leaves the products to transformers."""
     return hasattr(s.module, "is_concatenated") and hasattr(s.module, "down_proj")
 
 
@@ -270,7 +270,7 @@ _BLOCKS: dict[str, tuple[type, str]] = {
     **dict.fromkeys(BERT_OUTPUTS, (fused.FusedBertOutput, "LayerNorm")),
     **dict.fromkeys(T5_FEED_FORWARDS, (fused.FusedT5FeedForward, "")),
 }
-"""Modules that add a residual: their fused form, and the name of the LayerNorm (if any) that takes the residual."""
+"""Modules that add a residual: the fused class, and the name of the LayerNorm (if any) that adds the residual."""
 
 
 def _residual(s: Subject) -> Iterator[FusionCandidate]:
@@ -288,11 +288,11 @@ def _residual(s: Subject) -> Iterator[FusionCandidate]:
 
 
 _DECODING = {*LLAMA_BLOCKS, "gpt2.GPT2Block"}
-"""Blocks whose single tokens can be computed in C++."""
+"""Blocks with C++ support for single tokens."""
 
 
 def _block_form(s: Subject) -> decoder_layers.BlockForm | None:
-    """Where a block has its layers, if all of them are of a known kind."""
+    """Return the layer names of a block, or ``None`` if one of the layers is unknown."""
     if s.layer not in _DECODING or not s.on_cpu or decoder_block.why_not() or not s.model.can_generate():
         return None
     form = decoder_layers.form_of(s.module)
@@ -302,7 +302,7 @@ def _block_form(s: Subject) -> decoder_layers.BlockForm | None:
 
 
 def _mlp_activation(mlp: Any) -> str | None:
-    """The activation of a gated MLP or of GPT-2's, as `oslo_kernels.decoder_block` calls it."""
+    """Return the activation's name in `oslo_kernels.decoder_block`, for a gated MLP or GPT-2's MLP, or ``None``."""
     activation = getattr(mlp, "act_fn" if layer_name(mlp) in GATED_MLPS else "act")
     name = _activation_name(activation)
     return name if name in decoder_block.ACTIVATIONS else None
@@ -321,7 +321,7 @@ _ONE_TOKEN = "one token per row, without gradients, in two calls in C++"
 
 
 def _following_norm(s: Subject) -> tuple[nn.Module, ...]:
-    """The first norm of the next block, or the norm after the last block; empty where another stage has it."""
+    """Return the first norm of the next block, or the norm after the last block. Empty if another stage has it."""
     around, _, index = s.name.rpartition(".")
     blocks = s.model.get_submodule(around)
     if int(index) + 1 < len(blocks):
@@ -359,4 +359,4 @@ RULES: tuple[FusionRule, ...] = (
     *ATTENTION_RULES,
     FusionRule(lambda s: _fused_linear(s) is not None, _linear, _LINEARS),
 )
-"""In the order in which they are tried: the first that matches decides."""
+"""The rules in order. The first matching rule decides."""

@@ -1,9 +1,9 @@
-"""Proves a fusion on the model itself: the first module of each replaced kind runs once beside the original.
+"""Verify a fusion on the model itself: compare the first module of each replaced kind with the original.
 
-The model computes a few random tokens three times: with gradients, with an empty cache and left padding, and one more
-token with that cache. It stops after the last module to compare. The inputs and outputs of the originals are recorded;
-then the fused modules compute with the same inputs. All ranks of a model run the same modules in the same order, and
-take the same decision.
+The model computes a few random tokens three times: with gradients, with an empty cache and left padding, and with one
+more token and that cache. It stops after the last module to compare. The inputs and outputs of the originals are
+recorded. Then the fused modules compute with the same inputs. All ranks of a model run the same modules in the same
+order, and take the same decision.
 
 Legend:
     B: rows.
@@ -36,29 +36,29 @@ BOUNDS = {
     # transformers' norms, softmax and positions round to float32 (2^-24) inside, and kernels in float64 do not. Without
     # these inner roundings, as in the tests, both agree to 1e-10.
     torch.float64: 1e-5,
-    # Sums over up to ten thousand products, in another order: 2^-24 times their number at most, 2^-24 times its square
-    # root as a rule. The bound is between the two.
+    # Sums of up to ten thousand products in another order differ by at most 2^-24 times the number of products, and
+    # typically by 2^-24 times its square root. The bound is between the two.
     torch.float32: 1e-4,
     # A block rounds its hidden states some eight times, by half a unit in the last place (2^-9, 2^-12) of a number.
     torch.bfloat16: 2**-5,
     torch.float16: 2**-8,
 }
-"""The difference that rounding alone may cause, relative to the largest element of the original's output."""
+"""The maximum rounding difference, relative to the largest element of the original's output."""
 _COARSER = {"high": 2**-8, "medium": 2**-5}
 """The bounds in float32 under other values of ``torch.set_float32_matmul_precision``: TF32 and bfloat16 products."""
 _NARROW = {"bfloat16": 2**-5, "int8": 2**-3}
-"""The bounds with narrower weights: their rounding goes through attention and MLP."""
+"""The bounds with narrow weights: their rounding errors pass through attention and MLP."""
 _FLOAT8 = 2**-3
-"""The bound of modules around linear layers in float8, whose elements are rounded by 2^-4."""
+"""The bound of modules around linear layers in float8, with a rounding error of 2^-4 per element."""
 _ROWS, _LENGTH, _OUTPUTS = 2, 5, 256
 _CACHES = ("cache", "past_key_values")
 
 
 def kind_of(candidate: FusionCandidate, cls: type) -> str:
-    """The kind of a candidate: all modules of it stay unfused if one computes something else.
+    """Return the kind of a candidate. All modules of a kind stay unfused if one computes something else.
 
     Args:
-        cls: the class of the module before.
+        cls: the original class of the module.
     """
     return f"{candidate.operation} ({cls.__name__})"
 
@@ -69,7 +69,7 @@ def apply_checked(
     """Apply a fusion and undo it for the kinds that differ from the originals. A collective of the ranks of the model.
 
     Returns:
-        The candidates. Those left unfused say by how much they differ; a warning names them, too.
+        The candidates. For undone kinds, the reason names the difference, and a warning reports them.
     """
     candidates = list(candidates)
     new = [c for c in candidates if _is_checked(c, selected) and c.module not in fusion.swapped()]
@@ -93,7 +93,7 @@ def apply_checked(
 
 def _is_checked(candidate: FusionCandidate, selected: set[type] | None) -> bool:
     is_swapped = candidate.cls is not None and candidate.module != "" and candidate.is_selected(selected)
-    return is_swapped and "float8" not in candidate.attributes  # their rounding hides other differences
+    return is_swapped and "float8" not in candidate.attributes  # the float8 rounding hides other differences
 
 
 def _decided(
@@ -107,7 +107,7 @@ def _decided(
 
 
 def _agreed_names(model: Any, names: list[str]) -> tuple[list[str], str | None]:
-    """The modules to compare on every tensor-parallel rank, and why none can be, if so."""
+    """Return the modules to compare on every tensor-parallel rank, and the reason if none can be compared."""
     found = [(names, _unchecked_reason(model))]
     if model.mesh is not None:
         found = gather_objects(model.mesh.tp, found[0])
@@ -131,10 +131,10 @@ def _unchecked_reason(model: nn.Module) -> str | None:
 
 @dataclass
 class _Call:
-    """A call of an original.
+    """A call of an original module.
 
     Attributes:
-        visible: the positions that are no padding, [B, L]; ``None``: all.
+        visible: the positions without padding, [B, L]; ``None``: all.
         has_grad: whether gradients were on.
     """
 
@@ -151,11 +151,11 @@ class _Recorded(Exception):
 
 
 class _Recorder:
-    """Records the first call of modules in a forward, and ends it after the last one.
+    """Records the first call of each module in a forward, and ends the forward after the last module.
 
     Attributes:
         cache: the cache that the forward has filled.
-        failed: why the forward ended before all modules were called, if it did.
+        failed: the reason if the forward ended before all modules were called.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str], visible: Tensor | None) -> None:
@@ -201,7 +201,7 @@ class _Recorder:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of arguments or outputs that later changes in place do not reach."""
+    """Return a copy of arguments or outputs, unaffected by later in-place changes."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
@@ -212,9 +212,9 @@ def _copied(value: Any) -> Any:
 
 
 def _recorded(model: Any, names: list[str], trains: bool) -> tuple[list[_Call], str | None]:
-    """The calls of the originals in a few small runs of the model, and why one of these failed, if so.
+    """Return the calls of the originals in a few small runs of the model, and the reason if a run failed.
 
-    Linear layers are called by themselves, so that the head needs no run of the whole model.
+    Linear layers are called separately, so that the head needs no run of the whole model.
 
     Args:
         trains: whether the fused model computes with gradients.
@@ -237,7 +237,7 @@ def _recorded(model: Any, names: list[str], trains: bool) -> tuple[list[_Call], 
 
 
 def _in_runs(model: Any, base: Any, names: list[str], trains: bool, generator: torch.Generator) -> list[_Recorder]:
-    # not the forward of this library, which gathers outputs and runs pipeline stages
+    # transformers' forward: the forward of this library gathers outputs and runs pipeline stages
     defining = (cls for cls in type(base).__mro__ if cls.__module__.startswith("transformers."))
     forward = partial(next(vars(cls)["forward"] for cls in defining if "forward" in vars(cls)), base)
     accepted = signature(forward).parameters
@@ -268,7 +268,7 @@ def _in_runs(model: Any, base: Any, names: list[str], trains: bool, generator: t
 
 
 def _width(module: Any) -> int | None:
-    """The width of the inputs of a linear layer, which can be called by itself."""
+    """Return the input width of a linear layer, which can be called separately, or ``None`` for other modules."""
     if isinstance(module, Conv1D):
         return int(module.weight.shape[0])
     return int(module.weight.shape[1]) if isinstance(module, nn.Linear) else None
@@ -283,7 +283,10 @@ def _alone(name: str, module: Any, dtype: torch.dtype, generator: torch.Generato
 
 
 def _with_few_outputs(module: Any) -> Any:
-    """A linear layer with the first outputs of ``module``: a head has more weights than all blocks of a small model."""
+    """Return a linear layer with the first outputs of ``module``.
+
+    A head may have more weights than all blocks of a small model.
+    """
     few, is_conv = copy.copy(module), isinstance(module, Conv1D)
     with without_override(), torch.no_grad():
         weight = module.weight[:, :_OUTPUTS].contiguous() if is_conv else module.weight[:_OUTPUTS]
@@ -301,9 +304,9 @@ def _with_few_outputs(module: Any) -> Any:
 def _differing(
     model: Any, fusion: Fusion, kinds: dict[str, str], names: list[str], runs: list[_Call], bound: float
 ) -> dict[str, str]:
-    """Undo the kinds that differ from the originals; returns them, with the differences.
+    """Undo the kinds that differ from the originals. Return them with the differences.
 
-    A module around another that differs is compared again once that one is undone.
+    If a module inside another module differs, the outer module is compared again after the inner one is undone.
     """
     wrong: dict[str, str] = {}
     todo = names
@@ -314,7 +317,7 @@ def _differing(
                 difference = _difference(model.get_submodule(call.name), call, bound)
                 if difference is not None:
                     found[call.name] = difference
-        if model.mesh is not None:  # these ranks compute the same modules, so they go on with the same ones
+        if model.mesh is not None:  # these ranks have the same modules, so they continue with the same set
             found = _merged(gather_objects(model.mesh.tp, found))
         inner = {n: why for n, why in found.items() if not any(o.startswith(f"{n}.") for o in found)}
         told = {kinds[name]: why for name, why in inner.items() if name in kinds}
@@ -333,7 +336,7 @@ def _merged(of_ranks: list[dict[str, str]]) -> dict[str, str]:
 
 
 def _difference(module: Any, call: _Call, bound: float) -> str | None:
-    """How the output of a fused module differs from that of the original, if by more than rounding."""
+    """Return the difference between the outputs of fused and original module, or ``None`` if only by rounding."""
     try:
         with torch.set_grad_enabled(call.has_grad):
             if _width(module) is not None:
@@ -348,7 +351,7 @@ def _difference(module: Any, call: _Call, bound: float) -> str | None:
 
 
 def _lazily(head: LazyHead, args: Any) -> Any:
-    """The logits of a head that computes them on first use."""
+    """Return the logits of a lazy head."""
     head.lazy = True
     try:
         logits = head(*args)
@@ -367,7 +370,7 @@ def _compared(expected: Any, output: Any, visible: Tensor | None, bound: float) 
     if not isinstance(output, (tuple, list)) or len(output) != len(expected):
         return "its output has another form"
     for index, (one, other) in enumerate(zip(expected, output, strict=True)):
-        if index and other is None:  # weights that nobody has asked for
+        if index and other is None:  # attention weights that were not requested
             continue
         if (difference := _compared(one, other, visible, bound)) is not None:
             return difference
@@ -410,7 +413,7 @@ def _visible(x: Tensor, visible: Tensor | None) -> Tensor:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, without hooks of others; attributes, buffers and random states come back."""
+    """Set the model to evaluation mode without foreign hooks; restore attributes, buffers and random states after."""
     modules = list(model.modules())
     kept = [(m.__dict__, dict(m.__dict__), m._buffers, dict(m._buffers)) for m in modules]
     buffers = [buffer for _, _, _, own in kept for buffer in own.values() if buffer is not None]
@@ -439,7 +442,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _may_change(buffer: Tensor) -> bool:
-    """Small buffers are copied; large ones are tables that no forward writes to."""
+    """Return whether to copy a buffer because a forward may change it. Large buffers are constant tables."""
     return not buffer.is_meta and not buffer.is_inference() and buffer.numel() <= 1 << 12
 
 

@@ -1,4 +1,4 @@
-"""The modules of a model as the rules of fusing see them, and what a rule is."""
+"""The interface of the fusion rules: `Subject` for a module of a model, and `FusionRule` for a rule."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ONE_PASS = "one pass in C++"
 
 @dataclass(frozen=True)
 class Subject:
-    """A module of a model, as the rules see it.
+    """A module of a model with its context, the argument of the rules.
 
     Attributes:
         name: the module's name in the model.
-        layer: its class, as `known_layers` names it.
-        classes: the classes of transformers' layers around it, its own first and that of the model last.
-        is_lm_head: whether it maps hidden states to logits over the vocabulary.
-        parent: the class of the module that holds it, as `known_layers` names it.
+        layer: the module's class, as `known_layers` names it.
+        classes: the classes of transformers' layers from the module itself outward to the model.
+        is_lm_head: whether the module maps hidden states to logits over the vocabulary.
+        parent: the class of the parent module, as `known_layers` names it.
     """
 
     model: Any
@@ -47,18 +47,18 @@ class Subject:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether small operations of the model are fused on a CPU."""
+        """Return whether small operations of the model are fused on a CPU."""
         is_there = all(each.why_not() is None for each in (decode_attention, small_operations, passes))
         return self.backend == "torch" and self.model.device.type == "cpu" and is_there
 
     def candidate(self, operation: str, cls: type | None, reason: str, **options: Any) -> FusionCandidate:
-        """This module as a `FusionCandidate`."""
+        """Return a `FusionCandidate` for this module."""
         return FusionCandidate(self.name, self.classes, operation, cls, reason, **options)
 
     def on_gpu(
         self, operation: str, *, reason: str = "", attributes: Any = None, **by_backend: type
     ) -> FusionCandidate:
-        """This module with the fused class of its backend mixed in; unfused where the backend has none."""
+        """Return a candidate with the fused class of the backend mixed in, or unfused if the backend has none."""
         if self.backend in by_backend:
             cls = mixed(by_backend[self.backend], self.cls)
             return self.candidate(operation, cls, reason or one_pass(self.backend), attributes=attributes or {})
@@ -69,12 +69,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class FusionRule:
-    """How one kind of module is fused.
+    """A rule that fuses one kind of module.
 
     Attributes:
         match: whether a module is of this kind.
-        build: makes its candidates: one, except for a head whose loss cannot be fused but whose product can.
-        relies_on: functions of `oslo_models.contracts` that it copies. The module stays unfused if one has changed.
+        build: makes the module's candidates. There is one, except for a head with a fusible product but no fusible
+            loss.
+        relies_on: functions of `oslo_models.contracts` that the rule copies. The module stays unfused if one has
+            changed.
     """
 
     match: Callable[[Subject], bool]
@@ -82,12 +84,12 @@ class FusionRule:
     relies_on: tuple[str, ...] = ()
 
     def changed(self) -> str | None:
-        """What an installed package changed of what the rule relies on."""
+        """Return which function of `relies_on` an installed package has changed, or ``None``."""
         return next((found for found in map(broken, self.relies_on) if found is not None), None)
 
 
 def subjects(model: Any, backend: str) -> Iterator[Subject]:
-    """The modules of this rank's stage; placeholders, which stand for modules of other stages, are left out."""
+    """Yield the modules of this rank's pipeline stage, without placeholders for modules of other stages."""
     entries = {**model.plan(model.config).under(model._prefix()).head, **model.head_entries(model.config)}
     lm_heads = {name for name, entry in entries.items() if isinstance(entry, VocabParallel)}
     layers = {name: layer_name(module) for name, module in model.named_modules()}
@@ -104,7 +106,7 @@ def subjects(model: Any, backend: str) -> Iterator[Subject]:
 
 
 def _classes_around(model: nn.Module, name: str) -> tuple[type, ...]:
-    """The classes of transformers' layers around a module, its own first if it is one, and that of the model last."""
+    """Return the classes of transformers' layers from the module outward, with the class of the model last."""
     found: list[type] = []
     module = model
     for part in name.split(".") if name else ():
@@ -116,7 +118,7 @@ def _classes_around(model: nn.Module, name: str) -> tuple[type, ...]:
 
 @cache
 def mixed(fused: Any, cls: Any) -> type:
-    """``cls`` with the methods of ``fused``."""
+    """Return a subclass of ``cls`` with the methods of ``fused``."""
     return type(f"Fused{cls.__name__}", (fused, cls), {"__module__": __name__})
 
 

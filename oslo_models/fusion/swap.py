@@ -1,7 +1,6 @@
-"""Replaces modules of one model by faster ones, for `model.fuse()`, and reports which ones and why.
+"""Replace modules of one model by faster ones, for `model.fuse()`, and report the decisions.
 
-A module is replaced in place, by giving it another class: parameters, hooks and names stay, and `undo` restores the
-class.
+A module is replaced in place by changing its class: parameters, hooks and names stay, and `undo` restores the class.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ BACKENDS = ("auto", "triton", "apex", "torch")
 
 @dataclass(frozen=True)
 class FusionCandidate:
-    """A module for which fusion has a rule, and the decision on it.
+    """A module with a fusion rule, and the decision on it.
 
     Attributes:
-        module: its name in the model.
-        classes: the classes by which it can be selected: its own and those of the modules around it.
-        operation: the report's name for what it computes.
-        cls: its new class; ``None`` leaves it unfused.
-        reason: what is gained, or why it is left unfused.
-        attributes: set on the module together with the class.
-        timed: whether ``cls`` is used only if its product is faster than torch's, which `timing` measures.
-        otherwise: its new class if that product is not faster.
+        module: the module's name in the model.
+        classes: the classes that select the module: the classes of the module and of the modules around it.
+        operation: the name of the operation in the report.
+        cls: the new class. ``None`` leaves the module unfused.
+        reason: the gain, or the reason for leaving the module unfused.
+        attributes: the attributes to set on the module together with the class.
+        timed: whether to use ``cls`` only if its product is faster than torch's, as measured by `timing`.
+        otherwise: the new class if the product is not faster.
     """
 
     module: str
@@ -46,12 +45,12 @@ class FusionCandidate:
     otherwise: type | None = None
 
     def left_out(self, changed: str) -> FusionCandidate:
-        """The module left unfused, because of this difference from transformers."""
+        """Return a candidate that leaves the module unfused because transformers has changed."""
         reason = f"{changed}, so {self.operation} stays unfused" if self.cls is not None else self.reason
         return replace(self, cls=None, reason=reason, attributes={}, timed=False, otherwise=None)
 
     def is_selected(self, selected: set[type] | None) -> bool:
-        """Whether the module, or one around it, is of a selected class; ``None`` selects all modules."""
+        """Return whether the module or a module around it has a selected class. ``None`` selects all modules."""
         return selected is None or bool(selected.intersection(self.classes))
 
 
@@ -67,7 +66,7 @@ class ReportRow:
 
 
 class FusionReport(tuple[ReportRow, ...]):
-    """Which modules were fused or left unfused, and why: rows, printed as a table."""
+    """The fused and unfused modules with reasons: rows, printed as a table."""
 
     def __str__(self) -> str:
         lines = [("inside", "operation", "modules", "fused", "what and why")]
@@ -80,8 +79,8 @@ class Fusion:
     """The fusion of one model: its candidates, and how to undo the replacements.
 
     Args:
-        weights: the type of the weights that linear layers compute with, if it is not that of the parameters.
-        float8: the recipe by which linear layers are trained in float8, if they are.
+        weights: the dtype of the narrow weights of linear layers. ``None``: the parameters are used.
+        float8: the recipe for training linear layers in float8. ``None``: no float8.
     """
 
     def __init__(self, backend: str, weights: str | None = None, float8: str | None = None) -> None:
@@ -90,7 +89,7 @@ class Fusion:
         self._swapped: dict[str, tuple[nn.Module, type, tuple[str, ...]]] = {}
 
     def apply(self, model: nn.Module, fusion_candidates: Iterable[FusionCandidate], selected: set[type] | None) -> None:
-        """Replace the candidates' modules that are in a selected class; ``None`` selects all."""
+        """Replace the candidates' modules inside selected classes. ``None`` selects all."""
         self.fusion_candidates = list(fusion_candidates)
         for candidate in self.fusion_candidates:
             if candidate.cls is None or candidate.module in self._swapped:
@@ -107,7 +106,7 @@ class Fusion:
         return frozenset(self._swapped)
 
     def undo(self, names: Iterable[str] | None = None) -> None:
-        """Give every module, or those with these names, its original class."""
+        """Restore the original class of all modules, or of the modules with these names."""
         for swapped in list(self._swapped if names is None else names):
             module, cls, attributes = self._swapped.pop(swapped)
             module.__class__ = cls
@@ -119,7 +118,7 @@ class Fusion:
         return [module for module, *_ in self._swapped.values() if isinstance(module, LazyHead)]
 
     def report(self) -> FusionReport:
-        """One row for all modules with the same class, operation and outcome."""
+        """Return the report, with one row for all modules with the same class, operation and outcome."""
         counted: dict[tuple[str, str, bool, str], int] = {}
         for candidate in self.fusion_candidates:
             fused = candidate.cls is not None and candidate.module in self._swapped
@@ -133,10 +132,10 @@ class Fusion:
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """The given backend, or the one that ``"auto"`` stands for on this device.
+    """Return the given backend, or for ``"auto"`` the default backend of this device.
 
     Raises:
-        ValueError: there is no such backend, or it cannot be used here; the message says why.
+        ValueError: there is no such backend, or it cannot be used here. The message says why.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is none of {', '.join(map(repr, BACKENDS))}")
@@ -155,7 +154,7 @@ def _why_no_triton(device: torch.device) -> str | None:
 
 
 def _why_no_apex(device: torch.device) -> str | None:
-    """Looks for NVIDIA's apex without importing it, since PyPI's apex, a web toolkit, imports many other packages."""
+    """Look for NVIDIA's apex without importing it, since PyPI's apex, a web toolkit, imports many other packages."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "NVIDIA's apex is not installed (it is not on PyPI: build it from https://github.com/NVIDIA/apex)"

@@ -1,4 +1,4 @@
-"""Decides which linear layers of a model on a CPU are fused: those whose product is measured to be faster."""
+"""Decide by measurement which linear layers of a model on a CPU to fuse: a layer needs a faster product."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oslo_models.distributed.sharded_tensor import local_tensor, without_overrid
 from oslo_models.fusion.swap import FusionCandidate
 
 _Measured = Timings | str
-"""The timings of a layer, which are empty if it is fused without; or why it is left to torch without."""
+"""The timings of a layer (empty: fuse it untimed), or the reason for leaving it to torch untimed."""
 
 
 def decide(
@@ -30,10 +30,10 @@ def decide(
     tp: Axis | None,
     measure: bool = True,
 ) -> list[FusionCandidate]:
-    """``fusion_candidates`` with a decision on those that are selected and ``timed``: the same on all ranks of ``tp``.
+    """Decide on the selected ``timed`` candidates among ``fusion_candidates``: the same on all ranks of ``tp``.
 
-    A layer is fused for those numbers of rows for which its product is faster on every rank of the axis; without
-    ``measure``, for all that the kernel supports.
+    A layer is fused for the numbers of rows for which its product is faster on every rank of the axis. Without
+    ``measure``, it is fused for all numbers of rows that the kernel supports.
     """
     fusion_candidates = list(fusion_candidates)
     modules = {
@@ -56,7 +56,7 @@ def decide(
 
 
 def use_huge_pages(model: nn.Module, candidates: Iterable[FusionCandidate], selected: set[type] | None) -> None:
-    """Have the weights of the selected linear layers, or their copies in fewer bits, in pages that are read faster."""
+    """Move the weights of the selected linear layers, or their narrow copies, to huge pages, which are read faster."""
     weights: list[Tensor] = []
     for candidate in candidates:
         if candidate.is_selected(selected) and (candidate.timed or "narrow" in candidate.attributes):
@@ -67,7 +67,7 @@ def use_huge_pages(model: nn.Module, candidates: Iterable[FusionCandidate], sele
 
 
 def _measure(modules: Mapping[str, Any], measure: bool, processes: int = 1) -> dict[str, _Measured]:
-    """The timings by module; modules of one shape and dtype are timed together."""
+    """Return the timings by module. Modules of one shape and dtype are timed together."""
     found: dict[str, _Measured] = {}
     alike: dict[Any, list[str]] = {}
     for name, module in modules.items():
@@ -86,7 +86,7 @@ def _measure(modules: Mapping[str, Any], measure: bool, processes: int = 1) -> d
 
 
 def _slowest(ranks: list[dict[str, _Measured]]) -> dict[str, _Measured]:
-    """The timings of the rank that gains least, for which the others wait."""
+    """Return the timings of the rank with the smallest gain, since the others wait for it."""
     found: dict[str, _Measured] = {}
     for name in ranks[0]:
         each = [rank[name] for rank in ranks]

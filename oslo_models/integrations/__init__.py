@@ -1,4 +1,4 @@
-"""transformers' Trainer, TRL's trainers and accelerate's Accelerator for models that are sharded over ranks.
+"""transformers' Trainer, TRL's trainers and accelerate's Accelerator for models sharded over ranks.
 
 >>> from oslo_models.integrations import Trainer, Seq2SeqTrainer, ParallelTrainerMixin, Accelerator
 >>> from oslo_models.integrations import SFTTrainer, DPOTrainer, GRPOTrainer

@@ -1,4 +1,4 @@
-"""`Accelerator`: accelerate's, with the replicas of a parallel model in the place of its processes."""
+"""`Accelerator`: a subclass of accelerate's that counts the replicas of a parallel model as processes."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from oslo_models.integrations.stages import autocast_micro_batches
 from oslo_models.modeling.base import ParallelModel
 
 MODEL_FOLDER = "model"
-"""The folder of a model's checkpoint in one of `Accelerator.save_state`; further models get a number."""
+"""Folder for a model's checkpoint inside a checkpoint of `Accelerator.save_state`. Further models get a number."""
 
 
 def find_parallel_model(module: Any) -> ParallelModel | None:
-    """The model of this library in ``module``, however it is wrapped, if it is on several ranks."""
+    """Return the first `ParallelModel` inside ``module`` on several ranks, through any wrappers."""
     modules = module.modules() if isinstance(module, nn.Module) else ()
     models = (each for each in modules if isinstance(each, ParallelModel) and each.mesh is not None)
     return next((model for model in models if model.mesh.world.size > 1), None)  # type: ignore[union-attr]
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's ``Accelerator`` for a model of this library on several ranks; without one, it is accelerate's.
+    """accelerate's ``Accelerator`` for a model of this library on several ranks. Without such a model, nothing changes.
 
-    Its ``num_processes`` and ``process_index`` are those of the replicas: all ranks of a replica get the same batches,
-    and ``gather``, ``gather_for_metrics`` and ``reduce`` count each replica once. ``is_main_process`` is rank 0.
+    ``num_processes`` and ``process_index`` count replicas. All ranks of a replica get the same batches, and ``gather``,
+    ``gather_for_metrics`` and ``reduce`` count each replica once. ``is_main_process`` is true on rank 0.
 
     Args:
-        *args, **kwargs: those of accelerate.
-        cpu: compute on the CPU; by default where there is no CUDA.
+        *args, **kwargs: the arguments of accelerate's ``Accelerator``.
+        cpu: compute on the CPU; default: ``True`` without CUDA.
     """
 
     parallel_model: ParallelModel | None = None
-    """The parallel model that was prepared last, but for evaluation only."""
+    """The last prepared parallel model. A model for evaluation only does not replace an earlier one."""
     _models: list[Any]
     _optimizers: list[Any]
     flag_tensor: Tensor | None
@@ -60,14 +60,14 @@ class Accelerator(accelerate.Accelerator):
         return None if self.parallel_model is None else self.parallel_model.mesh
 
     def use_model(self, module: Any, evaluation_mode: bool = False) -> None:
-        """Adopt the mesh of a parallel model; `prepare` calls it for its arguments. Other objects have no effect.
+        """Adopt the mesh of a parallel model. `prepare` calls it for its arguments. Other objects have no effect.
 
         Args:
-            evaluation_mode: the model is not trained, as a reference model beside one that is.
+            evaluation_mode: the model is not trained, for example a reference model.
 
         Raises:
-            ValueError: accelerate is configured for other processes, another device or another kind of parallelism, or
-                has prepared data loaders already, with another batch for each rank.
+            ValueError: accelerate is configured for another number of processes, another device or another kind of
+                parallelism, or has already prepared data loaders that give each rank another batch.
         """
         model = find_parallel_model(module)
         if model is None or model is self.parallel_model:
@@ -88,7 +88,7 @@ class Accelerator(accelerate.Accelerator):
             self.parallel_model = model
 
     def _check_setting(self, mesh: ParallelMesh) -> None:
-        """Raise ``ValueError`` unless accelerate sees the processes and the device of the mesh and nothing more."""
+        """Raise ``ValueError`` unless accelerate uses the mesh's processes and device, without other parallelism."""
         state = self.state
         if state.num_processes != mesh.world.size:
             raise ValueError(
@@ -114,12 +114,12 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """The number of replicas."""
+        """Number of replicas."""
         return super().num_processes if self.mesh is None else self.mesh.dp.size
 
     @property
     def process_index(self) -> int:
-        """The number of this rank's replica."""
+        """Index of this rank's replica."""
         return super().process_index if self.mesh is None else self.mesh.dp.rank
 
     @property
@@ -129,19 +129,19 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Never with a parallel model: one rank would read the batches and give another part to each rank."""
+        """Always ``False`` with a parallel model: dispatching would give each rank another part of a batch."""
         return super().dispatch_batches if self.mesh is None else False
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Split the inputs between the replicas."""
-        replicas = copy.copy(accelerate.PartialState())  # accelerate's own state object is shared; its copy is not
+        replicas = copy.copy(accelerate.PartialState())  # the state object is shared by all users; the copy is not
         replicas.__dict__.update(num_processes=self.num_processes, process_index=self.process_index)
         return replicas.split_between_processes(inputs, apply_padding=apply_padding)
 
     # Preparation ------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """accelerate's method, with replicas of a parallel model wrapped in DDP over their ranks."""
+        """Prepare objects as accelerate does. Wrap a parallel model in DDP over its data-parallel group."""
         for each in args:
             self.use_model(each)
         return super().prepare(*args, device_placement=device_placement)
@@ -149,14 +149,14 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """accelerate's method, with replicas of a parallel model wrapped in DDP over their ranks."""
+        """Prepare a model as accelerate does. Wrap a parallel model in DDP over its data-parallel group."""
         self.use_model(model, evaluation_mode)
         parallel = find_parallel_model(model)
         if parallel is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
         assert parallel.mesh is not None
         first_time = not getattr(model, "_is_accelerate_prepared", False)
-        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)  # which does not wrap it
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)  # evaluation: no DDP wrapper
         if first_time and self.native_amp and parallel.is_pipeline_parallelized():
             autocast_micro_batches(prepared, self.autocast)
         trains = any(param.requires_grad for param in model.parameters()) or parallel.is_pipeline_parallelized()
@@ -173,7 +173,7 @@ class Accelerator(accelerate.Accelerator):
         return wrapped
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """accelerate's method, with the same batches in the same order on all ranks of a replica."""
+        """Prepare a data loader with the same batches in the same order on all ranks of a replica."""
         if self.mesh is not None and super().dispatch_batches:
             raise ValueError("dispatch_batches=True gives another part of a batch to each rank: leave it out")
         if self.mesh is None or getattr(data_loader, "_is_accelerate_prepared", False):
@@ -183,14 +183,14 @@ class Accelerator(accelerate.Accelerator):
         loader = super().prepare_data_loader(data_loader, *args, **kwargs)
         if not hasattr(sampler, "generator") or isinstance(get_sampler(loader), SeedableRandomSampler):
             return loader
-        # accelerate leaves the order to each rank where it sees one process, and otherwise gives the sampler a
-        # generator that is in no checkpoint. The default generator is; rank 0 sets it when an epoch begins.
+        # With one process, accelerate lets each rank choose the order. Otherwise it gives the sampler a generator that
+        # is in no checkpoint. The default generator is in the checkpoint; rank 0 sets it at the start of an epoch.
         sampler.generator = loader.synchronized_generator = generator
         loader.rng_types = ["torch" if generator is None else "generator"]
         return loader
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """accelerate's method, with one step of the scheduler for each replica's batch."""
+        """Prepare a scheduler that takes one step for the batch of each replica."""
         if self.mesh is None or getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         prepared = super().prepare_scheduler(scheduler)
@@ -200,7 +200,7 @@ class Accelerator(accelerate.Accelerator):
         return own
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
-        """accelerate's method, by the norm over the full model, also where a whole stage has no gradients."""
+        """Clip by the gradient norm of the full model, also if a whole pipeline stage has no gradients."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         model = self.parallel_model
         if model is None or {id(param) for param in given} != {id(param) for param in model.parameters()}:
@@ -223,7 +223,7 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(gather_one, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather from all replicas, without the samples that were added to fill the last batch."""
+        """Gather from all replicas, without the samples that pad the last batch."""
         if self.mesh is None or not (use_gather_object or _has_other_leaves(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
         data = [item for part in gather_objects(self.mesh.dp, input_data) for item in part]
@@ -231,7 +231,7 @@ class Accelerator(accelerate.Accelerator):
         return data[:remainder] if remainder > 0 else data
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce over the replicas. ``scale`` has a meaning on XLA only."""
+        """Reduce over the replicas. ``scale`` has an effect on XLA only."""
         if self.mesh is None:
             return super().reduce(tensor, reduction, scale)
         dp = self.mesh.dp
@@ -245,7 +245,7 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(reduce_one, tensor, error_on_other_type=True)
 
     def check_trigger(self) -> bool:
-        """Whether any rank, of any replica, has called ``set_trigger`` since the last check. A collective."""
+        """Return whether any rank has called ``set_trigger`` since the last check. A collective of all ranks."""
         if self.mesh is None:
             return super().check_trigger()
         flag = torch.zeros((), device=self.device) if self.flag_tensor is None else self.flag_tensor.float()
@@ -255,9 +255,9 @@ class Accelerator(accelerate.Accelerator):
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """accelerate's method; a parallel model is saved with its optimizer in a folder, one file per rank.
+        """Save the state as accelerate does. A parallel model and its optimizer go to a folder, one file per rank.
 
-        The optimizer is saved last: a folder of a save that was interrupted is refused by `load_state`.
+        The optimizer is saved last, so that `load_state` refuses the folder of an interrupted save.
         """
         pairs = self._models_with_optimizers()
         if not pairs:
@@ -275,7 +275,7 @@ class Accelerator(accelerate.Accelerator):
         return location
 
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """accelerate's method, for what `save_state` saved at the same parallel sizes."""
+        """Load a checkpoint of `save_state`, saved with the same parallel sizes."""
         pairs = self._models_with_optimizers()
         if not pairs:
             return super().load_state(input_dir, load_kwargs, **kwargs)
@@ -294,7 +294,7 @@ class Accelerator(accelerate.Accelerator):
             model.load_optimizer(optimizer, folder)
 
     def _models_with_optimizers(self) -> list[tuple[ParallelModel, Any]]:
-        """The prepared parallel models, each with the optimizer of its parameters."""
+        """Return the prepared parallel models, each with the optimizer of its parameters."""
         if self.mesh is None:
             return []
         pairs = []
@@ -311,7 +311,7 @@ class Accelerator(accelerate.Accelerator):
         return pairs
 
     def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint that transformers loads; a parallel model is merged. A collective of all ranks."""
+        """Save a checkpoint that transformers can load. A parallel model is merged. A collective of all ranks."""
         parallel = find_parallel_model(model)
         if parallel is None:
             super().save_model(model, save_directory, *args, **kwargs)
@@ -319,7 +319,7 @@ class Accelerator(accelerate.Accelerator):
             parallel.save_pretrained_with_parallel(save_directory, save_with_merging=True)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """accelerate's method. Raises ``ValueError`` for a model whose tensors are shards."""
+        """Return the state dict of a model. Raise ``ValueError`` for a sharded model."""
         parallel = find_parallel_model(model)
         if parallel is None or not parallel.is_model_parallelized():
             return super().get_state_dict(model, unwrap)
@@ -330,7 +330,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _has_other_leaves(data: Any) -> bool:
-    """Whether nested lists, tuples and dictionaries hold anything but tensors."""
+    """Return whether nested lists, tuples and dictionaries have leaves other than tensors."""
     try:
         recursively_apply(lambda x: x, data, error_on_other_type=True)
     except TypeError:

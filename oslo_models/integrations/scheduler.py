@@ -1,4 +1,4 @@
-"""`ReplicaScheduler`: accelerate's scheduler with one step for each replica."""
+"""`ReplicaScheduler`: accelerate's scheduler, with one step per replica."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from accelerate.scheduler import AcceleratedScheduler
 
 
 class ReplicaScheduler(AcceleratedScheduler):
-    """accelerate's scheduler, which takes a step for each process, with a given number of steps instead."""
+    """accelerate's scheduler with a given number of steps per call, in place of one step per process."""
 
     def __init__(self, scheduler: Any, optimizers: Any, step_with_optimizer: bool, repeats: int) -> None:
         super().__init__(scheduler, optimizers, step_with_optimizer, split_batches=True)  # one step for each call
@@ -18,6 +18,6 @@ class ReplicaScheduler(AcceleratedScheduler):
         """Step the scheduler, if the optimizer has stepped."""
         steps = self.step_with_optimizer and self.gradient_state.sync_gradients
         for _ in range(self.repeats if steps else 1):
-            total = getattr(self.scheduler, "total_steps", None)  # OneCycleLR takes no more than these
+            total = getattr(self.scheduler, "total_steps", None)  # OneCycleLR raises after this many steps
             if total is None or self.scheduler._step_count <= total:
                 super().step(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Stand-ins for a model split into pipeline stages, where code calls a model once and expects one output.
+"""Stand-ins for a model with pipeline stages, for code that calls a model once and expects one output.
 
-The model itself returns a loop over micro-batches. `TrainingStages` gives its outputs one by one, `EvaluationStages`
-the output of the whole batch on every stage.
+The model itself returns an iterator over micro-batches. `TrainingStages` returns its outputs one by one;
+`EvaluationStages` returns the output of the whole batch on every stage.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from oslo_models.pipeline.micro_batch_loss import asks_for_loss
 
 
 class _Stages:
-    """What both stand-ins share: attributes of the wrapped model, and calls of it.
+    """Base class of both stand-ins: forwards attributes and calls to the model.
 
     Args:
-        module: the model or a wrapper of it, which is called.
+        module: the model or a wrapper around it; calls go to it.
         model: the model.
     """
 
@@ -40,7 +40,7 @@ class _Stages:
         return getattr(self.module, name)
 
     def _call(self, batch: Mapping[str, Any]) -> Iterator[Any]:
-        """Call the model. A batch whose rows its micro-batches do not divide gets the largest smaller ones that do."""
+        """Call the model. If needed, reduce the micro-batch size so that it divides the batch size (see `division`)."""
         size = self.model.micro_batch_size
         _, self.model.micro_batch_size = division(self.model, batch)
         try:
@@ -51,10 +51,11 @@ class _Stages:
 
 
 class TrainingStages(_Stages):
-    """Stands in for the model in the steps of one batch: each call returns the output of the next micro-batch.
+    """Stands in for the model while one batch is trained: each call returns the output of the next micro-batch.
 
-    Between two calls, the caller runs the backward pass of the loss. Used as a context manager, which ends the loop:
-    tied gradients are summed over the stages, or, if this one raises, the communication with the others is completed.
+    Between two calls, the caller runs the backward pass of the loss. Use it as a context manager. Its exit ends the
+    loop over micro-batches: tied gradients are summed over the stages. If this stage raises, the exit completes the
+    communication with the other stages.
     """
 
     def __init__(self, module: Any, model: ParallelModel) -> None:
@@ -69,10 +70,10 @@ class TrainingStages(_Stages):
             self._outputs.close()
 
     def __call__(self, **batch: Any) -> Any:
-        """The output of the next micro-batch.
+        """Return the output of the next micro-batch.
 
         Raises:
-            ValueError: the arguments do not ask for a loss, without which stages cannot be trained.
+            ValueError: the arguments do not ask for a loss. Pipeline stages need one for training.
         """
         if self._outputs is None:
             if not asks_for_loss(batch, self.model.loss_inputs):
@@ -89,9 +90,9 @@ class EvaluationStages(_Stages):
     """Stands in for the model without gradients: a call returns the output of the whole batch on every stage."""
 
     def __call__(self, **batch: Any) -> ModelOutput:
-        """Run all micro-batches. Losses are summed, as they are shares of that of the batch; rows are concatenated.
+        """Run all micro-batches. Sum the losses, which are shares of the batch's loss, and concatenate the rows.
 
-        Fields that the last stage has in part only are left out: the hidden states and attentions of all blocks.
+        Fields with gaps on the last stage are left out, such as the hidden states and attentions of all blocks.
         """
         mesh, stage = self.model.mesh, self.model.stage
         assert mesh is not None and stage is not None
@@ -103,10 +104,10 @@ class EvaluationStages(_Stages):
 
 
 def division(model: ParallelModel, batch: Mapping[str, Any]) -> tuple[int, int]:
-    """The number of micro-batches of a batch, and their rows.
+    """Return the number of micro-batches of a batch, and their size.
 
-    Their rows are the largest number that divides the rows of the batch and the model's size of micro-batches. A batch
-    in which nothing has rows counts as one row; the model refuses it.
+    The size is the greatest common divisor of the batch size and the model's ``micro_batch_size``. A batch without any
+    rows counts as one row; the model refuses it.
     """
     rows = count_rows(batch, model.main_input_name) or 1
     size = math.gcd(rows, model.micro_batch_size)
@@ -114,12 +115,12 @@ def division(model: ParallelModel, batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _has_gaps(value: Any) -> bool:
-    """Whether this holds nothing for some blocks, which are on other stages."""
+    """Return whether a nested value is ``None`` for some blocks, because other stages have them."""
     return isinstance(value, (tuple, list)) and any(each is None or _has_gaps(each) for each in value)
 
 
 def _concatenate(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The output of a batch from those of its micro-batches."""
+    """Return the output of a batch from the outputs of its micro-batches."""
     joined = {name: _join([output[name] for output in outputs]) for name in outputs[0]}
     if joined.get("loss") is not None:
         joined["loss"] = torch.stack([output["loss"] for output in outputs]).sum()
@@ -144,7 +145,7 @@ class _TensorLike:
 
 
 def broadcast_tensors(axis: Axis, data: Any, src: int, device: torch.device) -> Any:
-    """Return the nested tuples, lists and dictionaries of tensors that position ``src`` on the axis passed."""
+    """Broadcast nested tuples, lists and dictionaries of tensors from position ``src`` on the axis."""
     skeleton = broadcast_object(axis, tree_map_only(Tensor, lambda x: _TensorLike(x.shape, x.dtype), data), src)
     if axis.rank == src:
         return tree_map_only(Tensor, lambda x: broadcast(axis, x.contiguous(), src), data)
@@ -156,7 +157,7 @@ def broadcast_tensors(axis: Axis, data: Any, src: int, device: torch.device) -> 
 
 
 def autocast_micro_batches(model: Any, autocast: Any) -> None:
-    """Let the loop over micro-batches run under autocast: accelerate's wrapper of ``forward`` ends before it begins."""
+    """Run the loop over micro-batches under autocast: accelerate's own wrapper ends before the loop starts."""
     forward = model.forward
 
     def loop(outputs: Iterator[Any]) -> Iterator[Any]:

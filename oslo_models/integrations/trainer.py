@@ -25,7 +25,7 @@ from oslo_models.integrations.training_arguments import check_training_arguments
 from oslo_models.modeling.base import ParallelModel
 
 STATE = "trainer_state.json"
-"""Written last into a checkpoint: a checkpoint without it is one of a save that was interrupted."""
+"""Last file of a checkpoint. A checkpoint without it comes from an interrupted save."""
 
 
 if TYPE_CHECKING:
@@ -35,41 +35,41 @@ else:
 
 
 class ParallelTrainerMixin(_Base):
-    """Put in front of a subclass of transformers' Trainer, it trains a model of this library on several ranks.
+    """Mixin for subclasses of transformers' Trainer that trains a model of this library on several ranks.
 
     >>> class MyTrainer(ParallelTrainerMixin, transformers.Trainer): ...
 
-    Batch sizes are those of a replica, as everywhere in Trainer, and with pipeline stages they are divided into
-    micro-batches. Checkpoints are split, one file per rank; ``save_model`` writes what transformers loads. Without such
-    a model, nothing changes.
+    Batch sizes are per replica, as everywhere in Trainer. With pipeline stages, batches are divided into micro-batches.
+    Training checkpoints have one file per rank; ``save_model`` writes a checkpoint that transformers can load. Without
+    a model of this library, nothing changes.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
-        """transformers' method; the accelerator becomes one that knows replicas."""
+        """Create the accelerator, and make it count replicas."""
         require("integrations.trainer")
         self._check_arguments(self.model)
         super().create_accelerator_and_postprocess()
-        # transformers creates the accelerator itself, and ours has no state that is not there.
+        # transformers creates the accelerator itself. Our subclass has no additional state, so its class can change.
         self.accelerator.__class__ = Accelerator
         self.gather_function = self.accelerator.gather_for_metrics
         self.accelerator.use_model(self.model)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """transformers' method."""
+        """Call ``model_init``, then check the new model and adopt its mesh."""
         model = super().call_model_init(trial)
         self._check_arguments(model)
         self.accelerator.use_model(model)
         return model
 
     def _check_arguments(self, model: Any) -> None:
-        """Check that a parallel model can follow the arguments of this trainer, on all ranks."""
+        """Check on all ranks that a parallel model supports the arguments of this trainer."""
         found = find_parallel_model(model)
         if found is not None:
             self._check_class()
             check_training_arguments(self.args, found)
 
     def _check_class(self) -> None:
-        """Raise ``TypeError`` for trainers of TRL, which multiply by the weight of the LM head themselves."""
+        """Raise ``TypeError`` for TRL's trainers: they multiply by the full weight of the LM head."""
         of_trl = next((cls.__name__ for cls in type(self).__mro__ if cls.__module__.partition(".")[0] == "trl"), None)
         if of_trl is not None:
             raise TypeError(
@@ -80,25 +80,25 @@ class ParallelTrainerMixin(_Base):
 
     @property
     def _parallel(self) -> ParallelModel | None:
-        """The model of this library, if it is on several ranks."""
+        """The parallel model, if it is on several ranks."""
         return find_parallel_model(self.model)
 
     @property
     def _mesh(self) -> Any:
-        """Its mesh."""
+        """The mesh of the parallel model."""
         return self._parallel.mesh if self._parallel is not None else None
 
     @property
     def _staged(self) -> ParallelModel | None:
-        """That model, if it is split into stages."""
+        """The parallel model, if it has pipeline stages."""
         model = self._parallel
         return model if model is not None and model.is_pipeline_parallelized() else None
 
     def _validate_args(self) -> None:
         super()._validate_args()
         if self._parallel is not None and not divides_loss_by_items(type(self._parallel)):
-            # transformers takes every forward with **kwargs for one that divides by the labels of all replicas and
-            # accumulated batches, and would scale a mean over one batch as if it were such a share.
+            # transformers assumes that every forward with **kwargs divides its loss by the number of labels of all
+            # replicas and accumulated batches. A mean over one batch would be scaled wrongly.
             self.model_accepts_loss_kwargs = False
         if self._staged is not None and self.compute_loss_func is not None:
             raise ValueError(
@@ -109,28 +109,28 @@ class ParallelTrainerMixin(_Base):
     # Training ---------------------------------------------------------------------------------------------------------
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The rows of a step over all replicas."""
+        """Return the number of rows per step over all replicas."""
         if self._parallel is None:
             return super().get_total_train_batch_size(args)
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """transformers' figure for a batch, of which each rank of a replica has its share."""
+        """Return the operations of a batch, divided by the ranks of a replica."""
         total: float = super().floating_point_ops(inputs)
         return total if self._parallel is None else total / self._mesh.model.size
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        """transformers' method, with the batches of the first rank of each replica on all of its ranks."""
+        """Return the next batches. All ranks of a replica get the batches of its first rank."""
         return super().get_batch_samples(map(self._share, epoch_iterator), *args, **kwargs)
 
     def _share(self, batch: Any) -> Any:
-        """The batch of the first rank of this replica: what a collator draws may differ between stages."""
+        """Return the batch of the first rank of this replica, because random collators may differ between ranks."""
         if self._parallel is None:
             return batch
         return broadcast_object(self._mesh.model, send_to_device(batch, "cpu"))
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """transformers' method; with pipeline stages, it runs for each micro-batch.
+        """Train on a batch. With pipeline stages, transformers' method runs for each micro-batch.
 
         Returns:
             The loss of the batch, on every stage.
@@ -142,7 +142,7 @@ class ParallelTrainerMixin(_Base):
             for _ in range(division(self._staged, inputs)[0]):
                 losses.append(super().training_step(stages, dict(inputs), *args, **kwargs))
         loss = torch.stack(losses).sum()
-        # Only the last stage knows what became of the losses that the model returned.
+        # Only the last stage has the scaled losses.
         return broadcast(self._mesh.pp, loss.double(), self._mesh.pp.size - 1).to(loss.dtype)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -151,7 +151,7 @@ class ParallelTrainerMixin(_Base):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _agree_on_control(self, control: TrainerControl) -> None:
-        """Let all ranks do what a callback has asked for on any: saving and evaluating are collectives."""
+        """Share the requests of callbacks on any rank with all ranks, because saving and evaluating are collectives."""
         names = [name for name, value in vars(control).items() if name.startswith("should_") and value in (True, False)]
         flags = torch.tensor([float(getattr(control, name)) for name in names], device=self._mesh.device)
         for name, flag in zip(names, all_reduce(self._mesh.world, flags, MAX).tolist(), strict=True):
@@ -160,7 +160,7 @@ class ParallelTrainerMixin(_Base):
     # Evaluation -------------------------------------------------------------------------------------------------------
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method; with pipeline stages, every stage gets the output of the last one."""
+        """Predict a batch. With pipeline stages, every stage gets the output of the last stage."""
         if self._parallel is not None:
             inputs = self._share(inputs)
         if self._staged is not None:
@@ -168,7 +168,7 @@ class ParallelTrainerMixin(_Base):
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method. Raises ``ValueError`` for a parallel model."""
+        """Search hyperparameters as transformers does. Raise ``ValueError`` for a parallel model."""
         if self._parallel is None:
             return super().hyperparameter_search(*args, **kwargs)
         raise ValueError(
@@ -183,7 +183,7 @@ class ParallelTrainerMixin(_Base):
             return
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with agree(self._mesh.world, f"saving {folder}"):
-            if self.args.should_save:  # until it is written again, the checkpoint is not complete
+            if self.args.should_save:  # marks the checkpoint as incomplete until the file is written again
                 (folder / STATE).unlink(missing_ok=True)
         with self._splitting():
             super()._save_checkpoint(model, trial)
@@ -197,7 +197,7 @@ class ParallelTrainerMixin(_Base):
             self._splits = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a checkpoint that transformers loads; within a checkpoint of the training, one file per rank.
+        """Save a checkpoint that transformers can load; inside a training checkpoint, save one file per rank.
 
         A collective of all ranks.
         """
@@ -229,12 +229,13 @@ class ParallelTrainerMixin(_Base):
         if self._parallel is None:
             super()._save_rng_state(output_dir)
             return
-        # transformers restores these after it has skipped batches. All are written before the checkpoint is complete.
+        # transformers restores random states after it has skipped batches. All ranks write theirs before the checkpoint
+        # is complete.
         with agree(self._mesh.world, f"saving random states to {output_dir}"):
             super()._save_rng_state(output_dir)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method. ``resume_from_checkpoint=True`` takes the last checkpoint that is complete."""
+        """Train as transformers does. ``resume_from_checkpoint=True`` takes the last complete checkpoint."""
         if self._parallel is not None and resume_from_checkpoint is True:
             world = self._mesh.world
             last = _last_complete(Path(self.args.output_dir)) if world.rank == 0 else None
@@ -287,12 +288,12 @@ class Seq2SeqTrainer(ParallelTrainerMixin, transformers.Seq2SeqTrainer):
 
 
 def _has_adapters(model: Any) -> bool:
-    """Whether peft has added adapters, which are saved and loaded instead of the model."""
+    """Return whether the model has peft adapters. Checkpoints then have adapters in place of the model."""
     return bool(getattr(model, "peft_config", None))
 
 
 def _unwrap(optimizer: Any) -> Any:
-    """The optimizer that accelerate has wrapped."""
+    """Return the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -305,7 +306,7 @@ def _is_complete(checkpoint: Path) -> bool:
 
 
 def _last_complete(directory: Path) -> str | None:
-    """The checkpoint with the highest step that is complete."""
+    """Return the complete checkpoint with the highest step."""
     steps = {}
     for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = path.name.rpartition("-")[2]

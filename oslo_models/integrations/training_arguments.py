@@ -1,4 +1,4 @@
-"""Refuses training arguments that a parallel model cannot follow, before anything is trained."""
+"""Refuses training arguments that a parallel model does not support, before training starts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _COMPARED = (
     *("logging_strategy", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps"),
     *("save_only_model", "load_best_model_at_end", "dataloader_drop_last", "activation_checkpointing"),
 )
-"""Arguments that decide how many steps and collectives there are, and what they compute."""
+"""Arguments that determine the number of steps and collectives, and their results. They must be equal on all ranks."""
 
 
 def check_training_arguments(args: Any, model: ParallelModel) -> None:
-    """Check the arguments of a Trainer of a parallel model. A collective of all ranks.
+    """Check the arguments of a Trainer for a parallel model. A collective of all ranks.
 
     Raises:
         ValueError: an argument does not work with the model, or differs between ranks; on every rank.
@@ -35,7 +35,7 @@ def check_training_arguments(args: Any, model: ParallelModel) -> None:
 
 
 def _refused(args: Any, model: ParallelModel) -> dict[str, tuple[Any, str]]:
-    """Arguments by name: whether they are given, and what to do instead."""
+    """Return unsupported arguments by name, each with a flag (given or not) and advice for the error message."""
     sharded = "the model is distributed already, so leave it out, or, with both sizes 1, use transformers' Trainer"
     refused = {
         f"fsdp={args.fsdp!r}": (args.fsdp, sharded),
@@ -73,10 +73,10 @@ def _refused(args: Any, model: ParallelModel) -> dict[str, tuple[Any, str]]:
 
 
 def divides_loss_by_items(cls: type[ParallelModel]) -> bool:
-    """Whether the forward of a class passes its further arguments, with ``num_items_in_batch``, to its loss function.
+    """Return whether the forward of a class passes its ``**kwargs``, with ``num_items_in_batch``, to its loss function.
 
-    Many of transformers' models accept that argument without using it. Where the source of a forward does not show it,
-    the answer is no, and its loss is used as what it is, the mean over a batch.
+    Many transformers models accept ``num_items_in_batch`` without using it. If the source of the forward does not pass
+    it on, return ``False``: the loss is then a mean over the batch.
     """
     source = inspect.getsource(inspect.unwrap(cls.forward))
     return re.search(r"self\.loss_function\((?:[^()]|\([^()]*\))*\*\*\w+", source) is not None

@@ -1,1 +1,1 @@
-"""Layers sharded over the tp axis; independent of architectures."""
+"""Layers sharded over the tp axis, independent of architectures."""

@@ -16,7 +16,7 @@ from oslo_models.layers.sharded_activation import Mark, ShardedActivation
 
 
 def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Reductions, softmax and others along given dimensions, none of which is sharded."""
+    """Compute reductions, softmax and similar functions along unsharded dimensions."""
     x = args[0] if args else None
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     if not isinstance(x, ShardedActivation) or "out" in kwargs:
@@ -41,7 +41,7 @@ def _reduced(x: ShardedActivation, result: Tensor, dims: set[int]) -> ShardedAct
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``layer_norm`` and ``rms_norm`` over dimensions behind the sharded one."""
+    """Compute ``layer_norm`` and ``rms_norm`` over dimensions behind the sharded dimension."""
     names = ("input", "normalized_shape", "weight", "bias", "eps")[: 5 if func is F.layer_norm else 3]
     names = names if func is F.layer_norm else (*names, "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -82,7 +82,7 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _batched(func: Any, like: ShardedActivation, operands: Sequence[Any], **options: Any) -> Any:
-    """A function of matrices, of which a dimension that counts matrices (heads) is sharded as in ``like``."""
+    """Compute a function of batched matrices. A batch dimension (heads) is sharded as in ``like``."""
     negative_dim = like.mark.dim - like.dim()
     local = [aligned(like, x, negative_dim) for x in operands]
     if any(x is NotImplemented for x in local):

@@ -1,7 +1,7 @@
-"""The torch functions that are computed on the shards of a `ShardedActivation`: element by element.
+"""Rules for elementwise torch functions on the shards of a `ShardedActivation`.
 
-A rule returns ``NotImplemented`` where the result would need elements of other ranks; the function is then computed on
-full tensors. Importing this module and `activation_shapes` and `activation_products` registers the rules.
+A rule returns ``NotImplemented`` if the result needs elements of other ranks. The function is then computed on full
+tensors. Importing this module, `activation_shapes` and `activation_products` registers the rules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from oslo_models.layers.sharded_activation import RULES, Mark, Rule, ShardedActi
 
 
 def functions(names: Iterable[str]) -> list[Any]:
-    """The functions of torch with these names: methods, operators and functions."""
+    """Return torch's methods, operators and functions with these names."""
     found = []
     for name in names:
         owned = [getattr(owner, name, None) for owner in (torch, Tensor, F)]
@@ -44,10 +44,13 @@ def positive(x: Tensor, dim: int) -> int:
 
 
 def aligned(like: ShardedActivation, x: Any, negative_dim: int) -> Any:
-    """``x`` as an operand for the shard of ``like``, whose sharded dimension is ``negative_dim`` from the end.
+    """Return ``x`` as an operand for the local shard of ``like``.
+
+    Args:
+        negative_dim: the sharded dimension of ``like``, counted from the end.
 
     Returns:
-        The shard of ``x``, or all of it where it has no such dimension; ``NotImplemented`` if sizes differ.
+        The local shard of ``x``, or the full ``x`` if it lacks the dimension. ``NotImplemented`` if sizes differ.
     """
     if not isinstance(x, Tensor):
         return x
@@ -93,7 +96,7 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Casts, and others of which further tensors give the type only."""
+    """Compute casts and similar functions. Further tensor arguments determine only the dtype."""
     if not isinstance(args[0], ShardedActivation):
         return func(*(arg.local() if isinstance(arg, ShardedActivation) else arg for arg in args), **kwargs)
     local = [arg.local() if isinstance(arg, ShardedActivation) else arg for arg in args]
@@ -101,7 +104,7 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The mask is that of the full tensor, so that all ranks draw the same numbers as one process."""
+    """Draw the dropout mask of the full tensor, so that all ranks draw the same numbers as one process."""
     names = ("input", "p", "training", "inplace")
     given = {"p": 0.5, "training": True, "inplace": False, **dict(zip(names, args, strict=False)), **kwargs}
     x = given["input"]

@@ -1,4 +1,4 @@
-"""Rules for functions that change the shape of a `ShardedActivation`, or take pieces of it."""
+"""Rules for functions that reshape or slice a `ShardedActivation`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _len(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _integers(values: Sequence[Any]) -> list[int] | None:
-    """The integers among the arguments of a call, given one by one or as a sequence."""
+    """Return the integer arguments of a call, passed separately or as a sequence. ``None`` for other arguments."""
     if len(values) == 1 and isinstance(values[0], (list, tuple)):
         values = values[0]
     if not values or not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
@@ -75,7 +75,7 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _reshaped(x: ShardedActivation, sizes: list[int]) -> Any:
-    """``x.reshape(sizes)``; elements stay in their order, so the sharded dimension is found by products of sizes."""
+    """Compute ``x.reshape(sizes)``. Elements keep their order, so products of sizes locate the sharded dimension."""
     shape, mark = list(x.full_shape), x.mark
     if prod(shape) == 0:
         return NotImplemented
@@ -109,7 +109,7 @@ def _reshaped(x: ShardedActivation, sizes: list[int]) -> Any:
 
 
 def _groups(old: list[int], new: list[int]) -> Iterable[tuple[range, range]]:
-    """The smallest groups of neighbouring dimensions of two shapes that hold the same elements."""
+    """Yield the smallest groups of adjacent dimensions with equal element counts in both shapes."""
     a = c = 0
     while a < len(old) or c < len(new):
         b, d = min(a + 1, len(old)), min(c + 1, len(new))
@@ -123,7 +123,7 @@ def _groups(old: list[int], new: list[int]) -> Iterable[tuple[range, range]]:
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``transpose``, ``permute`` and others: torch says where the dimensions go, of a tensor without memory."""
+    """Compute ``transpose``, ``permute`` and similar functions. A meta tensor reveals the new order of dimensions."""
     x = args[0]
     numbered = torch.empty([2 + dim for dim in range(x.dim())], device="meta")
     order = [size - 2 for size in func(numbered, *args[1:], **kwargs).shape]
@@ -179,7 +179,7 @@ register(_repeat_interleave, [Tensor.repeat_interleave, torch.repeat_interleave]
 
 
 def _piece(x: ShardedActivation, start: int, stop: int) -> Any:
-    """``x.narrow`` along the sharded dimension: whole parts stay sharded."""
+    """Compute ``x.narrow`` along the sharded dimension. Whole parts stay sharded."""
     size = x.full_shape[x.mark.dim]
     inner, local_inner = size // x.mark.parts, x.local().shape[x.mark.dim] // x.mark.parts
     if (start, stop) == (0, size):
@@ -195,7 +195,7 @@ def _piece(x: ShardedActivation, start: int, stop: int) -> Any:
 
 
 def _chunks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``chunk`` and ``split``."""
+    """Compute ``chunk`` and ``split``."""
     x = args[0]
     dim = positive(x, args[2] if len(args) > 2 else kwargs.get("dim", 0))
     if dim != x.mark.dim:
@@ -217,7 +217,7 @@ def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _without(x: ShardedActivation, dim: int, index: int) -> Any:
-    """``x.select(dim, index)``."""
+    """Compute ``x.select(dim, index)``."""
     if dim == x.mark.dim:
         if x.observer is not None and x.mark.parts == 1:
             x.observer.propose(x.sources, parts=x.full_shape[dim])
@@ -241,7 +241,7 @@ def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Indices that are integers, slices, ``None`` and ``...``."""
+    """Index with integers, slices, ``None`` and ``...``."""
     x, index = args
     if not isinstance(x, ShardedActivation):
         return NotImplemented
@@ -279,7 +279,7 @@ def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``cat`` along another dimension; caches begin as empty tensors of one dimension, which torch ignores."""
+    """Concatenate along an unsharded dimension. Ignore empty one-dimensional tensors (new caches), as torch does."""
     pieces, dim = list(args[0] if args else kwargs["tensors"]), args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if "out" in kwargs:
         return NotImplemented

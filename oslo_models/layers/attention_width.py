@@ -1,4 +1,4 @@
-"""Attention modules that reshape their output to the full hidden size, although a rank has only some of the heads."""
+"""Support for attention modules that reshape the output of the local heads to the full hidden size."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class LocalWidthReshape(TorchFunctionMode):
-    """While active, reshaping to the full width reshapes to the local width where the full one does not fit.
+    """Mode that replaces the full width in reshapes by the local width if the full width does not fit.
 
     Args:
-        full: the width of all heads.
-        local: the width of this rank's heads.
+        full: width of all heads.
+        local: width of the local heads.
     """
 
     def __init__(self, full: int, local: int) -> None:
@@ -34,7 +34,7 @@ class LocalWidthReshape(TorchFunctionMode):
 
 
 class LocalWidthModule(nn.Module):
-    """Mixed in before an attention class: runs its forward under `LocalWidthReshape`.
+    """Mixin before an attention class. Runs its forward under `LocalWidthReshape`.
 
     Attributes:
         widths: the full and the local width.

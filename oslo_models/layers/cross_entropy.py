@@ -1,6 +1,6 @@
-"""Cross entropy of logits whose vocabulary is sharded over the tp axis, without gathering them.
+"""Cross entropy of vocabulary-parallel logits, without gathering them.
 
-Source: Shoeybi et al., "Megatron-LM", 2019, section 3. Shapes: N targets, v entries of the vocabulary on this rank.
+Source: Shoeybi et al., "Megatron-LM", 2019, section 3. Shapes: N targets, v local entries of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.sharding.layout import Range
 
 MANY_LOGITS = 1 << 20
-"""From this many on, logits on a CPU are passed over in C++."""
+"""Smallest number of CPU logits that the C++ kernels process."""
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's shard of the vocabulary, and the options of a cross entropy over it.
+    """Local shard of the vocabulary, and options of the cross entropy over the full vocabulary.
 
     Attributes:
-        axis: the ranks over which the vocabulary is sharded.
-        local: the range of token ids on this rank.
-        size: the size of the full vocabulary.
-        ignore_index: the target that does not count.
-        smoothing: the label smoothing, in ``[0, 1]``.
+        axis: ranks over which the vocabulary is sharded.
+        local: range of token ids on this rank.
+        size: size of the full vocabulary.
+        ignore_index: target value that is ignored.
+        smoothing: label smoothing, in ``[0, 1]``.
     """
 
     axis: Axis
@@ -42,11 +42,11 @@ class VocabShard:
     smoothing: float = 0.0
 
     def rule(self, **options: Any) -> Rule:
-        """How losses are made of this rank's logits; ``options`` are further attributes of the rule."""
+        """Return the loss rule for the local logits. ``options`` are further attributes of the rule."""
         return Rule(self.local[0], self.ignore_index, 1.0 - self.smoothing, self.smoothing / self.size, **options)
 
     def check(self, target_N: Tensor) -> None:
-        """Raise ``IndexError`` for a target outside the full vocabulary; on CUDA, fail an assertion asynchronously."""
+        """Raise ``IndexError`` for a target outside the full vocabulary. On CUDA, assert it asynchronously."""
         known_N = (target_N == self.ignore_index) | ((target_N >= 0) & (target_N < self.size))
         wrong = f"it is neither in [0, {self.size}) nor ignore_index={self.ignore_index}"
         if target_N.is_cuda:
@@ -55,7 +55,7 @@ class VocabShard:
             raise IndexError(f"Target {int(target_N[~known_N][0])} is out of bounds: {wrong}")
 
     def combined(self, statistics_4N: Tensor) -> Tensor:
-        """The statistics of full rows, from those of this rank's part of them (see `row_statistics`)."""
+        """All-reduce the local row statistics to statistics of full rows (see `row_statistics`)."""
         if self.axis.size == 1:
             return statistics_4N
         own_max_N = statistics_4N[0].clone()
@@ -118,7 +118,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _gradient(buffer_Nv: Tensor, anchor_Nv: Tensor, target_N: Tensor, grad_N: Tensor, shard: VocabShard) -> Tensor:
-    """The gradient of the logits, with gradients of every order."""
+    """Compute the gradient of the logits. The result supports gradients of every order."""
     start, stop = shard.local
     here_N1 = ((target_N >= start) & (target_N < stop)).unsqueeze(-1)
     index_N1 = (target_N.unsqueeze(-1) - start).masked_fill(~here_N1, 0)
@@ -130,7 +130,7 @@ def _gradient(buffer_Nv: Tensor, anchor_Nv: Tensor, target_N: Tensor, grad_N: Te
 
 
 class _Anchor(torch.autograd.Function):
-    """Zeros without memory, whose gradients are gradients of the logits: the logits need not be kept for them."""
+    """Zeros without memory in place of the logits. Gradients pass through, so the logits need not be saved."""
 
     @staticmethod
     def forward(ctx: Any, logits_Nv: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class _Anchor(torch.autograd.Function):
 
 
 class _Probabilities(torch.autograd.Function):
-    """The known probabilities of logits of which only the `_Anchor` is left."""
+    """Known probabilities of the logits. The backward pass reaches the logits through their `_Anchor`."""
 
     @staticmethod
     def forward(ctx: Any, anchor_Nv: Tensor, probs_Nv: Tensor, axis: Axis) -> Tensor:
@@ -160,14 +160,15 @@ class _Probabilities(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits_Nv: Tensor, target_N: Tensor, shard: VocabShard) -> Tensor:
-    """Cross entropy per token, ``[N]``; zero where the target is ``ignore_index``. Half precision computes in float32.
+    """Return the cross entropy per token, ``[N]``. It is zero where the target is ``ignore_index``.
 
-    Communicates two all-reduces of O(N) numbers, independent of the size of the vocabulary.
+    Half precision computes in float32. Communication is two all-reduces of O(N) numbers, independent of the size of the
+    vocabulary.
 
     Args:
-        logits_Nv: this rank's shard of the logits.
-        target_N: indices into the full vocabulary, the same on every rank.
-        shard: which shard that is.
+        logits_Nv: local shard of the logits.
+        target_N: indices into the full vocabulary, replicated.
+        shard: local shard of the vocabulary.
 
     Raises:
         IndexError: a target is neither in the vocabulary nor ``ignore_index``.

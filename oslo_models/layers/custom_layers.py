@@ -1,4 +1,4 @@
-"""Sharding of an architecture's own layer classes, by mixins that intercept the torch functions they call."""
+"""Mixins that shard custom layer classes. They intercept the torch functions that a layer calls."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from oslo_models.sharding.layout import GroupedHeads, Layout
 
 
 class FunctionOverrides(TorchFunctionMode):
-    """While active, calls of some torch functions are replaced.
+    """Mode that replaces some torch functions.
 
     Args:
-        overrides: for each replaced function, the one to call with the same arguments.
+        overrides: for each replaced function, the replacement. It gets the same arguments.
     """
 
     def __init__(self, overrides: dict[Any, Callable[..., Any]]) -> None:
@@ -38,7 +38,7 @@ class FunctionOverrides(TorchFunctionMode):
 
 
 class ColumnParallelModule(_ShardedModule):
-    """A layer that calls ``F.linear``, with sharded outputs. Its input ``[..., in]`` is replicated."""
+    """Layer that calls ``F.linear``, with sharded output features. The input ``[..., in]`` is replicated."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         with without_override():
@@ -46,7 +46,7 @@ class ColumnParallelModule(_ShardedModule):
 
 
 class RowParallelModule(_ShardedModule):
-    """A layer that calls ``F.linear``, with sharded inputs. Its input is ``[..., local_in]``."""
+    """Layer that calls ``F.linear``, with sharded input features. The input is ``[..., local_in]``."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -57,10 +57,10 @@ class RowParallelModule(_ShardedModule):
 
 
 class SummedModule(_ShardedModule):
-    """A module whose output is a partial sum on each rank. Its arguments are replicated tensors.
+    """Module with a partial sum as output on each rank. Its arguments are replicated tensors.
 
     Attributes:
-        returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
+        returns_partial_sums: whether the caller all-reduces the output, together with others (`SharedExpertsModule`).
     """
 
     returns_partial_sums = False
@@ -73,16 +73,16 @@ class SummedModule(_ShardedModule):
             return output if self.returns_partial_sums else reduce_from(self.tp, output)
 
     def _shared(self, x: Tensor) -> Tensor:
-        """A replicated argument, whose gradient is summed over the ranks if it has one."""
+        """Return a replicated argument. Its gradient, if any, is all-reduced."""
         return copy_to(self.tp, x) if x.is_floating_point() else x
 
 
 class SharedParametersModule(nn.Module):
-    """Mixed in before a module's class: the gradients of some of its parameters are summed over the ranks.
+    """Mixin before a module class. All-reduces the gradients of some of its parameters.
 
     Attributes:
-        tp: the axis over which the module is sharded.
-        shared: the names of these parameters, which every rank holds in full.
+        tp: axis over which the module is sharded.
+        shared: names of these parameters. Every rank holds them in full.
     """
 
     tp: Axis
@@ -94,13 +94,14 @@ class SharedParametersModule(nn.Module):
 
 
 class OverlappingParametersModule(nn.Module):
-    """Mixed in before a module's class: several ranks hold the same elements of some of its parameters.
+    """Mixin before a module class. Several ranks hold the same elements of some of its parameters.
 
-    They are those of key-value heads, and each rank has only the gradient that comes through its own query heads.
+    These parameters belong to replicated key-value heads. Each rank computes only the gradient through its local query
+    heads, so the gradients are summed over the ranks with the same elements.
 
     Attributes:
-        tp: the axis over which the module is sharded.
-        overlapping: the layouts of these parameters.
+        tp: axis over which the module is sharded.
+        overlapping: layouts of these parameters.
     """
 
     tp: Axis
@@ -118,7 +119,7 @@ class OverlappingParametersModule(nn.Module):
 
 @contextmanager
 def hidden(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """While active, attributes of a module are ``values``, in place of its parameters of the same names."""
+    """Override the parameters of a module by ``values`` of the same names within the block."""
     own = vars(module)
     own |= values
     try:
@@ -129,9 +130,9 @@ def hidden(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 class SharedOutputModule(_ShardedModule):
-    """A replicated module whose output, a tensor or several, the ranks use for different heads.
+    """Replicated module with one or several output tensors that each rank uses for its local heads.
 
-    The gradients of floating tensors among it are summed over the ranks, so those of its parameters are complete.
+    The gradients of floating-point outputs are all-reduced, so the parameter gradients are complete.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +143,7 @@ class SharedOutputModule(_ShardedModule):
 
 
 class VocabParallelModule(_ShardedModule):
-    """A layer that calls ``F.embedding``, with a sharded vocabulary. Its input is token ids ``[...]``."""
+    """Layer that calls ``F.embedding``, with a sharded vocabulary. The input is token ids ``[...]``."""
 
     layouts: dict[str, Layout]
     padding_idx: int | None
@@ -156,7 +157,7 @@ class VocabParallelModule(_ShardedModule):
 
 
 class GlobalMinMaxModule(_ShardedModule):
-    """A module that calls ``min`` and ``max`` on a sharded activation: they are taken over all ranks."""
+    """Module that calls ``min`` and ``max`` on a sharded activation. Both are all-reduced."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def largest(x: Tensor) -> Tensor:
@@ -167,12 +168,12 @@ class GlobalMinMaxModule(_ShardedModule):
 
 
 class GroupMeansModule(_ShardedModule):
-    """A module that calls ``mean`` on an activation ``[..., local groups, local heads of each, features]``.
+    """Module that calls ``mean`` on an activation ``[..., local groups, local heads of each, features]``.
 
-    With more ranks than groups, one group has heads on several of them, over which the mean is taken.
+    With more ranks than groups, several ranks share the heads of a group, and the mean is taken over these ranks.
 
     Attributes:
-        heads: the query heads, and with the key-value heads their groups.
+        heads: the query heads, grouped by key-value head.
     """
 
     heads: GroupedHeads
@@ -191,9 +192,9 @@ class GroupMeansModule(_ShardedModule):
 
 
 class GlobalMomentsModule(_ShardedModule):
-    """A module that calls ``torch.mean`` and ``torch.std`` on a sharded activation ``[..., local features]``.
+    """Module that calls ``torch.mean`` and ``torch.std`` on a sharded activation ``[..., local features]``.
 
-    They are taken over the features of all ranks, which are the outputs of one of its column-parallel layers.
+    Both are taken over the features of all ranks. One of its column-parallel layers outputs these features.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

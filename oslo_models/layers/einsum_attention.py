@@ -1,4 +1,4 @@
-"""Attention whose weights are parameters with a dimension of heads, which its forward applies with ``einsum``."""
+"""Attention with a head dimension in its weight parameters. The forward applies them with ``einsum``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from oslo_models.distributed.rng import ShardedRngStream
 
 
 class HeadWeight(Tensor):
-    """The local heads of a weight ``[..., heads, width]``.
+    """Local heads of a weight ``[..., heads, width]``.
 
-    A product that creates the dimension of heads starts a sharded region; one that sums over the heads ends it.
+    A product that creates the head dimension enters a sharded region. A product that sums over the heads leaves it.
     """
 
     tp: Axis
@@ -49,7 +49,7 @@ class HeadWeight(Tensor):
 
 
 class EinsumHeadsModule(nn.Module):
-    """Mixed in before an attention class: its forward sees parameters of three dimensions as `HeadWeight`."""
+    """Mixin before an attention class. The forward reads three-dimensional parameters as `HeadWeight`."""
 
     tp: Axis
     stream: ShardedRngStream | None

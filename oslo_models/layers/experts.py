@@ -1,9 +1,10 @@
-"""Mixtures of experts over the tp axis: a part of the width of every expert, or some of the experts, on each rank.
+"""Mixtures of experts over the tp axis. Ranks shard the width of every expert, or divide the experts among them.
 
-Over several replicas, which have different tokens, tokens are sent to the ranks with their experts and back.
+If experts are divided over several replicas with different tokens, an all-to-all dispatches the tokens to the ranks of
+their experts, and another returns the outputs.
 
-Sources: Shoeybi et al., "Megatron-LM", 2019, section 3, applied to each expert; Lepikhin et al., "GShard", 2020, for
-experts on different ranks.
+Sources: Shoeybi et al., "Megatron-LM", 2019, section 3, applied to each expert (sharded width); Lepikhin et al.,
+"GShard", 2020 (experts on different ranks).
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from oslo_models.sharding.layout import Layout, even_ranges
 
 @functools.cache
 def _loop_knows_others(cls: type) -> bool:
-    """Whether a loop leaves out the number after the last one: not gpt-oss' and Nemotron-H's, nor most of 5.17.
+    """Return whether the expert loop of a class skips the id after the last expert.
 
-    ``False`` is right for every loop, and slower: a weight of zero stands for experts on other ranks.
+    The loops of gpt-oss and Nemotron-H do not, nor do most loops of transformers 5.17. ``False`` is correct for every
+    loop, but slower: the loop then computes a local expert with weight zero in place of remote experts.
     """
     forwards = (vars(each)["forward"] for each in cls.__mro__ if "forward" in vars(each))
     try:
         source = next(inspect.getsource(inspect.unwrap(each)) for each in forwards if _is_of_model(each))
-    except (OSError, StopIteration):  # without sources, or a class of the user
+    except (OSError, StopIteration):  # no source code, or a user-defined class
         return False
     return "num_experts + 1" in source and "== self.num_experts:" in source
 
@@ -48,20 +50,20 @@ def _is_of_model(forward: Any) -> bool:
 
 
 class ParallelExperts(_ShardedModule):
-    """Experts whose forward is that of transformers, computed with what this rank holds of them.
+    """Local shard of the experts. Runs transformers' forward.
 
-    The router is replicated, so all ranks send the same tokens to the same experts. The outputs of a rank are partial
-    sums, over the width or over the experts, and so are the gradients of hidden states and of router weights.
+    The router is replicated, so all ranks route the same tokens to the same experts. The outputs of a rank are partial
+    sums over the width or over the experts. The gradients of hidden states and router weights are partial sums, too.
 
     Attributes:
-        mesh: the mesh of the model.
-        starts: the number of the first expert on each rank of ``mesh.experts``.
-        first: the number of the first expert on this rank.
-        over_ranks: whether this rank holds some of the experts only.
-        loop_knows_others: whether transformers' loop over experts leaves out the number after the last one.
-        sharers: how many ranks share the width of the experts on this rank.
-        counts_identities: whether this rank adds the output of experts that return their input, which all ranks know.
-        returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
+        mesh: mesh of the model.
+        starts: number of the first expert on each rank of ``mesh.experts``.
+        first: number of the first expert on this rank.
+        over_ranks: whether this rank holds only some of the experts.
+        loop_knows_others: whether transformers' loop over experts skips the id after the last expert.
+        sharers: number of ranks that share the width of the local experts.
+        counts_identities: whether this rank adds the output of identity experts, which every rank could compute.
+        returns_partial_sums: whether the caller all-reduces the output, together with others (`SharedExpertsModule`).
     """
 
     mesh: ParallelMesh
@@ -80,14 +82,14 @@ class ParallelExperts(_ShardedModule):
     layouts: Mapping[str, Layout]
 
     def set_experts(self, layouts: Mapping[str, Layout], mesh: ParallelMesh) -> None:
-        """Set which experts this rank holds, once ``tp`` is set and before the parameters are sharded.
+        """Set the local experts. Call it after ``tp`` is set and before the parameters are sharded.
 
         Args:
-            layouts: those of the parameters.
-            mesh: the mesh of the model.
+            layouts: layouts of the parameters.
+            mesh: mesh of the model.
 
         Raises:
-            ValueError: on every rank, if grouped products cannot address the shards of some rank.
+            ValueError: on every rank, if grouped GEMMs cannot address the shards of some rank.
         """
         self.mesh = mesh
         self._check_strides(layouts)
@@ -97,19 +99,19 @@ class ParallelExperts(_ShardedModule):
         self.first, self.sharers = self.starts[rank], self.starts.count(self.starts[rank])
         self.over_ranks = self.sharers < mesh.experts.size
         self.loop_knows_others = _loop_knows_others(cast(Any, type(self)))
-        last = mesh.experts.size - 1  # to which `_exchanged` sends what has no rank of its own
+        last = mesh.experts.size - 1  # `_exchanged` sends the tokens of identity experts there
         self.counts_identities = rank == last if mesh.has_experts_over_replicas else self.tp.rank == 0
         if self.over_ranks:
             self.num_experts = layout.local_shape(rank)[0]
             if hasattr(self, "zero_expert_num"):
                 self.num_routed_experts = self.num_experts
                 self.total_experts = self.num_experts + max(1, self.zero_expert_num)
-            self._is_expert_parallel = True  # transformers' name: there may be ids of experts that are not here
+            self._is_expert_parallel = True  # transformers' flag: expert ids may belong to other ranks
 
     def _check_strides(self, layouts: Mapping[str, Layout]) -> None:
-        """``torch._grouped_mm`` wants rows of a multiple of 16 bytes, and takes no float64."""
+        """Check that rows are multiples of 16 bytes, as ``torch._grouped_mm`` requires. It does not support float64."""
         dtype = self._parameters["down_proj"].dtype  # type: ignore[union-attr]
-        if not hasattr(self, "config"):  # they have one implementation, a loop
+        if not hasattr(self, "config"):  # the only implementation is a loop
             return
         if self.config._experts_implementation != "grouped_mm" or dtype == torch.float64:
             return
@@ -119,7 +121,7 @@ class ParallelExperts(_ShardedModule):
             unit = 16 // dtype.itemsize
             rows = [layout.local_shape(rank)[-1] for rank in range(self.mesh.experts.size)]
             odd = [row % unit != 0 for row in rows]
-            if any(odd) and not (all(odd) and layout.shape[-1] % unit):  # where all raise torch's error, so be it
+            if any(odd) and not (all(odd) and layout.shape[-1] % unit):  # else all ranks raise torch's error
                 raise ValueError(
                     f"tensor_parallel_size={self.tp.size} shards the experts' {name} {layout.shape} to rows of {rows} "
                     f"elements, of which grouped products take multiples of {unit} in {dtype}: use fewer ranks, "
@@ -127,12 +129,12 @@ class ParallelExperts(_ShardedModule):
                 )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
-        """The weighted sum of the outputs of each token's experts.
+        """Return the weighted sum of the outputs of each token's experts.
 
         Args:
             hidden_states: ``[tokens, hidden]``, replicated.
             top_k_index: the experts of each token, ``[tokens, k]``.
-            top_k_weights: their weights, ``[tokens, k]``.
+            top_k_weights: the router weights, ``[tokens, k]``.
 
         Returns:
             ``[tokens, hidden]``, replicated.
@@ -142,7 +144,7 @@ class ParallelExperts(_ShardedModule):
             weights = copy_to(self.tp, top_k_weights)
             if not self.mesh.has_experts_over_replicas:
                 top_k_index, weights = self._own(top_k_index, weights)
-            # No dropout is in experts: the region ends before the product, as `leave_region` wants it.
+            # Experts have no dropout, so the region ends before the product, as `leave_region` requires.
             hidden_states = self.leave_region(hidden_states)
             with self._own_share_of_bias(), self._averaged_over_replicas():
                 compute = self._exchanged if self.mesh.has_experts_over_replicas else self.compute
@@ -150,7 +152,7 @@ class ParallelExperts(_ShardedModule):
                 return output if self.returns_partial_sums else reduce_from(self.tp, output)
 
     def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
-        """As `forward`, of what this rank holds: partial sums. Experts that are not here count nothing."""
+        """Run transformers' forward with the local experts. Returns partial sums without remote experts."""
         output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights, *args)
         return output
 
@@ -185,9 +187,10 @@ class ParallelExperts(_ShardedModule):
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def _exchanged(self, hidden_states: Tensor, index: Tensor, weights: Tensor, *args: Any) -> Tensor:
-        """The outputs of this rank's share of the tokens, computed where their experts are; zero for other tokens.
+        """Dispatch this rank's share of the tokens to the ranks of their experts, and return the outputs.
 
-        A token is sent once to each rank that has some of its experts, which returns the sum of their outputs.
+        The outputs of other tokens are zero. A token is sent once to each rank with some of its experts. That rank
+        returns the sum of their outputs.
         """
         axis = self.mesh.experts
         start, stop = even_ranges(len(hidden_states), self.tp.size)[self.tp.rank]
@@ -204,7 +207,7 @@ class ParallelExperts(_ShardedModule):
         theirs = all_to_all(axis, index[tokens], sent, received)
         x, their_weights = exchange(axis, (hidden_states[tokens], weights[tokens]), sent, received)
         theirs, their_weights = self._own(theirs, their_weights)
-        if not len(x):  # nobody sent a token: the experts compute one that counts nothing, and so have gradients
+        if not len(x):  # no token arrived: compute a dummy token of weight zero, so that the experts have gradients
             x, their_weights = (torch.cat((each, each.new_zeros(1, each.shape[1]))) for each in (x, their_weights))
             theirs = theirs.new_zeros(1, theirs.shape[1])
         computed = self.compute(x, theirs, their_weights, *args)[: sum(received)]
@@ -213,9 +216,9 @@ class ParallelExperts(_ShardedModule):
 
     @contextmanager
     def _averaged_over_replicas(self) -> Iterator[None]:
-        """While active, gradients of experts over replicas become those of the mean of the losses of all replicas.
+        """Average the gradients of experts over the replicas within the block, as for the mean of their losses.
 
-        The ranks that a rank exchanges tokens with are summed over already; those with the same experts are here.
+        The exchange of tokens already sums over its ranks. This adds the sum over the ranks with the same experts.
         """
         names = [*self.layouts] if self.mesh.has_experts_over_replicas and torch.is_grad_enabled() else []
         adapted = getattr(self, "parametrizations", {})  # adapters add to the parameter when it is read
@@ -230,10 +233,10 @@ class ParallelExperts(_ShardedModule):
                 vars(owner).pop(name, None)
 
     def _own(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The choices of experts that this rank computes, by their numbers on it.
+        """Return the choices of experts that this rank computes, renumbered to local ids.
 
-        Of the others, the weight is zero. Experts that return their input (LongCat-Flash's) have the numbers after
-        those of all experts with weights, and on this rank after those of the experts that it holds.
+        Other choices get weight zero. The ids of identity experts (LongCat-Flash) follow the ids of all experts with
+        parameters. Their local ids follow the local experts.
         """
         count = self.layouts["down_proj"].shape[0]
         is_identity = index >= count if getattr(self, "zero_expert_num", 0) else None
@@ -244,7 +247,7 @@ class ParallelExperts(_ShardedModule):
         is_own = (index >= self.first) & (index < self.first + self.num_experts)
         is_loop = not hasattr(self, "config") or self.config._experts_implementation == "eager"
         knows_others = not is_loop or self.loop_knows_others
-        # A loop over no expert at all would leave out a backward pass, and its all-reduces, that other ranks have.
+        # A loop over no expert would skip the backward pass and its all-reduces, for which other ranks wait.
         other = self.num_experts if knows_others and not (is_loop and not bool(is_own.any())) else 0
         local = torch.where(is_own, index - self.first, other)
         if is_identity is not None:
@@ -254,8 +257,8 @@ class ParallelExperts(_ShardedModule):
 
     @contextmanager
     def _own_share_of_bias(self) -> Iterator[None]:
-        """While active, a replicated bias of the outputs is this rank's share of it: they are summed with it."""
-        # As an attribute: `_parameters` may hold a part of it.
+        """Replace the replicated output bias by this rank's share of it, since the sum over ranks includes it."""
+        # Read the attribute: `_parameters` may hold a shard of the bias.
         bias = None if self.sharers == 1 else getattr(self, "down_proj_bias", None)
         if bias is not None:
             layout = self.layouts["down_proj_bias"]
@@ -268,14 +271,14 @@ class ParallelExperts(_ShardedModule):
 
 
 class ParallelDenseExperts(ParallelExperts):
-    """Experts that all compute every token: see `DenseExperts`."""
+    """Experts that all compute every token. See `DenseExperts`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """The outputs of all experts.
+        """Return the outputs of all experts.
 
         Args:
-            hidden_states: ``[experts * tokens, hidden]``, replicated: the tokens as the first expert gets them, then
-                as the second does, and so on.
+            hidden_states: ``[experts * tokens, hidden]``, replicated: the tokens weighted for the first expert, then
+                for the second expert, and so on.
 
         Returns:
             ``[experts * tokens, hidden]``, replicated.
@@ -286,7 +289,7 @@ class ParallelDenseExperts(ParallelExperts):
             if self.over_ranks:
                 own = own[self.first : self.first + self.num_experts]
             own = self.leave_region(own.flatten(0, 1))
-            output: Tensor = super(ParallelExperts, self).forward(own)  # of transformers: there is nothing to route
+            output: Tensor = super(ParallelExperts, self).forward(own)  # transformers' forward, as there is no routing
             if self.over_ranks:
                 after = count - self.first - self.num_experts
                 output = F.pad(output.view(self.num_experts, -1, hidden), (0, 0, 0, 0, self.first, after)).flatten(0, 1)

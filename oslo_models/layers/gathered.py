@@ -1,6 +1,6 @@
-"""Layers of derived plans. Any code may call them: what they return behaves as the full output.
+"""Layers of derived plans. Any code may call them, since their outputs behave like the full output.
 
-They keep the sizes of the full layer (``out_features``), which code around them may read.
+They keep the sizes of the full layer (``out_features``), which the calling code may read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from oslo_models.sharding.layout import Layout
 
 
 def call_by_itself(module: nn.Module, args: Any) -> None:
-    """A hook that does nothing: with it, torch's modules call their layers instead of reading their weights."""
+    """Hook that does nothing. It makes torch's modules call the layer instead of reading its weights."""
 
 
 class DerivedLayer(_ShardedModule):
-    """The base of these layers.
+    """Base of these layers.
 
     Attributes:
-        entry: the entry of the plan.
+        entry: plan entry of the layer.
     """
 
     entry: Any
@@ -38,7 +38,7 @@ class DerivedLayer(_ShardedModule):
 
 
 class _GatheredColumn(DerivedLayer):
-    """Input ``[..., in]`` and output ``[..., out]`` are full, or stand for it as a `ShardedActivation`."""
+    """Input ``[..., in]`` and output ``[..., out]`` are full tensors or `ShardedActivation`."""
 
     entry: GatheredColumn
 
@@ -56,19 +56,19 @@ class _GatheredColumn(DerivedLayer):
 
 
 class GatheredColumnLinear(_GatheredColumn, nn.Linear):
-    """``nn.Linear`` with sharded outputs."""
+    """``nn.Linear`` with sharded output features."""
 
     product = staticmethod(many_rows_linear)
 
 
 class GatheredColumnConv1D(_GatheredColumn, Conv1D):
-    """``Conv1D`` with sharded outputs."""
+    """``Conv1D`` with sharded output features."""
 
     product = staticmethod(many_rows_conv1d)
 
 
 class _SlicedRow(DerivedLayer):
-    """Input ``[..., in]`` is a `ShardedActivation`, or full and then sliced; output ``[..., out]`` is full."""
+    """Input ``[..., in]`` is a `ShardedActivation`, or a full tensor that is sliced. Output ``[..., out]`` is full."""
 
     entry: SlicedRow
 
@@ -87,19 +87,19 @@ class _SlicedRow(DerivedLayer):
 
 
 class SlicedRowLinear(_SlicedRow, nn.Linear):
-    """``nn.Linear`` with sharded inputs."""
+    """``nn.Linear`` with sharded input features."""
 
     product = staticmethod(many_rows_linear)
 
 
 class SlicedRowConv1D(_SlicedRow, Conv1D):
-    """``Conv1D`` with sharded inputs."""
+    """``Conv1D`` with sharded input features."""
 
     product = staticmethod(many_rows_conv1d)
 
 
 class GatheredConvolution(DerivedLayer):
-    """A convolution ``[rows, in, ...]`` to ``[rows, out, ...]`` whose output channels are sharded, and gathered."""
+    """Convolution ``[rows, in, ...]`` to ``[rows, out, ...]`` with sharded output channels, gathered at once."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x = x.full() if isinstance(x, ShardedActivation) else x

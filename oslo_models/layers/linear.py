@@ -1,4 +1,4 @@
-"""Linear layers sharded over the tp axis. They subclass the layers they replace, so ``isinstance`` checks still pass.
+"""Linear layers sharded over the tp axis. They subclass the replaced layers, so ``isinstance`` checks still pass.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
@@ -25,11 +25,11 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 
 
 class _ShardedModule(nn.Module):
-    """The base of sharded layers.
+    """Base of sharded layers.
 
     Attributes:
-        tp: the axis over which the layer is sharded.
-        stream: the random stream for dropout in the sharded region; ``None`` if the model uses no dropout.
+        tp: axis over which the layer is sharded.
+        stream: random stream for dropout in the sharded region, or ``None`` if the model uses no dropout.
     """
 
     tp: Axis
@@ -37,14 +37,14 @@ class _ShardedModule(nn.Module):
     weight: Tensor
     bias: Any
     product: ClassVar[Callable[..., Tensor]]
-    """``product(x, weight, bias or None)``: ``F.linear``, or what `fusion` replaces it with."""
+    """``product(x, weight, bias or None)``: ``F.linear`` or its replacement by `fusion`."""
 
     @property
     def qconfig(self) -> Any:
-        """torch's eager quantisation announces here what to do with a layer, which it then replaces by its class.
+        """Reject torch's eager quantisation, which sets this attribute before it replaces layers.
 
         Raises:
-            RuntimeError: when set: it would leave sharded layers as they are, without saying so.
+            RuntimeError: on assignment. Eager quantisation would silently skip sharded layers.
         """
         raise AttributeError("qconfig")
 
@@ -56,16 +56,16 @@ class _ShardedModule(nn.Module):
         )
 
     def enter_region(self, x: Tensor) -> Tensor:
-        """Pass the replicated input of a layer whose outputs are sharded through this."""
+        """Enter the sharded region with the replicated input of a column-parallel layer."""
         if self.stream is not None and self.training:
             self.stream.enter()
         return copy_to(self.tp, x)
 
     def leave_region(self, x: Tensor) -> Tensor:
-        """Pass the sharded input of a layer whose outputs are replicated through this.
+        """Leave the sharded region with the sharded input of a row-parallel layer.
 
-        It has to be called before the layer's product: activation checkpointing recomputes a block only up to the last
-        tensor that the backward pass needs, which is often this input.
+        Call it before the layer's product. Activation checkpointing recomputes a block only up to the last tensor that
+        the backward pass needs, and this is often the input.
         """
         if self.stream is not None:
             self.stream.leave()
@@ -73,10 +73,10 @@ class _ShardedModule(nn.Module):
 
 
 class _ColumnParallel(_ShardedModule):
-    """A layer with sharded outputs. Input ``[..., in]`` is replicated, output is ``[..., local_out]``.
+    """Layer with sharded output features. Input ``[..., in]`` is replicated, output is ``[..., local_out]``.
 
     Attributes:
-        sums_no_gradients: whether the caller sums the gradients of the input over the ranks, with others
+        sums_no_gradients: whether the caller all-reduces the input gradient, together with others
             (`SeparateExpertsModule`).
     """
 
@@ -87,7 +87,10 @@ class _ColumnParallel(_ShardedModule):
             return self.entered_product(x, self.bias)
 
     def entered_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product of the replicated input with this bias; on GPUs its backward pass overlaps the sum over ranks."""
+        """Compute the product of the replicated input and the local weight.
+
+        On GPUs, the backward pass overlaps the all-reduce of the input gradient with the weight gradients.
+        """
         if self.stream is not None and self.training:
             self.stream.enter()
         if self.sums_no_gradients:
@@ -97,10 +100,10 @@ class _ColumnParallel(_ShardedModule):
 
 
 class _RowParallel(_ShardedModule):
-    """A layer with sharded inputs. Input ``[..., local_in]``, output ``[..., out]`` is replicated.
+    """Layer with sharded input features. Input is ``[..., local_in]``, output ``[..., out]`` is replicated.
 
     Attributes:
-        returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
+        returns_partial_sums: whether the caller all-reduces the output, together with others (`SharedExpertsModule`).
     """
 
     returns_partial_sums = False
@@ -113,23 +116,23 @@ class _RowParallel(_ShardedModule):
             return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
 
     def _share_of_bias(self) -> Tensor:
-        """What a rank adds to its partial sum: all of them together the bias, the full gradient of which each has."""
+        """Return this rank's share of the bias. The shares add up to the bias, and each rank gets its full gradient."""
         value = self.bias.detach()
         share: Tensor = value / self.tp.size + (self.bias - value)
         return share
 
 
 class ColumnParallelLinear(_ColumnParallel, nn.Linear):
-    """``nn.Linear`` with sharded outputs."""
+    """``nn.Linear`` with sharded output features."""
 
     product = staticmethod(many_rows_linear)
 
 
 class KeyValueParallelLinear(ColumnParallelLinear):
-    """A key or value projection with fewer heads than ranks, so that some heads are on several ranks.
+    """Key or value projection with fewer heads than ranks. Some heads are replicated on several ranks.
 
-    Each rank has only the gradient that comes through its own query heads, so the gradients of a head are summed over
-    the ranks that hold it.
+    Each rank computes only the gradient through its local query heads. So the gradients of a head are summed over the
+    ranks that hold it.
     """
 
     layouts: dict[str, Layout]
@@ -140,18 +143,18 @@ class KeyValueParallelLinear(ColumnParallelLinear):
 
 
 class _SharesOutput:
-    """A layer the gradient of whose output is summed over the ranks, that of what an adapter adds to it included."""
+    """Layer with an all-reduced output gradient, including the adapter branch."""
 
     tp: Axis
     _is_shared_later = False
 
     def share(self, output: Tensor) -> Tensor:
-        """The output ``[..., out]``, whose gradient is summed over the ranks where it needs that."""
+        """Return the output ``[..., out]``. Partial output gradients are all-reduced."""
         return copy_to(self.tp, output)
 
     @contextmanager
     def shared_later(self) -> Iterator[None]:
-        """While active, the output is not shared: an adapter adds to it first, and calls `share` itself."""
+        """Defer `share` within the block. An adapter adds to the output first and then calls `share` itself."""
         self._is_shared_later = True
         try:
             yield
@@ -160,10 +163,10 @@ class _SharesOutput:
 
 
 class LatentLinear(_SharesOutput, _ShardedModule, nn.Linear):
-    """A replicated projection to a latent and to the rotary part of a key that the heads of all ranks share.
+    """Replicated projection to a latent and to the rotary part of a key that the heads of all ranks share.
 
-    The column-parallel projection after the latent all-reduces the latent's gradient; that of the rotary part, which
-    goes into the local heads directly, is all-reduced here.
+    The column-parallel projection after the latent all-reduces the gradient of the latent. The rotary part enters the
+    local heads directly, so this layer all-reduces its gradient.
     """
 
     rotary: int
@@ -179,21 +182,22 @@ class LatentLinear(_SharesOutput, _ShardedModule, nn.Linear):
 
 
 class ColumnParallelConv1D(_ColumnParallel, Conv1D):
-    """GPT-2's layer, whose weight is ``[in, out]``, with sharded outputs."""
+    """GPT-2's linear layer (weight ``[in, out]``) with sharded output features."""
 
     product = staticmethod(many_rows_conv1d)
 
 
 class RowParallelLinear(_RowParallel, nn.Linear):
-    """``nn.Linear`` with sharded inputs."""
+    """``nn.Linear`` with sharded input features."""
 
     product = staticmethod(many_rows_linear)
 
 
 class GroupRowParallelLinear(RowParallelLinear):
-    """A row-parallel layer with fewer groups of inputs than ranks, so that some groups are on several ranks.
+    """Row-parallel linear layer with fewer groups of inputs than ranks. Some groups are on several ranks.
 
-    Each of these has partial sums of the group's inputs, so the gradients of its weights are summed over them.
+    Each of these ranks has partial sums of the group's inputs. So the weight gradients of a group are summed over its
+    ranks.
     """
 
     layouts: dict[str, Layout]
@@ -205,9 +209,9 @@ class GroupRowParallelLinear(RowParallelLinear):
 
 
 class KeyValueRowLinear(GroupRowParallelLinear):
-    """A row-parallel layer after key-value heads of which some are on several ranks: each head counts once.
+    """Row-parallel linear layer after replicated key-value heads. Each head counts once.
 
-    The first rank with a head adds its part of the output; the others hold the same weights without a gradient.
+    The first rank with a head adds its part of the output. Other ranks hold the same weights without a gradient.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,10 +219,10 @@ class KeyValueRowLinear(GroupRowParallelLinear):
 
 
 class InnerRowParallelLinear(_SharesOutput, RowParallelLinear):
-    """A row-parallel layer between sharded ones: the gradient of its output is summed over the ranks.
+    """Row-parallel linear layer between sharded layers. Its output gradient is all-reduced.
 
     Attributes:
-        outputs: the split of the outputs, if a rank keeps a part of them.
+        outputs: split of the output features, if each rank keeps only its part.
     """
 
     outputs: EvenSplit | None = None
@@ -235,17 +239,17 @@ class InnerRowParallelLinear(_SharesOutput, RowParallelLinear):
 
 
 class InnerKeyValueRowLinear(InnerRowParallelLinear, KeyValueRowLinear):
-    """Both of them."""
+    """`InnerRowParallelLinear` after replicated key-value heads."""
 
 
 class RowParallelConv1D(_RowParallel, Conv1D):
-    """GPT-2's layer, whose weight is ``[in, out]``, with sharded inputs."""
+    """GPT-2's linear layer (weight ``[in, out]``) with sharded input features."""
 
     product = staticmethod(many_rows_conv1d)
 
 
 def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
-    """Add the bias after the sum over the ranks: in place, unless compiled or kept by a dispatch mode."""
+    """Add the bias after the all-reduce: in place, unless compiled or under a dispatch mode."""
     if bias is None:
         return summed
     bias = bias.to(summed.dtype)
@@ -255,10 +259,10 @@ def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class SumReplicatedGrad(torch.autograd.Function):
-    """Identity forward on a parameter; backward sums its gradient over the ranks that hold the same elements.
+    """Identity in the forward pass. The backward pass sums a gradient over the ranks with the same elements.
 
-    The gradient is reduced in a buffer of the full shape: replicated key-value projections are small, and no further
-    process groups are needed.
+    The gradient is all-reduced in a buffer of the full shape. Replicated key-value projections are small, and this
+    needs no further process groups.
     """
 
     @staticmethod
@@ -272,7 +276,7 @@ class SumReplicatedGrad(torch.autograd.Function):
 
 
 class _SumReplicated(torch.autograd.Function):
-    """The backward pass of `SumReplicatedGrad`, and the other way round."""
+    """Backward pass of `SumReplicatedGrad`. `SumReplicatedGrad` is the backward pass of this function in turn."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, axis: Axis, layout: Layout) -> Tensor:
@@ -285,7 +289,7 @@ class _SumReplicated(torch.autograd.Function):
 
 
 def _summed_over_copies(layer: Any, leaf: str) -> Any:
-    """A parameter of a layer, whose gradient is summed over the ranks that hold the same elements if it has one."""
+    """Return a parameter. Its gradient, if any, is summed over the ranks that hold the same elements."""
     param = getattr(layer, leaf)
     if param is None or not param.requires_grad:
         return param

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` with sharded heads. It keeps its sizes, and takes and returns full tensors."""
+"""`nn.MultiheadAttention` with sharded heads. It keeps the full sizes, and takes and returns full tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from oslo_models.sharding.derived import SplitHeads
 
 
 class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
-    """Each rank computes with its heads; ``out_proj`` sums what they give.
+    """Each rank computes its local heads, and ``out_proj`` all-reduces the outputs.
 
-    Arguments and results are those of ``nn.MultiheadAttention``.
+    It has the same arguments and results as ``nn.MultiheadAttention``.
     """
 
     entry: SplitHeads
@@ -66,14 +66,14 @@ class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
         return output if first else output.transpose(0, 1), weights
 
     def _projected(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Queries, keys and values of this rank's heads."""
+        """Return queries, keys and values of the local heads."""
         whole = self.in_proj_weight
         weights = whole.chunk(3) if whole is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor) -> Tensor | None:
-        """What is added to the scores ``[rows, heads of this rank, queries, keys]``."""
+        """Return the additive mask of the scores ``[rows, local heads, queries, keys]``."""
         parts = []
         if attn_mask is not None:
             own = _additive(attn_mask, query)
@@ -86,7 +86,7 @@ class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
         return sum(parts[1:], parts[0]) if parts else None
 
     def _with_added_keys(self, own: list[Tensor], mask: Tensor | None) -> tuple[Any, ...]:
-        """Queries, keys and values by heads, and the mask, with the keys that ``add_bias_kv`` and the like add."""
+        """Split queries, keys and values by head, and add the keys of ``add_bias_kv`` and ``add_zero_attn``."""
         query, key, value = own
         if self.bias_k is not None and self.bias_v is not None:
             rows = (len(key), 1, -1)
@@ -103,7 +103,7 @@ class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The outputs of this rank's heads ``[rows, queries, features]``, and their weights."""
+        """Return the outputs of the local heads, ``[rows, queries, features]``, and their attention weights."""
         rate, weights = self.dropout if self.training else 0.0, None
         stream = ShardedRngStream(self.tp, query.device)
         if rate:

@@ -1,4 +1,4 @@
-"""Normalizations inside sharded regions, as mixins before the norm's own class."""
+"""Norms inside sharded regions, as mixins before the class of the norm."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 
 
 class HeadParallelNorm(nn.Module):
-    """A norm of each head by itself. Ranks apply one weight to different heads, so its gradients are summed."""
+    """Norm of each head by itself. Ranks apply one weight to different heads, so its gradient is all-reduced."""
 
     tp: Axis
     layouts: dict[str, Layout]
 
     def is_shared(self, name: str) -> bool:
-        """Whether other ranks apply elements of this parameter too."""
+        """Return whether other ranks apply elements of this parameter, too."""
         return self._parameters[name] is not None and (
             self.layouts[name].dim is None or bool(self.layouts[name].overlaps)
         )
 
     def with_summed_grad(self, name: str) -> Any:
-        """A parameter whose gradient is summed over the ranks that apply it too."""
+        """Return a parameter. Its gradient is summed over the ranks that apply the same elements."""
         param = getattr(self, name)
         return SumReplicatedGrad.apply(param, self.tp, self.layouts[name]) if self.is_shared(name) else param
 
@@ -44,10 +44,11 @@ class HeadParallelNorm(nn.Module):
 
 
 class WidthParallelNorm(HeadParallelNorm):
-    """An RMS norm over all features of a sharded activation. Input and output ``[..., local width]``.
+    """RMS norm over all features of a sharded activation. Input and output are ``[..., local width]``.
 
-    The norm's own forward divides by the local root mean square. One factor per token corrects this to the root mean
-    square over the full width, for which the squares of features that no earlier rank holds are summed over the ranks.
+    The original forward divides by the local root mean square. One factor per token corrects this to the root mean
+    square over the full width. The sum of squares is all-reduced; features on several ranks count on the first rank
+    only.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,13 +63,13 @@ class WidthParallelNorm(HeadParallelNorm):
 
 
 class GroupParallelNorm(HeadParallelNorm):
-    """An RMS norm of each group of features of a sharded activation, gated before or after. ``[..., local width]``.
+    """RMS norm of each group of features of a sharded activation ``[..., local width]``, gated before or after.
 
-    As with `WidthParallelNorm`, one factor per token corrects the norm over that part of a group that is here.
+    As in `WidthParallelNorm`, one factor per token corrects the norm over the local part of a group.
 
     Attributes:
-        group: the number of the group on this rank, if other ranks have parts of it too.
-        groups: the number of all groups.
+        group: number of the local group if it is on several ranks, else ``None``.
+        groups: number of all groups.
     """
 
     group: int | None
@@ -76,7 +77,7 @@ class GroupParallelNorm(HeadParallelNorm):
     variance_epsilon: float
 
     def set_groups(self, groups: int) -> None:
-        """Set how many groups all ranks have together. A rank has several of them, or a part of one."""
+        """Set the number of all groups. A rank has one or several groups, or a part of one group."""
         layout = self.layouts["weight"]
         ((start, stop),) = layout.ranges[self.tp.rank]
         full = layout.shape[0] // groups
@@ -101,9 +102,9 @@ class GroupParallelNorm(HeadParallelNorm):
 
 
 class HeadParallelNorms(nn.Module):
-    """A separate layer norm for each head. Input and output ``[rows, local heads, positions, width]``.
+    """Separate layer norm for each head. Input and output are ``[rows, local heads, positions, width]``.
 
-    Every rank holds all norms. Its gradients are zero except for its own heads, and are summed over the ranks.
+    Every rank holds all norms. Gradients are zero except for the local heads, and are all-reduced.
     """
 
     tp: Axis

@@ -1,8 +1,8 @@
-"""The backward pass of column-parallel layers on GPUs: the input's gradient is summed while weights get theirs.
+"""Backward pass of column-parallel layers on GPUs. It overlaps the input gradient's all-reduce with weight gradients.
 
-Layers that read the same tensor (query, key and value; gate and up) share one all-reduce. Which layers these are is
-learned from the first forward pass. Source: Megatron-LM, ``LinearWithGradAccumulationAndAsyncCommunication``, which
-does this for each layer by itself.
+Layers that read the same tensor (query, key and value; gate and up) share one all-reduce. The first forward pass
+records these layers. Source: Megatron-LM, ``LinearWithGradAccumulationAndAsyncCommunication``, which overlaps each
+layer separately.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from oslo_models.distributed.collectives import has_dispatch_mode, start_all_red
 from oslo_models.distributed.mesh import Axis
 
 PRODUCTS = {many_rows_linear: False, many_rows_conv1d: True}
-"""The products that can be overlapped, and whether their weight is ``[in, out]``."""
+"""Products with overlap support, and whether their weight is ``[in, out]``."""
 
 
 class Siblings:
-    """The layers that read one tensor. Copies of a layer learn their own."""
+    """Layers that read one tensor. A copied layer starts with an empty record."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[nn.Module]] = {}
@@ -33,21 +33,22 @@ class Siblings:
         return Siblings, ()
 
     def add(self, layer: nn.Module) -> None:
-        """From now on, this layer is expected to read the tensor."""
+        """Record that this layer reads the tensor."""
         self._known[id(layer)] = weakref.ref(layer)
 
     def layers(self) -> list[nn.Module]:
-        """Those that are expected."""
+        """Return the recorded layers."""
         return [layer for reference in self._known.values() if (layer := reference()) is not None]
 
 
 class Region:
-    """What column-parallel layers compute from one tensor.
+    """Column-parallel layers that read one tensor, with a joint backward pass.
 
     Attributes:
-        copy: the tensor, whose gradient is summed over the axis.
-        weights: of the layers, by their identity; an alias of each, whose gradient the region computes.
-        products: for each weight the gradient of its layer's output, the input, and whether the weight is
+        copy: alias of the tensor with an all-reduced gradient.
+        weights: for each layer (by ``id``), its index and an alias of its weight. The region computes the gradients of
+            the aliases.
+        products: for each weight, the output gradient of its layer, the input, and whether the weight is
             ``[in, out]``.
     """
 
@@ -61,7 +62,7 @@ class Region:
         }
 
     def product(self, layer: Any, bias: Tensor | None) -> Tensor:
-        """The output of a layer, with this bias."""
+        """Return the output of a layer with this bias."""
         index, alias = self.weights.get(id(layer), (0, None))
         weight = layer.weight
         if alias is None or alias.data_ptr() != weight.data_ptr() or alias._version != weight._version:
@@ -79,12 +80,12 @@ def _siblings(layer: Any) -> Siblings:
 
 
 def overlaps(axis: Axis, x: Tensor) -> bool:
-    """Whether collectives of this tensor run beside what is computed: on GPUs, between processes."""
+    """Return whether collectives of this tensor overlap with computation: on GPUs, between processes."""
     return x.is_cuda and axis.threads is None
 
 
 def overlapped_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The output of a column-parallel layer with this bias; ``None`` where nothing can be overlapped."""
+    """Return the output of a column-parallel layer with this bias, or ``None`` if overlap is not possible."""
     axis: Axis = layer.tp
     if axis.size == 1 or torch.compiler.is_compiling() or not overlaps(axis, x) or not torch.is_grad_enabled():
         return None
@@ -107,7 +108,7 @@ def _is_supported(layer: Any, x: Tensor) -> bool:
 
 
 class _Enter(torch.autograd.Function):
-    """The input, as `copy_to` gives it, and aliases of the weights."""
+    """Return the input, as `copy_to` does, and aliases of the weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, products: list[Any], *weights: Tensor) -> tuple[Tensor, ...]:
@@ -121,14 +122,14 @@ class _Enter(torch.autograd.Function):
         products, pending = list(ctx.products), None
         ctx.products[:] = [None] * len(products)
         if grad is not None:
-            # The autograd engine may pass the same gradient to others, so it is not summed in place.
+            # The autograd engine may pass the same gradient to other nodes, so all-reduce a clone.
             pending = start_all_reduce(ctx.axis, grad.clone(memory_format=torch.contiguous_format))
         grads = [None if product is None else _weight_gradient(*product) for product in products]
         return None if pending is None else pending.wait(), None, None, *grads
 
 
 class _Product(torch.autograd.Function):
-    """A layer's product, whose weight gets its gradient in the backward pass of `_Enter`."""
+    """Product of a layer. The backward pass of `_Enter` computes the weight gradient."""
 
     @staticmethod
     def forward(

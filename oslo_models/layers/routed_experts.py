@@ -1,4 +1,4 @@
-"""Experts of other modules than stacks over the tp axis: a part of their width, or some of them, on each rank."""
+"""Tensor and expert parallelism for MoE layers with separate modules for experts, instead of stacked weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from oslo_models.sharding.layout import even_ranges
 
 
 class SomeExperts(_ShardedModule):
-    """A module of experts of which each group of ranks holds some.
+    """Module with the local experts. Each group of ranks holds some of the experts.
 
     Attributes:
-        first: the number of the first expert on this rank.
-        num_experts: how many are on this rank.
+        first: number of the first local expert.
+        num_experts: number of local experts.
         over_ranks: whether other ranks have other experts.
     """
 
@@ -28,25 +28,25 @@ class SomeExperts(_ShardedModule):
     over_ranks: bool
 
     def set_experts(self, groups: int) -> None:
-        """Set which experts this rank holds, once ``tp`` is set, where they are divided over so many groups."""
+        """Set the local experts for ``groups`` groups of ranks. Call it after ``tp`` is set."""
         first, stop = even_ranges(self.num_experts, groups)[self.tp.rank * groups // self.tp.size]
         self.first, self.num_experts, self.over_ranks = first, stop - first, groups > 1
 
     def own_sizes(self, sizes: list[int]) -> tuple[int, list[int]]:
-        """How many rows precede those of this rank's experts, and how many each of these has."""
+        """Return the number of rows before the local experts, and the number of rows of each local expert."""
         return sum(sizes[: self.first]), sizes[self.first : self.first + self.num_experts]
 
 
 class RoutedExpertsModule(SomeExperts, SummedModule):
-    """Experts that are called with the choices of a router, and compute those for the experts of this rank."""
+    """Experts that take the choices of a router. Each rank computes the tokens of its local experts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of the outputs of each token's experts.
+        """Return the weighted sum of the outputs of each token's experts.
 
         Args:
             hidden_states: ``[rows, positions, hidden]``, replicated.
             top_k_index: the experts of each token, ``[tokens, k]``.
-            top_k_weights: their weights, ``[tokens, k]``.
+            top_k_weights: the router weights, ``[tokens, k]``.
 
         Returns:
             ``[rows, positions, hidden]``, replicated.
@@ -58,7 +58,7 @@ class RoutedExpertsModule(SomeExperts, SummedModule):
             is_own = (top_k_index >= self.first) & (top_k_index < self.first + self.num_experts)
             weights = copy_to(self.tp, top_k_weights).masked_fill(~is_own, 0)
             tokens, choices = is_own.nonzero(as_tuple=True)
-            if not len(tokens):  # one that counts nothing: gradients and their sums are as on other ranks
+            if not len(tokens):  # a dummy token of weight zero, so that this rank joins the all-reduces of gradients
                 tokens = choices = tokens.new_zeros(1)
             index = (top_k_index - self.first).clamp(0, self.num_experts - 1)
             chosen = (x[None, tokens], index[tokens, choices, None], weights[tokens, choices, None])
@@ -68,14 +68,14 @@ class RoutedExpertsModule(SomeExperts, SummedModule):
 
 
 class StackedColumnModule(SomeExperts):
-    """One linear layer per expert, with sharded outputs."""
+    """One linear layer per expert, with sharded output features."""
 
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
-        """The outputs for the inputs of this rank's experts.
+        """Return the outputs of the local experts.
 
         Args:
-            inputs: ``[rows, in]``, replicated: those of the first expert, then those of the second, and so on.
-            expert_size: how many rows each expert has.
+            inputs: ``[rows, in]``, replicated and sorted by expert.
+            expert_size: number of rows of each expert.
 
         Returns:
             ``[local rows, local out]``.
@@ -88,14 +88,14 @@ class StackedColumnModule(SomeExperts):
 
 
 class StackedRowModule(SomeExperts):
-    """One linear layer per expert, with sharded inputs."""
+    """One linear layer per expert, with sharded input features."""
 
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
-        """The outputs for the inputs of all experts.
+        """Return the outputs of all experts.
 
         Args:
-            inputs: ``[local rows, local in]``, those of this rank's experts.
-            expert_size: how many rows each expert has, of all.
+            inputs: ``[local rows, local in]``, the inputs of the local experts.
+            expert_size: number of rows of each expert, including remote experts.
 
         Returns:
             ``[rows, out]``, replicated.
@@ -108,10 +108,10 @@ class StackedRowModule(SomeExperts):
 
 
 class SeparateExpertsModule(SummedModule):
-    """A container of one MLP per expert, whose partial outputs are all-reduced together, as are gradients of inputs.
+    """Container of one MLP per expert. All-reduces the partial outputs together, and the input gradients together.
 
-    All ranks go through the experts with tokens in the same order, also those of which they hold nothing: these add
-    zeros, and dropouts of outputs draw the same masks on all ranks.
+    All ranks visit the experts with tokens in the same order, including remote experts. Remote experts add zeros, and
+    output dropouts draw the same masks on all ranks.
     """
 
     def forward(self, hidden_states: Tensor, *args: Any) -> Any:
@@ -133,9 +133,9 @@ class SeparateExpertsModule(SummedModule):
                 layer.returns_partial_sums = joint
 
     def _layers(self) -> list[Any]:
-        """The layers whose sums over the ranks can be made together; none if some need sums of their own.
+        """Return the layers with a joint all-reduce, or none if some layer needs a separate all-reduce.
 
-        A layer with an adapter or in another format, and hooks, need outputs in full.
+        Layers with adapters, hooks or another weight format need full outputs.
         """
         found: list[Any] = []
         for expert in self.children():

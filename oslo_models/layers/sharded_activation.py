@@ -1,7 +1,7 @@
-"""`ShardedActivation`: an activation that stands for a full tensor while each rank stores its shard.
+"""`ShardedActivation`: an activation that behaves like the full tensor while each rank stores its local shard.
 
-A derived plan cannot know which code runs between two layers. So their outputs carry how they are sharded:
-operations that can be computed on shards are (`activation_rules`), and all others gather the full tensor first.
+A derived plan does not know the code between two layers. So a layer output records how it is sharded. Supported
+operations run on the shards (`activation_rules`), and all others gather the full tensor first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from oslo_models.sharding.layout import EvenSplit
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
-"""``rule(function, args, kwargs)`` of the torch functions that are computed on shards; may return NotImplemented."""
+"""``rule(function, args, kwargs)`` for each torch function that runs on shards. May return NotImplemented."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Mark:
     """How an activation is sharded.
 
     Attributes:
-        dim: the sharded dimension, from the front.
-        units: how many indivisible units each part consists of. Equal units mean equal ranges of ranks.
-        parts: how many parts of equal size the dimension concatenates, of each of which a rank has its range.
+        dim: sharded dimension, counted from the front.
+        units: number of indivisible units of each part. Equal units imply equal ranges of ranks.
+        parts: number of parts of equal size that the dimension concatenates. A rank has its range of each part.
     """
 
     dim: int
@@ -39,30 +39,30 @@ class Mark:
     parts: int = 1
 
     def sizes(self, full: int, n: int) -> list[int]:
-        """For each rank, how many elements of one part it stores, of a dimension of size ``full``."""
+        """Return, for each rank, its number of elements of one part, for a dimension of size ``full``."""
         inner = full // self.parts
         return [stop - start for start, stop in EvenSplit(self.units, inner // self.units).ranges(n)]
 
 
 class Observer(Protocol):
-    """Watches activations while a plan is derived."""
+    """Observes activations while a plan is derived."""
 
     def gathered(self, sources: frozenset[str], why: str) -> None:
-        """The outputs of these layers were needed in full by an operation."""
+        """Report that an operation gathered the outputs of these layers."""
 
     def propose(self, sources: frozenset[str], units: int | None = None, parts: int | None = None) -> None:
-        """The outputs of these layers could have stayed sharded, if they were split so."""
+        """Report a split that would have kept the outputs of these layers sharded."""
 
 
 class ShardedActivation(Tensor):
-    """A shard of an activation, which behaves as the full tensor.
+    """Local shard of an activation that behaves like the full tensor.
 
     Attributes:
-        tp: the axis over which it is sharded.
+        tp: axis over which it is sharded.
         mark: how it is sharded.
-        full_shape: the shape of the full tensor.
-        sources: the names of the layers that it was computed from, if ``observer`` is set.
-        observer: what watches it.
+        full_shape: shape of the full tensor.
+        sources: names of the layers that it was computed from, if ``observer`` is set.
+        observer: observer of this activation, or ``None``.
     """
 
     tp: Axis
@@ -84,10 +84,10 @@ class ShardedActivation(Tensor):
         """Make an activation from this rank's shard.
 
         Args:
-            local: the shard.
-            tp: the axis.
+            local: local shard.
+            tp: axis over which it is sharded.
             mark: how it is sharded.
-            full_size: the size of the sharded dimension of the full tensor.
+            full_size: full size of the sharded dimension.
             sources, observer: see the class.
         """
         made = local.as_subclass(cls)
@@ -96,12 +96,12 @@ class ShardedActivation(Tensor):
         return made
 
     def local(self) -> Tensor:
-        """This rank's shard, as a plain tensor."""
+        """Return the local shard as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     def full(self, why: str = "") -> Tensor:
-        """The full tensor, on every rank. A collective."""
+        """Gather the full tensor on every rank. A collective."""
         if self.observer is not None:
             self.observer.gathered(self.sources, why)
         dim, sizes = self.mark.dim, self.mark.sizes(self.full_shape[self.mark.dim], self.tp.size)
@@ -112,26 +112,26 @@ class ShardedActivation(Tensor):
         )
 
     def with_local(self, local: Tensor, mark: Mark | None = None, full_size: int | None = None) -> ShardedActivation:
-        """What was computed from this activation.
+        """Return the result of an operation on this activation.
 
         Args:
-            local: the shard.
-            mark: how it is sharded; default: as this one.
-            full_size: the full size of the sharded dimension; default: that of this one.
+            local: local shard of the result.
+            mark: how the result is sharded. Default: like this activation.
+            full_size: full size of the sharded dimension. Default: unchanged.
         """
         mark = mark or self.mark
         size = self.full_shape[self.mark.dim] if full_size is None else full_size
         return self.from_local(local, self.tp, mark, size, self.sources, self.observer)
 
     def slice_of(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's shard of a full tensor ``x`` whose dimension ``dim`` is to be sharded as this activation."""
+        """Return the local shard of a full tensor ``x``: shard its dimension ``dim`` like this activation."""
         sizes = self.mark.sizes(x.shape[dim], self.tp.size)
         if self.tp.size == 1 or self.mark.parts == 1:
             return scatter_to(self.tp, x, dim, sizes)
         return scatter_to(self.tp, x.unflatten(dim, (self.mark.parts, -1)), dim + 1, sizes).flatten(dim, dim + 1)
 
     def copy_of(self, x: Tensor) -> Tensor:
-        """A full tensor ``x`` of which every shard uses all elements; its gradients are summed over the ranks."""
+        """Return a full tensor ``x`` that every rank uses in full. Its gradient is all-reduced."""
         return copy_to(self.tp, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -160,7 +160,7 @@ _PLAIN = PLAIN_FUNCTIONS - {Tensor.register_hook, Tensor.is_contiguous}
 
 
 def _on_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function with full tensors; what it changes in place is changed in the shards too."""
+    """Call a function with full tensors, and copy its in-place changes back to the shards."""
     name = getattr(func, "__name__", str(func))
     given: list[tuple[ShardedActivation, Tensor, int]] = []
 
@@ -168,7 +168,7 @@ def _on_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if not isinstance(value, ShardedActivation):
             return value
         made = value.full(name)
-        if value.tp.size == 1:  # there, it is the same tensor
+        if value.tp.size == 1:  # `full` has returned the same tensor
             made = made.clone()
         given.append((value, made, made._version))
         return made
@@ -184,7 +184,7 @@ def _on_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def gathered(value: Any) -> Any:
-    """``value`` with the activations in it, also in tuples, lists and dictionaries, gathered. A collective."""
+    """Gather all activations in ``value``, also inside tuples, lists and dictionaries. A collective."""
     if isinstance(value, ShardedActivation):
         return value.full("an output of the model")
     if type(value) is tuple or type(value) is list:

@@ -1,4 +1,4 @@
-"""A mixture with shared experts beside the routed ones: their partial outputs are added, and all-reduced once."""
+"""Mixture with shared and routed experts. Their partial outputs are added and all-reduced once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from oslo_models.layers.linear import RowParallelLinear
 
 
 class SharedExpertsModule(nn.Module):
-    """A block that adds the outputs of shared experts to those of routed ones, with transformers' forward.
+    """MoE block that adds the outputs of shared and routed experts. Runs transformers' forward.
 
     Attributes:
-        tp: the axis over which all experts are sharded.
-        shared: the name of the shared experts in the module.
+        tp: axis over which all experts are sharded.
+        shared: name of the shared experts in the module.
     """
 
     tp: Axis
@@ -36,9 +36,9 @@ class SharedExpertsModule(nn.Module):
         return reduce_from(self.tp, output) if summands else output
 
     def _summands(self) -> list[Any]:
-        """The two layers whose sums over the ranks can be made together; none if somebody reads them one by one.
+        """Return the two layers with a joint all-reduce, or none if one of them needs a separate all-reduce.
 
-        A layer with an adapter or hooks needs its own output in full.
+        A layer with an adapter or hooks needs its full output.
         """
         experts, shared = self.experts, getattr(self, self.shared)
         last: Any = shared if isinstance(shared, SummedModule) else getattr(shared, "down_proj", None)

@@ -1,4 +1,4 @@
-"""Modules that apply the filters of a depthwise convolution inside them by themselves, to the channels of one rank."""
+"""Modules that apply the filters of their depthwise convolution directly, to the local channels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from oslo_models.sharding.layout import Layout
 
 
 class ShortConvolutionModule(nn.Module):
-    """Mixed in before the class of such a module.
+    """Mixin before the class of such a module.
 
     Attributes:
-        convolution: the name of the convolution.
-        filters: the layouts of its parameters. Ranks with heads of one group hold the same filters of what the group
-            shares, and each has only the gradient that comes from its own heads.
+        convolution: name of the convolution.
+        filters: layouts of its parameters. Ranks with heads of one group replicate the filters of that group's shared
+            channels. Each rank computes only the gradient from its local heads, so the gradients are summed.
     """
 
     tp: Axis

@@ -1,4 +1,4 @@
-"""State-space mixers with a part of their heads on each rank.
+"""State-space mixers, sharded over their heads.
 
 Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor parallelism).
 """
@@ -17,12 +17,12 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 
 
 class StateSpaceModule(ShortConvolutionModule):
-    """Mixed in before a mixer's class, whose forward uses the parameters of its convolution itself.
+    """Mixin before a mixer class. The mixer's forward reads the parameters of its convolution directly.
 
     Attributes:
-        scales: the name of a buffer with a factor for each output of ``in_proj``, or ``""``. It stays full, since
-            transformers computes it anew whenever a model is made.
-        scaled: the layout of the weight of ``in_proj``.
+        scales: name of a buffer with a factor for each output of ``in_proj``, or ``""``. The buffer stays full, since
+            transformers recomputes it whenever a model is created.
+        scaled: layout of the weight of ``in_proj``.
     """
 
     scales: str
@@ -33,7 +33,7 @@ class StateSpaceModule(ShortConvolutionModule):
         if self.scales:
             own = self.scaled.ranges[self.tp.rank]
             vars(self)[self.scales] = torch.cat([getattr(self, self.scales)[..., a:b] for a, b in own], -1)
-        # A kernel for training would apply the norm and the output projection too, and sum over no ranks.
+        # The training kernel would also apply the norm and the output projection, without an all-reduce.
         self.training = training and self.tp.size == 1
         try:
             return super().forward(*args, **kwargs)
@@ -43,13 +43,14 @@ class StateSpaceModule(ShortConvolutionModule):
 
 
 class RecurrentStateModule(nn.Module):
-    """Mixed in before a recurrent mixer that is called with states of all heads: it sees those of this rank.
+    """Mixin before a recurrent mixer. Passes the states of the local heads to the mixer.
 
-    States keep the shapes that transformers gives them; a rank reads and writes the entries of its own heads.
+    States keep transformers' shapes, with entries for all heads. A rank reads and writes the entries of its local
+    heads.
 
     Attributes:
-        heads: the heads, of width 1.
-        replicated: the number of the first states that every rank reads and writes in full.
+        heads: split of the heads, of width 1.
+        replicated: number of leading states that every rank reads and writes in full.
     """
 
     tp: Axis
@@ -62,7 +63,7 @@ class RecurrentStateModule(nn.Module):
         start, stop = self.heads.ranges(self.tp.size)[self.tp.rank]
         own = [*state[: self.replicated], *(each[:, start:stop] for each in state[self.replicated :])]
         output, new = super().forward(hidden, own, **kwargs)
-        if new is not own:  # made anew, rather than written in place
+        if new is not own:  # new tensors instead of in-place writes
             for before, after in zip(own, new, strict=True):
                 before.copy_(after)
         return output, state

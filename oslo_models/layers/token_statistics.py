@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies of tokens, from hidden states and an LM head whose vocabulary is sharded.
+"""Log-probabilities and entropies of tokens, from hidden states and a vocabulary-parallel LM head.
 
-The logits of some rows at a time exist, on each rank those of its shard, and are computed again in the backward pass.
-Source of computing such statistics chunk by chunk: Hsu et al., "Liger Kernel", 2024, section 3.2; of those of sharded
-logits: Shoeybi et al., "Megatron-LM", 2019, section 3. Shapes: N rows, C rows of a chunk, H hidden, V tokens in the
-vocabulary of which this rank holds v.
+Each rank computes its local logits for one chunk of rows at a time, and recomputes them in the backward pass.
+Sources: Hsu et al., "Liger Kernel", 2024, section 3.2 (statistics chunk by chunk); Shoeybi et al., "Megatron-LM", 2019,
+section 3 (statistics of sharded logits). Shapes: N rows, C rows of a chunk, H hidden, V tokens in the vocabulary, v
+local tokens.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from oslo_models.distributed.sharded_tensor import local_tensor
 from oslo_models.layers.cross_entropy import VocabShard
 
 CHUNK_BYTES = 256 << 20
-"""The most memory that the logits of a chunk may take on one rank."""
+"""Largest memory of the logits of a chunk on one rank, in bytes."""
 
 
 @dataclass(frozen=True)
 class LogitScaling:
-    """From products of hidden states and head to logits: ``softcap * tanh(product * scale / softcap) / temperature``.
+    """Scales products of hidden states and head to logits: ``softcap * tanh(product * scale / softcap) / temperature``.
 
     Attributes:
-        scale: the factor of the product.
-        softcap: the bound of the logits; ``None``: they have none.
-        temperature: their divisor.
+        scale: factor of the product.
+        softcap: bound of the logits, or ``None`` for unbounded logits.
+        temperature: divisor of the logits.
     """
 
     scale: float = 1.0
@@ -39,27 +39,27 @@ class LogitScaling:
     temperature: float = 1.0
 
     def apply(self, product: Tensor) -> Tensor:
-        """The logits."""
+        """Return the logits."""
         logits = product * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits / self.temperature
 
     def gradient(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """The gradient of the product, from that of the logits."""
+        """Return the gradient of the product from the gradient of the logits."""
         if self.softcap is not None:
             grad = grad * (1 - (logits * self.temperature / self.softcap).square())
         return grad * (self.scale / self.temperature)
 
 
 class TokenStatistics(NamedTuple):
-    """Of each row's distribution over the vocabulary; all of shape ``[N]``. The first two have gradients."""
+    """Statistics of each row's distribution over the vocabulary, of shape ``[N]``. The first two have gradients."""
 
     log_probs: Tensor
-    """The log-probability of the target."""
+    """Log-probability of the target."""
     entropy: Tensor
     log_sum_sq_probs: Tensor
-    """The logarithm of the sum of the squared probabilities."""
+    """Logarithm of the sum of the squared probabilities."""
     mean_logits: Tensor
     is_top1: Tensor
     """Whether the target is the first of the most likely tokens."""
@@ -73,17 +73,18 @@ def token_statistics(
     shard: VocabShard,
     scaling: LogitScaling | None = None,
 ) -> TokenStatistics:
-    """Statistics of the distributions ``softmax(scaling(hidden @ weight.T + bias))``, computed in float32 or wider.
+    """Return statistics of the distributions ``softmax(scaling(hidden @ weight.T + bias))``.
 
-    Communicates two all-reduces of O(N) numbers, the backward pass one of ``hidden``'s gradient.
+    Computes in float32 or wider. The forward pass communicates two all-reduces of O(N) numbers, and the backward pass
+    one all-reduce of ``hidden``'s gradient.
 
     Args:
-        hidden_NH: replicated on every rank, as is its gradient, which this operation itself sums over the tp axis.
-        weight_vH: this rank's rows of the head's weight.
-        bias_v: this rank's part of the head's bias.
-        target_N: indices into the full vocabulary, the same on every rank.
-        shard: this rank's shard of the vocabulary. Its other options are not used.
-        scaling: what is applied to the product.
+        hidden_NH: hidden states, replicated. This operation all-reduces their gradient over the tp axis.
+        weight_vH: local rows of the head's weight.
+        bias_v: local shard of the head's bias.
+        target_N: indices into the full vocabulary, replicated.
+        shard: local shard of the vocabulary. Its cross-entropy options are not used.
+        scaling: scaling of the product to logits.
 
     Raises:
         IndexError: a target is outside the vocabulary. On CUDA it is a device-side assertion.
@@ -168,12 +169,12 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 def _plain(tensor: Any) -> Any:
-    """A parameter that knows that it is a shard, as the tensor that it is."""
+    """Return the local shard of a sharded parameter as a plain tensor."""
     return None if tensor is None else local_tensor(tensor)
 
 
 def _chunks(ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of each chunk, and their logits on this rank. There is at least one chunk, maybe of no rows."""
+    """Yield the rows of each chunk and their local logits. There is at least one chunk, which may be empty."""
     dtype, shard = ctx.dtype, ctx.shard
     weight_vH, bias_v = _plain(weight_vH).to(dtype), None if bias_v is None else _plain(bias_v).to(dtype)
     size = max(1, CHUNK_BYTES // (-(-shard.size // shard.axis.size) * wide(dtype).itemsize))
@@ -185,9 +186,9 @@ def _chunks(ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | Non
 
 
 def _local_statistics(logits_Cv: Tensor, target_C: Tensor, shard: VocabShard) -> tuple[Tensor, ...]:
-    """This rank's maximum, maximum before the target, sums of exp, exp * logit, exp², logit, and target's logit.
+    """Return local maximum, maximum before the target, sums of exp, exp * logit, exp², logit, and the target's logit.
 
-    Exponentials are of logits minus this rank's maximum.
+    The local maximum is subtracted from the logits before the exponential.
     """
     own_max_C = logits_Cv.amax(-1)
     exp_Cv = (logits_Cv - own_max_C.unsqueeze(-1)).exp()
@@ -200,7 +201,7 @@ def _local_statistics(logits_Cv: Tensor, target_C: Tensor, shard: VocabShard) ->
 
 
 def _local_index(target_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """The targets' columns on this rank, ``[C, 1]``, and whether they are on another one, where the column is 0."""
+    """Return the targets' local columns, ``[C, 1]``, and whether they are on another rank. The column is then 0."""
     start, stop = shard.local
     is_elsewhere_C = (target_C < start) | (target_C >= stop)
     return (target_C - start).masked_fill(is_elsewhere_C, 0).unsqueeze(-1), is_elsewhere_C.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Experts that are pairs of vectors, rows of two embeddings whose features are sharded."""
+"""Experts with one pair of vectors each: rows of two embeddings with sharded features."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from oslo_models.layers.linear import _ShardedModule
 
 
 class VectorExpertsModule(_ShardedModule):
-    """A mixture that multiplies its input with rows of ``down_embed``, and what comes of it with rows of ``up_embed``.
+    """Mixture that multiplies its input by rows of ``down_embed``, and the result by rows of ``up_embed``.
 
-    Its forward calls ``torch.matmul`` for the two products. Its input and its output are replicated.
+    The forward calls ``torch.matmul`` for both products. Input and output are replicated.
     """
 
     down_embed: Any

@@ -1,4 +1,4 @@
-"""Embedding, language-model head and logits with a vocabulary that is sharded over the tp axis."""
+"""Embedding, LM head and logits with a vocabulary sharded over the tp axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oslo_models.sharding.layout import Layout
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """``nn.Embedding`` with a sharded vocabulary. Input: token ids ``[...]``; output ``[..., hidden]``, replicated."""
+    """``nn.Embedding`` with a sharded vocabulary. Maps token ids ``[...]`` to ``[..., hidden]``, replicated."""
 
     tp: Axis
     layouts: dict[str, Layout]
@@ -32,12 +32,12 @@ class VocabParallelEmbedding(nn.Embedding):
 def vocab_parallel_embedding(
     axis: Axis, ids: Tensor, weight: Tensor, layout: Layout, padding_idx: int | None
 ) -> Tensor:
-    """Look up ``ids`` in a sharded embedding; returns ``[..., hidden]``, replicated.
+    """Look up ``ids`` in a sharded embedding. Returns ``[..., hidden]``, replicated.
 
     Args:
-        weight: this rank's rows, ``[local_vocab, hidden]``.
-        layout: which rows those are.
-        padding_idx: the local row that gets no gradient.
+        weight: local rows, ``[local_vocab, hidden]``.
+        layout: layout of the full weight.
+        padding_idx: local row without a gradient.
 
     Raises:
         IndexError: an id is outside the vocabulary.
@@ -50,13 +50,13 @@ def vocab_parallel_embedding(
 
 
 class VocabParallelHead(nn.Linear):
-    """A language-model head with a sharded vocabulary. Input ``[..., hidden]`` is replicated.
+    """LM head with a sharded vocabulary. Input ``[..., hidden]`` is replicated.
 
-    Returns `VocabParallelLogits`; under ``torch.compile``, the full logits: dynamo guards the size of a tensor that
-    crosses a graph break by its storage, and computes ``nn.CrossEntropyLoss`` without asking ``__torch_function__``.
+    Returns `VocabParallelLogits`, or the full logits under ``torch.compile``. Dynamo guards the size of a tensor that
+    crosses a graph break by its storage, and computes ``nn.CrossEntropyLoss`` without calling ``__torch_function__``.
 
     Attributes:
-        gathers: whether it returns the full logits for backward hooks, which compare shapes.
+        gathers: whether to return the full logits for backward hooks, which compare shapes.
     """
 
     tp: Axis
@@ -74,18 +74,18 @@ class VocabParallelHead(nn.Linear):
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a module calls full backward hooks, of its own or of all modules."""
+    """Return whether a module calls full backward hooks: its local hooks or global hooks."""
     hooks = torch.nn.modules.module
     own = module._backward_hooks or module._backward_pre_hooks
     return bool(own or hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
 
 
 class ShardedLogits(Tensor):
-    """A tensor that stands for full logits ``[..., vocab]`` but stores something else, ``[..., n]``, on each rank.
+    """Tensor that represents full logits ``[..., vocab]`` but stores another tensor, ``[..., n]``, on each rank.
 
     Attributes:
-        tp: the axis over which the vocabulary is sharded.
-        vocab: how it is sharded: the layout of the head's weight.
+        tp: axis over which the vocabulary is sharded.
+        vocab: layout of the head's weight.
     """
 
     tp: Axis
@@ -96,34 +96,34 @@ class ShardedLogits(Tensor):
         return self.vocab.shape[0]
 
     def local(self) -> Tensor:
-        """What this rank stores, as a plain tensor."""
+        """Return the local tensor as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
 
 class VocabParallelLogits(ShardedLogits):
-    """Logits ``[..., vocab]`` of which each rank stores its shard ``[..., local_vocab]`` until all are needed.
+    """Logits ``[..., vocab]`` that stay sharded until an operation needs them in full.
 
-    transformers' own forward computes the loss from them. ``cross_entropy`` works on the shards, elementwise operations
-    keep the logits sharded, and every other operation gathers the full logits first. So every head works, and
-    communication is limited to what an operation needs.
+    Each rank stores its local shard ``[..., local_vocab]``. transformers' forward computes the loss from these logits.
+    ``cross_entropy`` works on the shards, and elementwise operations keep the logits sharded. Every other operation
+    gathers the full logits first. So every task head works, and only operations that need full logits gather them.
     """
 
     @classmethod
     def from_local(cls, local: Tensor, tp: Axis, vocab: Layout) -> VocabParallelLogits:
-        """Make logits from this rank's shard.
+        """Create logits from the local shard.
 
         Args:
-            local: the shard, ``[..., local_vocab]``.
-            tp: the axis over which the vocabulary is sharded.
-            vocab: how it is sharded: the layout of the head's weight.
+            local: local shard, ``[..., local_vocab]``.
+            tp: axis over which the vocabulary is sharded.
+            vocab: layout of the head's weight.
         """
         logits = local.as_subclass(cls)
         logits.tp, logits.vocab = tp, vocab
         return logits
 
     def full(self) -> Tensor:
-        """The full logits, ``[..., vocab]``, as a plain tensor on every rank."""
+        """Gather the full logits, ``[..., vocab]``, as a plain tensor on every rank."""
         return gather_from(self.tp, self.local(), -1, self._shard_sizes())
 
     def _shard_sizes(self) -> list[int]:
@@ -160,7 +160,7 @@ class VocabParallelLogits(ShardedLogits):
         return VocabParallelLogits.from_local(local, self.tp, self.vocab)
 
     def _of_words(self, vocab: Layout) -> VocabParallelLogits:
-        """The logits of the first words, which are sharded so."""
+        """Return the logits of the first tokens of the vocabulary, with the layout ``vocab``."""
         return VocabParallelLogits.from_local(self.local()[..., : local_words(self.tp, vocab)], self.tp, vocab)
 
     def _loss(self, target: Tensor, shard: VocabShard, reduction: str) -> Tensor:
@@ -171,13 +171,13 @@ class VocabParallelLogits(ShardedLogits):
 
 
 def local_words(tp: Axis, vocab: Layout) -> int:
-    """How many words of a vocabulary this rank has."""
+    """Return the number of local tokens of a vocabulary."""
     ((start, stop),) = vocab.ranges[tp.rank]
     return stop - start
 
 
-# Functions for any `ShardedLogits`: they rely only on all dimensions but the last being those of the stored tensor,
-# and on `_loss` and `_of_words`.
+# Functions for any `ShardedLogits`. They assume that logits and local tensor have the same dimensions except the last,
+# and they use `_loss` and `_of_words`.
 
 
 def _shape(logits: Any) -> torch.Size:
@@ -197,9 +197,9 @@ def _view(logits: Any, *shape: Any) -> Any:
 
 
 def _getitem(logits: Any, index: Any) -> Any:
-    """Indexing that keeps the whole vocabulary: ``[..., a:b, :]`` or fewer plain indices than dimensions.
+    """Index without the vocabulary dimension: ``[..., a:b, :]`` or fewer plain indices than dimensions.
 
-    Or its first words, ``[..., :n]``, if some of them are on every rank (Inkling pads its head).
+    Also keep the first ``n`` tokens, ``[..., :n]``, if every rank has some of them (Inkling pads its head).
     """
     parts = index if isinstance(index, tuple) else (index,)
     if any(not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
@@ -229,7 +229,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``F.cross_entropy`` of ``[N, vocab]`` logits and class indices; other cases gather the full logits."""
+    """Compute ``F.cross_entropy`` of ``[N, vocab]`` logits and class indices. Other cases gather the full logits."""
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     if not plain or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
@@ -240,7 +240,7 @@ def _cross_entropy(
 
 
 def _add(logits: VocabParallelLogits, other: Any) -> Any:
-    """Adding logits of the same shards (those of LoRA), or one number per entry (``final_logits_bias`` of BART)."""
+    """Add logits with the same layout (LoRA), or one number per token (``final_logits_bias`` of BART)."""
     if isinstance(other, VocabParallelLogits) and other.vocab.ranges == logits.vocab.ranges:
         return logits._with_local(logits.local() + other.local())
     if not isinstance(other, Tensor) or other.shape[-1:] != (logits.vocab_size,):
@@ -248,7 +248,7 @@ def _add(logits: VocabParallelLogits, other: Any) -> Any:
     return logits._with_local(logits.local() + scatter_to(logits.tp, other, -1, logits._shard_sizes()))
 
 
-# Functions of any `ShardedLogits` that need no full logits; the handlers may return NotImplemented.
+# Functions that work on any `ShardedLogits` without gathering. Handlers may return NotImplemented.
 SHARDED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.view: _view,
     Tensor.reshape: _view,
@@ -268,7 +268,7 @@ _ELEMENTWISE = {
     *(Tensor.contiguous, Tensor.clone, Tensor.detach, Tensor.neg, Tensor.tanh, torch.tanh),
     *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div),
 }
-# Called on the tensor itself, as they do not depend on the size of the last dimension.
+# Called on the local tensor directly, as they do not depend on the size of the last dimension.
 PLAIN_FUNCTIONS = {
     *(Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.register_hook, Tensor.get_device),
     Tensor.is_contiguous,

@@ -1,1 +1,1 @@
-"""`ParallelModel`: everything a zoo class has beside its transformers class."""
+"""`ParallelModel`: the base that makes transformers classes parallel."""

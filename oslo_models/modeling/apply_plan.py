@@ -1,4 +1,4 @@
-"""Applies a plan to a module tree: parameters become shards, and layers get the parallel class of their kind."""
+"""Applies a plan to a model: shards its parameters and swaps the classes of its layers for parallel classes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ from oslo_models.sharding.plan import (
 _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (ColumnParallel, nn.Linear): ColumnParallelLinear,
     (ColumnParallel, Conv1D): ColumnParallelConv1D,
-    (ColumnParallel, nn.Embedding): nn.Embedding,  # T5's relative bias, of which a rank needs the columns of its heads
+    (ColumnParallel, nn.Embedding): nn.Embedding,  # T5's relative bias: a rank holds the columns of its local heads
     (RowParallel, nn.Linear): RowParallelLinear,
     (RowParallel, Conv1D): RowParallelConv1D,
     (InnerRowParallel, nn.Linear): InnerRowParallelLinear,
@@ -139,7 +139,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (GroupMeans, nn.Module): GroupMeansModule,
     (Latent, nn.Linear): LatentLinear,
     (SharedOutput, nn.Module): SharedOutputModule,
-    # layers that an architecture defines itself
+    # custom layers of an architecture
     (ColumnParallel, nn.Module): ColumnParallelModule,
     (RowParallel, nn.Module): RowParallelModule,
     (VocabParallel, nn.Module): VocabParallelModule,
@@ -161,25 +161,27 @@ _OF_SEVERAL_RANKS: dict[type, type[nn.Module]] = {
     InnerRowParallelLinear: InnerKeyValueRowLinear,
     RowParallelLinear: GroupRowParallelLinear,
 }
-"""The classes of layers some features of which are on several ranks."""
+"""The classes of layers with features that several ranks share."""
 
 
 def plan_over(model: Any, mesh: ParallelMesh) -> Plan:
-    """The plan of a model on a mesh, which may divide its experts over the ranks."""
+    """Return the plan of a model on a mesh. Expert parallelism divides the experts over the ranks."""
     plan: Plan = model.plan(model.config)
     return plan.with_experts_over(mesh.expert_parallel_size) if mesh.expert_parallel_size > 1 else plan
 
 
 def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int) -> dict[str, Layout]:
-    """The layout over ``n`` ranks of every parameter of ``model``, which still has full ones, and of sharded buffers.
+    """Return the layout over ``n`` ranks of every parameter and sharded buffer of ``model``, which is still full.
+
+    Modules that a subclass outside of this library adds to the model are replicated.
 
     Args:
-        prefix: the path of the plan's base model in ``model``: ``"transformer."``, or ``""`` when it is the model.
-        head: the entries of the head that ``model`` adds, by their full names.
+        prefix: the path of the plan's base model in ``model``, such as ``"transformer."``, or ``""`` if ``model`` is
+            the base model.
+        head: the entries of the task head that ``model`` adds, by their full names.
 
     Raises:
-        ValueError: a parameter that no entry names, or an entry that names nothing. Modules that a subclass outside of
-            this library adds to the model are replicated.
+        ValueError: no entry matches a parameter, or an entry matches nothing.
     """
     entries = _named_entries(model, plan, prefix, head)
     known = {key.partition(".")[0] for key in entries}
@@ -209,12 +211,12 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
 
 
 def _is_of_user(cls: type) -> bool:
-    """Whether a class derives from one of this library or of `class_with_plan`, and states no plan."""
+    """Whether a user's subclass defines no plan. Its base is a class of this library or of `class_with_plan`."""
     return not (cls.__module__.startswith("oslo_models.") or "plan" in vars(cls))
 
 
 def _is_of_no_parameters(found: nn.Module | nn.Parameter | None, entry: Replicated) -> bool:
-    """Whether an entry that fits no parameter is about the module that it names."""
+    """Whether an entry that matches no parameter configures a module instead."""
     if not isinstance(found, nn.Module):
         return False
     return isinstance(entry, (LocalModule, GlobalMoments)) or next(found.parameters(), None) is None
@@ -223,17 +225,17 @@ def _is_of_no_parameters(found: nn.Module | nn.Parameter | None, entry: Replicat
 def apply_plan(
     model: PreTrainedModel, plan: Plan, prefix: str, head: Entries, mesh: ParallelMesh, layouts: Mapping[str, Layout]
 ) -> None:
-    """Turn ``model`` into this rank's part of it, in place; on the meta device or with weights alike."""
+    """Shard ``model`` in place: keep this rank's part. The model may have weights or be on the meta device."""
     tp = mesh.tp
     stream = ShardedRngStream(tp, mesh.device) if _uses_dropout(model) else None
     for key, entry in _named_entries(model, plan, prefix, head).items():
         module = _find(model, key)
         if module is None or isinstance(module, nn.Parameter):
             continue
-        if tp.size == 1 and not isinstance(entry, Experts):  # only experts are sharded, over replicas
+        if tp.size == 1 and not isinstance(entry, Experts):  # only experts are sharded: over replicas
             continue
         if isinstance(entry, StateSpace) and not hasattr(module, entry.convolution):
-            _set_local_attributes(module, entry.attributes, tp)  # a mixer of another kind, by the same name
+            _set_local_attributes(module, entry.attributes, tp)  # a mixer of another type with the same name
             continue
         shards = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
         if type(entry) in {kind for kind, _ in _CLASSES}:
@@ -286,12 +288,12 @@ def apply_plan(
             set_local_sizes(module)
     if stream is not None:
         for block in (block for stack in plan.blocks for block in model.get_submodule(prefix + stack).children()):
-            # However a block ends, the replicated random stream is active again.
+            # After each block, even on errors, switch back to the replicated random stream.
             block.register_forward_hook(lambda *_: stream.leave(), always_call=True)
 
 
 def expert_parameters(model: nn.Module, plan: Plan, prefix: str) -> set[str]:
-    """The names of the parameters that stack experts, in a model or in a stage of it."""
+    """Return the names of parameters that stack experts, in a model or a pipeline stage."""
     found = set()
     for key, entry in _named_entries(model, plan, prefix, {}).items():
         if isinstance(entry, Experts) and isinstance(module := _find(model, key), nn.Module):
@@ -300,7 +302,7 @@ def expert_parameters(model: nn.Module, plan: Plan, prefix: str) -> set[str]:
 
 
 def modules_with_tensors_of_heads(model: nn.Module, plan: Plan, prefix: str) -> list[str]:
-    """The names of the modules that count heads and have parameters or sharded buffers, in a model or a stage of it."""
+    """Return the names of `LocalModule` entries with parameters or sharded buffers, in a model or a pipeline stage."""
     entries = _named_entries(model, plan, prefix, {})
     modules = {key: _find(model, key) for key, entry in entries.items() if isinstance(entry, LocalModule)}
     return [
@@ -315,21 +317,21 @@ def modules_with_tensors_of_heads(model: nn.Module, plan: Plan, prefix: str) -> 
 
 
 def _shards_buffer(entries: Entries, name: str) -> bool:
-    """Whether a buffer is sharded: it has an entry under its own name. Other buffers are whole on every rank."""
+    """Whether a buffer is sharded: it has an entry under its full name. Other buffers are replicated."""
     return isinstance(entries.get(name), ColumnParallel)
 
 
 def _join_shared_experts(mixture: Any, entry: Experts, tp: Axis) -> None:
-    """Let a mixture sum the outputs of shared and of routed experts over the ranks together, if it has both."""
+    """If a mixture has shared and routed experts, all-reduce the sum of their outputs once."""
     if entry.shared and getattr(mixture, entry.shared, None) is not None:
         mixture.__class__ = _joined(SharedExpertsModule, type(mixture))  # type: ignore[arg-type]
         mixture.tp, mixture.shared = tp, entry.shared
 
 
 def _localize(module: Any, entry: LocalModule, shards: Mapping[str, Layout], tp: Axis) -> None:
-    """Let the attributes, arguments and shapes of a module that count heads count those of this rank."""
+    """Reduce a module's head counts in attributes, arguments and shapes to the local heads."""
     _set_local_attributes(module, entry.attributes, tp)
-    for argument, heads in entry.per_head.items():  # before the width, whose class hides the signature
+    for argument, heads in entry.per_head.items():  # before the width: its class hides the signature
         position = list(inspect.signature(module.forward).parameters).index(argument)
         module.register_forward_pre_hook(
             partial(_slice_per_head_arguments, argument, position, heads, tp), with_kwargs=True
@@ -356,7 +358,7 @@ def _set_local_attributes(module: Any, attributes: Mapping[str, LocalValue], tp:
 
 
 def _draw_outside(stream: ShardedRngStream, dropout: nn.Module) -> None:
-    """Let a dropout between sharded layers draw from the replicated random stream."""
+    """Make a dropout between sharded layers draw from the replicated random stream."""
     dropout.register_forward_pre_hook(lambda *_: stream.leave())
     dropout.register_forward_hook(lambda module, *_: stream.enter() if module.training else None)
 
@@ -364,12 +366,12 @@ def _draw_outside(stream: ShardedRngStream, dropout: nn.Module) -> None:
 def _slice_per_head_arguments(
     name: str, position: int, heads: EvenSplit, tp: Axis, module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call, with one of them reduced to the entries of this rank's heads."""
+    """Return a call's arguments, with one of them sliced to the local heads."""
     value = kwargs.get(name, args[position] if position < len(args) else None)
     if value is None:
         return args, kwargs
     start, stop = heads.unit_ranges(tp.size)[tp.rank]
-    if value.dim() >= 4:  # [rows, heads or one for all, queries, keys]
+    if value.dim() >= 4:  # [rows, heads or 1, queries, keys]
         own = value[:, start:stop] if value.shape[1] == heads.count else value
     else:
         own = value.unflatten(0, (-1, heads.count))[:, start:stop].flatten(0, 1)
@@ -379,10 +381,10 @@ def _slice_per_head_arguments(
 
 
 def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[str, Layout], rank: int) -> None:
-    """Give ``module`` the parallel class of its kind."""
+    """Change the class of ``module`` to the parallel class for its entry."""
     known = [kind for e, kind in _CLASSES if e is type(entry)]
     if type(entry) in (ColumnParallel, RowParallel, VocabParallel) and type(module).__module__.startswith("torch."):
-        known.remove(nn.Module)  # torch's other layers (convolutions) apply other functions
+        known.remove(nn.Module)  # torch's other layers (convolutions) compute other functions
     base = next((kind for kind in known if isinstance(module, kind)), None)
     if base is None:
         names = ", ".join(sorted(kind.__name__ for kind in known))
@@ -400,17 +402,17 @@ def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[st
 
 @cache
 def _joined(new: type[nn.Module], old: type[nn.Module]) -> type[nn.Module]:
-    """The parallel class of a layer class that an architecture defines itself.
+    """Return the parallel class of a custom layer class.
 
-    An embedding's own additions (a scale) wrap the parallel lookup; other parallel classes wrap the architecture's.
-    transformers initialises by the names of classes, so the name stays.
+    A custom embedding's code, such as a scale, wraps the parallel lookup. Other parallel classes wrap the custom class.
+    The class keeps its name, since transformers initialises weights by class names.
     """
     bases = (old, new) if issubclass(new, nn.Embedding) else (new, old)
     return type(old.__name__, bases, {"__module__": old.__module__})
 
 
 def set_local_sizes(module: nn.Module) -> None:
-    """Set the size attributes of a layer to those of its shard."""
+    """Set the size attributes of a layer to the sizes of its local shard."""
     if isinstance(module, DerivedLayer):
         return
     if isinstance(module, nn.Linear):
@@ -422,10 +424,10 @@ def set_local_sizes(module: nn.Module) -> None:
 
 
 def entries_of_blocks(model: nn.Module, plan: Plan, prefix: str) -> dict[str, Replicated]:
-    """The entries of all blocks of ``model``, which may be a stage, under the names that they have in it.
+    """Return the entries of all blocks of a model or pipeline stage, by their full names in ``model``.
 
     Args:
-        plan: that of the full model.
+        plan: the full model's plan.
     """
     named: dict[str, Replicated] = {}
     for stack in plan.blocks:
@@ -436,7 +438,7 @@ def entries_of_blocks(model: nn.Module, plan: Plan, prefix: str) -> dict[str, Re
 
 
 def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
-    """The plan's entries under the full names that they have in ``model``."""
+    """Return all entries of the plan, by their full names in ``model``."""
     named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
     named |= entries_of_blocks(model, plan, prefix)
     named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.on_every_stage.items())}
@@ -444,7 +446,7 @@ def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> 
 
 
 def _find(root: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
-    """The module or parameter at ``path`` under ``root``, if there is one."""
+    """Return the module or parameter at ``path`` under ``root``, or ``None``."""
     found: object = root
     for part in path.split(".") if path else ():
         found = getattr(found, part, None)
@@ -452,7 +454,7 @@ def _find(root: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
 
 
 def _uses_dropout(model: PreTrainedModel) -> bool:
-    """Whether any dropout of the model, or of a model in it, is active: switching random streams costs some time."""
+    """Whether a model or a nested model uses dropout. If not, random streams need no switching, which takes time."""
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     rates = [value for config in configs for key, value in vars(config).items() if "drop" in key]
     return any(isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 for rate in rates)

@@ -1,4 +1,4 @@
-"""Gathers attention weights, of which a tensor-parallel rank computes its own heads only."""
+"""Gathers attention weights, since a tensor-parallel rank computes its local heads only."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from oslo_models.distributed.mesh import Axis
 
 
 class AttentionOutputs:
-    """The attention weights that a model, or a stack inside it that is called by itself, returns.
+    """Gathers the attention weights that a model returns, or an encoder or decoder inside it that is called directly.
 
     Attributes:
-        tp: the ranks over which heads are sharded.
-        replicated: the outputs of the model that have all heads on every rank.
-        depth: how many calls are running, of which the outermost gathers what the others return.
+        tp: the axis over which heads are sharded.
+        replicated: the names of outputs that have all heads on every rank.
+        depth: the number of nested calls. The outermost call gathers the outputs.
     """
 
     def __init__(self, model: nn.Module, tp: Axis, replicated: Collection[str]) -> None:
@@ -36,7 +36,7 @@ class AttentionOutputs:
 
     @contextmanager
     def within_model(self) -> Iterator[None]:
-        """Within the block, stacks return the heads of this rank."""
+        """Let encoders and decoders return local heads only within the block."""
         self.depth += 1
         try:
             yield
@@ -44,13 +44,13 @@ class AttentionOutputs:
             self.depth -= 1
 
     def full(self, name: str, value: Any, given: Any, side: str | None = None) -> Any:
-        """An output with all heads.
+        """Return an output with all heads.
 
         Args:
-            name: its name.
-            value: the weights of each block.
-            given: the arguments of the call: weights that were passed have all heads.
-            side: the stack that returns it: ``"encoder"``, ``"decoder"`` or, of the model, ``None``.
+            name: the output's name.
+            value: the attention weights of each block.
+            given: the arguments of the call. Attention weights among them have all heads already.
+            side: the stack that returns the output: ``"encoder"``, ``"decoder"``, or ``None`` for the model.
         """
         if isinstance(value, ModelOutput):  # the output of one of several stacks
             return type(value)(**{inner: self.full(inner, each, given) for inner, each in value.items()})
@@ -63,7 +63,7 @@ class AttentionOutputs:
 
 
 def _enter(outputs: AttentionOutputs, *_: Any) -> None:
-    """A hook before the forward of a stack."""
+    """Forward pre-hook of an encoder or decoder."""
     if not torch.compiler.is_compiling():
         outputs.depth += 1
 
@@ -71,10 +71,10 @@ def _enter(outputs: AttentionOutputs, *_: Any) -> None:
 def _leave(
     outputs: AttentionOutputs, side: str | None, module: Any, args: Any, kwargs: Mapping[str, Any], output: Any
 ) -> Any:
-    """A hook after the forward of a stack.
+    """Forward hook of an encoder or decoder.
 
     Raises:
-        ValueError: the stack returns a tuple, which does not tell where the attention weights are.
+        ValueError: it returns a tuple, which does not tell which outputs are attention weights.
     """
     if torch.compiler.is_compiling():
         return None
@@ -95,6 +95,6 @@ def _leave(
 
 
 def _all_heads(tp: Axis, weights_BHQK: Tensor) -> Tensor:
-    """Attention weights of all heads, of which ranks may have different numbers."""
+    """Gather attention weights of all heads. Ranks may have different numbers of heads."""
     count = torch.tensor([weights_BHQK.shape[1]], device=weights_BHQK.device)
     return gather_from(tp, weights_BHQK, 1, gather_from(tp, count, 0, [1] * tp.size).tolist())

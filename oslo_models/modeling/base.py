@@ -1,4 +1,4 @@
-"""`ParallelModel`: the base class of all model classes of the zoo, beside their transformers class."""
+"""`ParallelModel`: the parallel base class of all model classes, next to their transformers class."""
 
 from __future__ import annotations
 
@@ -48,28 +48,29 @@ from oslo_models.sharding.plan import Entries, Plan
 
 
 class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedModel, CountableModel):
-    """The parallel base class of a zoo class; its other base is the transformers class of the same name.
+    """The parallel base class of a model class. The second base is the transformers class of the same name.
 
-    An architecture states a `plan`, and each of its classes a `head_plan`. Constructed by
-    `from_pretrained_with_parallel` or `from_config_with_parallel`, an instance is this rank's part of the model;
-    constructed by transformers' own methods it is the full model, as there.
+    An architecture defines a `plan`, and each of its classes defines a `head_plan`. The constructors
+    `from_pretrained_with_parallel` and `from_config_with_parallel` return this rank's part of the model. transformers'
+    own constructors return the full model.
 
     Attributes:
-        head_plan: the entries of the head that the class adds to the base model, by their full names.
-        zeros: parameters that transformers sets to zero in constructors only, which run on the meta device here.
-        made_from: what a class with a plan of the user was made from; see `own_plan`.
-        mesh: the axes of the model; ``None`` when constructed by transformers' own methods.
-        mpu: the mesh under Megatron's names; ``base_model`` has it too.
-        layouts: the layout over the tp axis of every parameter and sharded buffer that this rank holds.
-        gather_logits: whether sharded logits are gathered beside a loss; see `from_pretrained_with_parallel`.
-        share_loss, share_logits: whether all stages get these of each micro-batch; change them on every rank.
-        loss_inputs: arguments that request a loss, beside those named labels.
+        head_plan: the entries of the task head that the class adds to the base model, by their full names.
+        zeros: parameters that transformers sets to zero only in constructors, which run on the meta device here.
+        made_from: the arguments of a class with a user's plan; see `own_plan`.
+        mesh: the parallel axes of the model, or ``None`` if transformers' own methods constructed it.
+        mpu: the mesh under Megatron's names. ``base_model`` has it too.
+        layouts: the layouts over the tp axis of this rank's parameters and sharded buffers.
+        gather_logits: whether to gather sharded logits next to a loss; see `from_pretrained_with_parallel`.
+        share_loss, share_logits: whether all stages get the loss and the logits of each micro-batch. Change them on
+            every rank.
+        loss_inputs: arguments that request a loss, in addition to labels and answer positions.
         labels_of: for models with several logits, the argument with the labels of each.
         loss_needs_full_logits: whether the loss is computed from the logits of the full vocabulary.
         loss_is_mean: whether the loss is a mean over labels or rows, which can be split into micro-batches.
-        check_inputs: compares the inputs of the ranks; ``None``: never.
-        sharded_layers: notices that a sharded layer was replaced; ``None`` if there are none.
-        attention_outputs: gathers attention weights; ``None`` if every rank has all heads.
+        check_inputs: compares the inputs of the ranks. ``None`` disables the comparison.
+        sharded_layers: detects replaced sharded layers. ``None`` without tensor parallelism.
+        attention_outputs: gathers attention weights. ``None`` if every rank has all heads.
     """
 
     head_plan: ClassVar[Entries] = {}
@@ -92,12 +93,12 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     @classmethod
     def plan(cls, config: PreTrainedConfig) -> Plan:
-        """The sharding plan of the architecture."""
+        """Return the sharding plan of the architecture."""
         raise TypeError(f"{cls.__name__} states no plan")
 
     @classmethod
     def head_entries(cls, config: PreTrainedConfig) -> Entries:
-        """The entries of the head that the class adds to the base model: `head_plan`."""
+        """Return the entries of the task head that the class adds to the base model: `head_plan`."""
         return cls.head_plan
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -123,13 +124,13 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         if mesh is None:
             return
         self._init_seed = init_seed
-        for param in self.parameters():  # some of XLNet's and DeBERTa's are always created in float32
+        for param in self.parameters():  # XLNet and DeBERTa always create some in float32
             if param.dtype != torch.get_default_dtype():
                 param.data = param.data.to(torch.get_default_dtype())
         self._shard(mesh, blocks_per_stage)
 
     def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
-        """Turn the full model, with weights or on the meta device, into this rank's part of it."""
+        """Shard the full model in place. It may have weights or be on the meta device."""
         if mesh.is_sharded:
             require("layers", "pipeline", "modeling.base", "modeling.apply_plan")
         self.mesh, self.mpu = mesh, MPU(mesh)
@@ -152,17 +153,17 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             self.attention_outputs = AttentionOutputs(self, mesh.tp, plan.replicated_attentions)
 
     def _start_pipeline(self, are_random: bool) -> None:
-        """Create the pipeline, once the model has its weights; a collective of all ranks.
+        """Create the pipeline after the weights are loaded. This is a collective of all ranks.
 
         Args:
-            are_random: whether each stage initialised its weights randomly: tied weights are then broadcast.
+            are_random: whether each stage initialised its weights randomly. Tied weights are then broadcast.
         """
         if self.stage is not None:
             self.pipeline = Pipeline(self, self.stage, with_full_stage_outputs(type(self).forward.__wrapped__))
             self.pipeline.broadcast_tied() if are_random else self.pipeline.check_tied()
 
     def _prefix(self) -> str:
-        """The path of the plan's base model in this model."""
+        """Return the path prefix of the plan's base model in this model."""
         return f"{self.base_model_prefix}." if hasattr(self, self.base_model_prefix) else ""
 
     # Construction -----------------------------------------------------------------------------------------------------
@@ -188,57 +189,57 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
+        """Load this rank's part of a checkpoint. Call this on every rank with the same arguments.
 
         Args:
             pretrained_model_name_or_path: a name on the Hugging Face hub, or a directory that holds
                 ``model.safetensors`` or ``pytorch_model.bin`` (in one or several files), or split files
-                ``pytorch_model_tp=?_pp=?.bin`` written at any sizes: other sizes than requested are resharded. A rank
-                reads only its part.
+                ``pytorch_model_tp=?_pp=?.bin``. Split files of other parallel sizes are resharded. A rank reads only
+                its part.
             tensor_parallel_size: the number of ranks over which each layer is sharded, up to the number of attention
                 heads.
             pipeline_parallel_size: the number of pipeline stages into which the blocks are split.
-            micro_batch_size: rows of a batch per micro-batch under pipeline parallelism.
-            resize_token_embeddings: the new size of the vocabulary; new embeddings start as the mean of the old ones.
-            seed: set in all random generators before anything is drawn.
+            micro_batch_size: the number of rows per micro-batch under pipeline parallelism.
+            resize_token_embeddings: the new vocabulary size. New embeddings start as the mean of the old embeddings.
+            seed: set in all random generators before the first draw.
             deploy: serve the model from a plain Python script. ``deployment`` is an alias.
             gather_logits: with labels, gradients on and ``tensor_parallel_size > 1``, the loss is computed from sharded
-                logits and ``output.logits`` is ``None``. ``True`` returns full logits always, ``False`` never beside
-                a loss.
-            timeout: seconds that this rank waits in one collective of the model before it raises a `RankFailedError`
+                logits and ``output.logits`` is ``None``. ``True`` always returns full logits, ``False`` never returns
+                logits next to a loss.
+            timeout: the seconds that this rank waits in one collective of the model. It then raises a `RankFailedError`
                 that names the ranks that died, hang or never arrived. During construction, loading and saving, it
                 waits up to half an hour for a rank that is alive.
-            blocks_per_stage: the number of blocks of each pipeline stage, ``[3, 5, 4]``; in an encoder-decoder, the
-                blocks of the encoder come before those of the decoder. By default, stages are balanced by their
-                numbers of parameters, of experts those of the ones that a token is sent to.
-            check_inputs: compare the batches of the ranks that share a model, which have to be equal: in the first
-                three calls and every hundredth (``True``), every n-th (an integer), ``"always"`` or never (``False``).
-                A call of ``generate`` counts once.
-            dequantize: load a quantised checkpoint as plain weights in ``dtype``: each rank dequantises its part.
-                Otherwise its weights stay quantised. The formats are in the guide on quantisation. Ignored if the
+            blocks_per_stage: the number of blocks of each pipeline stage, such as ``[3, 5, 4]``. In an encoder-decoder,
+                the encoder blocks come before the decoder blocks. By default, stages have about equal numbers of
+                parameters. For mixtures of experts, the parameters that are active per token count.
+            check_inputs: when to compare the batches of ranks that share a model, which have to be equal: in the first
+                three calls and every hundredth (``True``), in every n-th (an integer), ``"always"``, or never
+                (``False``). A call of ``generate`` counts once.
+            dequantize: load a quantised checkpoint as plain weights in ``dtype``. Each rank dequantises its part.
+                Otherwise its weights stay quantised. The guide on quantisation lists the formats. Ignored if the
                 checkpoint is not quantised.
-            share_loss: under pipeline parallelism, send the loss of each micro-batch to all stages, where it would be
-                ``nan`` until the loop ends.
-            share_logits: send the loss and the logits too, which are ``None`` before the last stage otherwise. The
-                logits are then computed beside a loss, as with ``gather_logits=True``.
-            expert_parallel_size: in a mixture of experts, over how many groups of the tensor-parallel ranks the experts
-                are divided; a divisor of ``tensor_parallel_size``. The ranks of a group share the width of its experts.
-                A multiple of it divides the experts over the ranks of several data-parallel replicas, which have to
-                call the model equally often.
-            plan: how to shard the model, in place of the plan of this class: a `Plan`, or a function from a
-                configuration to one; see `oslo_models.parallel_class`.
+            share_loss: under pipeline parallelism, send the loss of each micro-batch to all stages. Otherwise it is
+                ``nan`` on other stages until the loop ends.
+            share_logits: send the loss and the logits to all stages. Otherwise the logits are ``None`` before the last
+                stage. The logits are then computed next to a loss, as with ``gather_logits=True``.
+            expert_parallel_size: in a mixture of experts, the number of groups of tensor-parallel ranks that divide the
+                experts. It divides ``tensor_parallel_size``. The ranks of a group share the width of its experts. A
+                multiple of ``tensor_parallel_size`` divides the experts over the ranks of several data-parallel
+                replicas, which then have to call the model equally often.
+            plan: the sharding plan, in place of this class's plan: a `Plan`, or a function from a configuration to a
+                plan; see `oslo_models.parallel_class`.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
                 ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
                 (``pad_token_id``, ...).
 
         Returns:
-            The model in evaluation mode, as from transformers.
+            The model in evaluation mode, as in transformers.
 
         Raises:
-            ValueError: an argument is invalid; raised on every rank, before anything is read.
+            ValueError: an argument is invalid. Raised on every rank before any file is read.
             RuntimeError: several processes are needed, and no launcher started them.
-            OSError: the checkpoint does not exist, or is damaged (``CheckpointError``, which names the file).
+            OSError: the checkpoint does not exist or is damaged (``CheckpointError``, which names the file).
         """
         given = Arguments(
             tensor_parallel_size=tensor_parallel_size,
@@ -279,14 +280,14 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Construct this rank's part of a randomly initialised model. Every rank calls it with the same arguments.
+        """Construct this rank's part of a randomly initialised model. Call this on every rank with the same arguments.
 
-        The same ``seed`` gives the same weights at all parallel sizes. ``config`` is not changed. Arguments and errors
-        are those of `from_pretrained_with_parallel`; ``**kwargs``: ``dtype``, ``attn_implementation`` and attributes of
-        the configuration.
+        The same ``seed`` gives the same weights at all parallel sizes. ``config`` is not changed. See
+        `from_pretrained_with_parallel` for arguments and errors. ``**kwargs`` are ``dtype``, ``attn_implementation``
+        and attributes of the configuration.
 
         Returns:
-            The model in training mode, as a transformers model constructed from a configuration.
+            The model in training mode, like a transformers model constructed from a configuration.
         """
         given = Arguments(
             tensor_parallel_size=tensor_parallel_size,
@@ -308,17 +309,17 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Always false, as for transformers' own classes: for custom code, it would skip some initialisations."""
+        """Return false, as for transformers' own classes: transformers skips some initialisation for custom code."""
         return False
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """As transformers' own class: it looks into the source file of the class for what only its own files have."""
+        """Ask the transformers class, since transformers searches the source file of the class for specific code."""
         can_set: bool = original_class(cls)._can_set_experts_implementation()
         return can_set
 
     def initialize_weights(self) -> None:
-        """transformers' initialisation; for a parallel model, its result does not depend on the parallel sizes."""
+        """Initialise weights like transformers. A parallel model gets the same values at all parallel sizes."""
         if self._init_seed is None or self.mesh is None:
             super().initialize_weights()
             return
@@ -336,17 +337,17 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         initialize_computed(self, self._init_seed)
 
     def _initialized_whole(self) -> list[str]:
-        """The names of modules some of whose weights transformers computes from sizes of the full module."""
+        """Return the names of modules with weights that transformers computes from sizes of the full module."""
         return modules_with_tensors_of_heads(self, self.plan(self.config), self._prefix())
 
     def _initialize_constructed(self) -> None:
-        """Initialise parameters that transformers fills in constructors only."""
+        """Initialise parameters that transformers fills only in constructors."""
         parameters = dict(self.named_parameters())
         for name in parameters.keys() & self.zeros:
             init.zeros_(parameters[name])
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method. Raises ``RuntimeError`` once the vocabulary is sharded."""
+        """Resize embeddings like transformers. Raise ``RuntimeError`` if the vocabulary is sharded already."""
         if new_num_tokens is None or not self.is_model_parallelized():
             return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         raise RuntimeError(
@@ -355,11 +356,11 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         )
 
     def call_with_full_outputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call another method than ``forward`` on every rank, and gather its sharded outputs: for deployed models."""
+        """Call a method other than ``forward`` on every rank and gather its sharded outputs, for deployed models."""
         return call_with_full_outputs(self, name, args, kwargs)
 
     def sharding_report(self) -> ShardingReport:
-        """What is sharded how, and, if the plan was derived, why some is not; printed, it is a table."""
+        """Report how each module is sharded. Derived plans give reasons for replication. ``print`` shows a table."""
         derived: Any = self.plan(self.config)
         report = getattr(derived, "report", None)
         return report_of_layouts(self, self.layouts) if report is None else report
@@ -367,13 +368,13 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     # Parallel state --------------------------------------------------------------------------------------------------
 
     def _at(self, phase: str, steps: int = 0) -> None:
-        """Report the phase of this rank, for the diagnosis of failures; ``generate`` is one phase."""
+        """Report this rank's phase for the diagnosis of failures. ``generate`` is one phase."""
         if self.mesh is not None and not self._generates and not torch.compiler.is_compiling():
             self.mesh.world.set_phase(phase, steps)
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Within the block, a forward is a step of generation: its arguments are not compared over the ranks."""
+        """Mark forward calls within the block as generation steps. Their arguments are not compared over the ranks."""
         if self._generates:
             yield
             return
@@ -386,7 +387,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             self._at("after generate")
 
     def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare the arguments of a call over the ranks of one replica, if ``check_inputs`` says so for this call."""
+        """Compare a call's arguments over the ranks of one replica, if ``check_inputs`` selects this call."""
         if self.check_inputs is not None and self.mesh is not None:
             named = {f"argument {position}": value for position, value in enumerate(args)}
             self.check_inputs(self.mesh.model, {**named, **kwargs})

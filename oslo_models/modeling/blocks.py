@@ -1,4 +1,4 @@
-"""Entries that recur in the blocks of many architectures."""
+"""Plan entries that the blocks of many architectures share."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from oslo_models.sharding.plan import (
 
 QUERY_KEY_VALUE = ("query", "key", "value")
 _SEVERAL_STREAMS = "hidden states have several streams, which become one after the last block"
-"""Why blocks over several streams (hyper-connections) cannot be split into pipeline stages."""
+"""Why blocks with several streams (hyper-connections) cannot be split into pipeline stages."""
 
 
 def heads_of(config: Any) -> EvenSplit:
-    """The attention heads of a configuration, which together are as wide as the hidden states."""
+    """Return the attention heads of a configuration. Together they have the width of the hidden states."""
     return EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
 
 
 def qkv(
     attention: str, heads: EvenSplit, names: Collection[str] = ("q_proj", "k_proj", "v_proj")
 ) -> dict[str, ColumnParallel]:
-    """Separate query, key and value projections of an attention with as many key-value heads as query heads.
+    """Return entries of separate query, key and value projections, with equal numbers of key-value and query heads.
 
     Args:
-        attention: the name of the attention inside the block.
-        heads: its heads.
-        names: the names of the projections inside it.
+        attention: the name of the attention module inside the block.
+        heads: the attention heads.
+        names: the names of the projections inside the attention module.
     """
     return {f"{attention}.{name}": ColumnParallel(heads) for name in names}
 
 
 def gated_mlp(mlp: str, fused: bool = False) -> Entries:
-    """A gated MLP, by its name inside the block.
+    """Return the entries of a gated MLP, by its name inside the block.
 
     Args:
-        fused: gate and up projection are in one matrix, ``gate_up_proj``.
+        fused: whether gate and up projection share one matrix, ``gate_up_proj``.
     """
     if fused:
         return {f"{mlp}.gate_up_proj": ColumnParallel(parts=2), f"{mlp}.down_proj": RowParallel()}
@@ -62,11 +62,11 @@ def gated_mlp(mlp: str, fused: bool = False) -> Entries:
 
 
 def bart_block(heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
-    """A block with BART's names: attentions and an MLP of two layers, each with a norm.
+    """Return the entries of a block with BART's names: attentions and an MLP of two layers, each with a norm.
 
     Args:
-        heads: of each attention.
-        attentions: their names inside the block.
+        heads: the heads of each attention module.
+        attentions: the names of the attention modules inside the block.
     """
     block: dict[str, Replicated] = {"fc1": ColumnParallel(), "fc2": RowParallel(), "final_layer_norm": Norm()}
     for name in attentions:
@@ -76,18 +76,18 @@ def bart_block(heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
 
 
 def attention_sinks(heads: GroupedHeads) -> ColumnParallel:
-    """The entry of a learnt score per query head that competes with those of the keys."""
+    """Return the entry of attention sinks: one learned logit per query head in the softmax over the keys."""
     return ColumnParallel(replace(heads, head_dim=1).query)
 
 
 def mixture_of_experts(mlp: str = "mlp", router: str = "gate", shared: str = "", fused: bool = False) -> Entries:
-    """A replicated router, stacked experts and, if there are any, shared experts whose output is added to theirs.
+    """Return the entries of a replicated router, stacked experts and optional shared experts.
 
     Args:
         mlp: the name of the mixture inside the block.
-        router: the name of the router inside it.
-        shared: the name of the shared experts inside it.
-        fused: gate and up projection of the shared experts are in one matrix.
+        router: the name of the router inside the mixture.
+        shared: the name of the shared experts inside the mixture. Their output is added to the routed experts' output.
+        fused: whether gate and up projection of the shared experts share one matrix.
     """
     routed: Entries = {f"{mlp}.{router}": Replicated(), f"{mlp}.experts": Experts(shared=shared)}
     return {**routed, **gated_mlp(f"{mlp}.{shared}", fused)} if shared else routed
@@ -96,13 +96,15 @@ def mixture_of_experts(mlp: str = "mlp", router: str = "gate", shared: str = "",
 def state_space(
     mixer: str, heads: GroupedHeads, state: int, attributes: Mapping[str, LocalValue] | None = None
 ) -> Entries:
-    """A Mamba-2 mixer: gate, input, the B and C that a group of heads shares, and time steps in one projection.
+    """Return the entries of a Mamba-2 mixer.
+
+    One projection computes gate, input, B, C and time steps. The heads of a group share B and C.
 
     Args:
-        mixer: its name inside the block.
-        heads: its heads, with its groups in place of key-value heads.
+        mixer: the name of the mixer inside the block.
+        heads: the heads, with the groups in place of key-value heads.
         state: the width of B and C.
-        attributes: further ones, of mixers of other kinds by the same name.
+        attributes: further local attributes, for mixers of other types with the same name.
     """
     shared, scalar = replace(heads, head_dim=state).key_value, replace(heads, head_dim=1).query
     parts = (heads.query, shared, shared)
@@ -124,11 +126,13 @@ def state_space(
 
 
 def selective_scan(mixer: str, normed: bool = False) -> Entries:
-    """A Mamba mixer, over its channels: the time steps, B and C that all of them share come from all of them.
+    """Return the entries of a Mamba mixer with sharded channels.
+
+    All channels share the time steps, B and C, and contribute to them.
 
     Args:
-        mixer: its name inside the block.
-        normed: whether there are norms of time steps, B and C.
+        mixer: the name of the mixer inside the block.
+        normed: whether the mixer normalises time steps, B and C.
     """
     norms = {f"{mixer}.{name}_layernorm": HeadNorm() for name in ("dt", "b", "c")} if normed else {}
     of_channels = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
@@ -143,10 +147,10 @@ def selective_scan(mixer: str, normed: bool = False) -> Entries:
 
 
 def replicated_attention(plan: Plan, additional: Collection[str] = ()) -> Plan:
-    """A BERT's plan with the attention of its blocks replicated on every rank.
+    """Return a BERT-like plan with the attention of each block replicated on every rank.
 
     Args:
-        additional: modules of the attention beside query, key and value.
+        additional: further attention modules besides query, key and value.
     """
     (stack, block), *_ = plan.blocks.items()
     entries = {
@@ -161,9 +165,9 @@ def replicated_attention(plan: Plan, additional: Collection[str] = ()) -> Plan:
 
 
 def of_several_streams(plan: Plan, head: Entries) -> Plan:
-    """The plan of a model whose blocks pass on several streams of hidden states (hyper-connections).
+    """Return the plan of a model with several streams of hidden states (hyper-connections).
 
     Args:
-        head: what makes one of them after the last block.
+        head: the entries of the modules that merge the streams after the last block.
     """
     return replace(plan, head=head, single_stage_reason=_SEVERAL_STREAMS)

@@ -1,4 +1,4 @@
-"""Plans of models composed of other models of the zoo."""
+"""Plans of models that are composed of other supported models."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from oslo_models.sharding.plan import Plan
 
 
 def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapping[str, str]) -> Plan:
-    """The plan of one model inside a composite model, its head included.
+    """Return the plan of one part of a composite model, including its task head.
 
     Args:
-        name: its attribute in the composite model.
-        cls: its zoo class.
-        config: its configuration.
-        outputs: the names of its attention outputs: its own, and those that the composite model gives them.
+        name: the part's attribute name in the composite model.
+        cls: the part's parallel class.
+        config: the part's configuration.
+        outputs: maps the part's attention output names to their names in the composite model.
     """
     plan = cls.plan(config).under(f"{name}.{_prefix_of(cls)}")  # type: ignore[arg-type]
-    # The layers of the caches of a stage are found in the configuration of the composite model only.
+    # A stage finds the layers of its caches only in the configuration of the composite model.
     types = getattr(config, "layer_types", None)
     return replace(
         plan,
@@ -38,6 +38,6 @@ def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapp
 
 @cache
 def _prefix_of(cls: type[ParallelModel]) -> str:
-    """The path of the base model in the models of a class, as found in an instance on the meta device."""
+    """Return the path of the base model in a class's models, from an instance on the meta device."""
     with torch.device("meta"):
         return cls._from_config(cls.config_class())._prefix()

@@ -37,14 +37,14 @@ from oslo_models.sharding.plan import Plan
 
 
 def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
-    """What the constructors of `ParallelModel` do; ``method`` is the name of the one that was called."""
-    if isinstance(arguments.plan, Plan) or callable(arguments.plan):  # anything else is reported by the checks
+    """Implement the constructors of `ParallelModel`. ``method`` is the name of the called constructor."""
+    if isinstance(arguments.plan, Plan) or callable(arguments.plan):  # the checks report anything else
         cls = class_with_plan((cls,), arguments.plan)
     if arguments.deploy or kwargs.get("deployment"):
         return deploy(cls, method, source, arguments, kwargs)
     timeout = (
         arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT
-    )  # an invalid one is reported by the checks of all ranks
+    )  # the checks of all ranks report an invalid timeout
     start_process_group(timeout=timeout)
     world = world_axis(timeout)
     world.set_phase(f"construction of {cls.__name__}")
@@ -55,7 +55,7 @@ def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kw
 
 
 def start(model: Any, arguments: Arguments, are_random: bool = False) -> None:
-    """What is left to do when this rank's part of a model has its weights; a collective of all ranks."""
+    """Finish construction after this rank's weights are loaded. This is a collective of all ranks."""
     assert model.mesh is not None
     model.gather_logits = arguments.gather_logits
     model.share_loss, model.share_logits = arguments.share_loss, arguments.share_logits
@@ -110,7 +110,7 @@ def _from_pretrained(
     world: Axis,
     call: str,
 ) -> tuple[Any, dict[str, Any]]:
-    """Load this rank's part of a checkpoint; returns the model and the loading info of transformers."""
+    """Load this rank's part of a checkpoint. Return the model and transformers' loading info."""
     options = _options(kwargs)
     on_the_fly = options.pop("quantization_config", None)
     ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
@@ -179,12 +179,12 @@ def _from_pretrained(
 
 
 def device_map(device: torch.device) -> dict[str, torch.device] | None:
-    """What has transformers load weights onto a GPU one by one; ``None`` without accelerate, which it asks for then."""
+    """Return a device map for loading weights onto a GPU one by one, or ``None`` if accelerate is not installed."""
     return {"": device} if device.type != "cpu" and is_accelerate_available() else None
 
 
 def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Further arguments of a constructor, without those that only `Arguments.check` looks at."""
+    """Return a constructor's further arguments, without arguments that only `Arguments.check` reads."""
     checked = ("deployment", "dequantize", *(name for names in UNSUPPORTED.values() for name in names))
     return {key: value for key, value in kwargs.items() if key not in checked}
 
@@ -192,9 +192,9 @@ def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def join(
     arguments: Arguments, config: PreTrainedConfig, kwargs: Mapping[str, Any], call: str
 ) -> tuple[ParallelMesh, int]:
-    """Make the mesh, once it is sure that all ranks want the same; and the seed of random weights, equal everywhere."""
+    """Check that all ranks pass the same arguments. Return the mesh and the common seed of random weights."""
     own = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
-    own["plan"] = re.sub(" at 0x[0-9a-f]+", "", repr(arguments.plan))  # without the addresses of functions
+    own["plan"] = re.sub(" at 0x[0-9a-f]+", "", repr(arguments.plan))  # without function addresses
     attributes = {f"config.{key}": value for key, value in config.to_dict().items()}
     require_equal(world_axis(arguments.timeout), {**own, **kwargs, **attributes}, f"arguments of {call}")
     if arguments.resize_token_embeddings is not None:
@@ -212,16 +212,16 @@ def join(
 
 
 def _set_seed(seed: int) -> None:
-    """As transformers' function, whose module imports ``peft`` and with it a second's worth of other packages."""
+    """Set seeds like transformers' ``set_seed``, but without its import of ``peft``, which takes about a second."""
     random.seed(seed)
     numpy.random.seed(seed)
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # for each kind of device that may yet be there, torch would note the call stack
+    else:  # torch.manual_seed would record a call stack for each type of device that is not initialised yet
         torch.default_generator.manual_seed(seed)
 
 
 def _dtype_of(reader: CheckpointReader) -> torch.dtype:
-    """The first floating-point type in a checkpoint."""
+    """Return the first floating-point dtype in a checkpoint, or the default dtype."""
     floating = (info.dtype for info in reader.tensors.values() if info.dtype.is_floating_point)
     return next(floating, torch.get_default_dtype())

@@ -1,4 +1,4 @@
-"""`CountableModel`: the number of parameters of the full model, of which a rank holds a part."""
+"""`CountableModel`: counts the parameters of the full model on a rank that holds shards."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from oslo_models.sharding.layout import Layout
 
 
 class CountableModel(PreTrainedModel):
-    """Adds `num_parameters` of the full model to a sharded one.
+    """Makes `num_parameters` of a sharded model count the full model.
 
     Attributes:
-        full_layouts: the layouts of all parameters of the full model, of which a stage holds some.
-        full_embeddings: the names of those that are weights of embeddings.
+        full_layouts: the layouts of all parameters of the full model, including other pipeline stages.
+        full_embeddings: the names of embedding weights in the full model.
     """
 
     mesh: ParallelMesh | None = None
@@ -28,24 +28,24 @@ class CountableModel(PreTrainedModel):
     full_embeddings: frozenset[str]
 
     def _note_full_parameters(self, layouts: Mapping[str, Layout]) -> None:
-        """Keep what `num_parameters` needs to know of the full model, which this one still is."""
+        """Record the full model's layouts and embeddings for `num_parameters`, before the model is sharded."""
         embeddings = (name for name, module in self.named_modules() if isinstance(module, nn.Embedding))
         self.full_embeddings = frozenset(f"{name}.weight" for name in embeddings)
         buffers = dict(self.named_buffers())
         self.full_layouts = {name: layout for name, layout in layouts.items() if name not in buffers}
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of parameters of the full model, the same on every rank; without communication.
+        """Return the number of parameters of the full model. The result is the same on every rank.
 
-        Tied weights count once. For those that this rank holds: ``sum(p.numel() for p in model.parameters())``.
-        `get_memory_footprint` is about this rank.
+        This needs no communication. Tied weights count once. To count this rank's parameters, use
+        ``sum(p.numel() for p in model.parameters())``. `get_memory_footprint` also measures this rank only.
 
         Args:
             only_trainable: leave out frozen parameters.
             exclude_embeddings: leave out the weights of embeddings.
 
         Raises:
-            ValueError: ``only_trainable`` of one of several pipeline stages, which does not know what others train.
+            ValueError: ``only_trainable`` on a pipeline stage, which does not know the trainable parameters of others.
         """
         if self.mesh is None:
             return super().num_parameters(only_trainable, exclude_embeddings)
@@ -64,7 +64,7 @@ class CountableModel(PreTrainedModel):
         return sum(prod(self.full_layouts[name].shape) for name in self._untied_names() if name not in excluded)
 
     def _untied_names(self) -> list[str]:
-        """The names in the full model of all parameters, each tied weight under the first of its names."""
+        """Return all parameter names of the full model, with tied weights under their first name."""
         tied = {} if self.stage is None else self.stage.tied_names
         first: dict[str, str] = {}
         for name in self.full_layouts:
@@ -72,5 +72,5 @@ class CountableModel(PreTrainedModel):
         return list(first.values())
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """transformers' method: the bytes of what this rank holds."""
+        """Return the size in bytes of this rank's parameters and buffers, as computed by transformers."""
         return super().get_memory_footprint(return_buffers)

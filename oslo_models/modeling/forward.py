@@ -25,18 +25,18 @@ from oslo_models.pipeline.stage import Stage
 
 
 class ForwardMode(Enum):
-    """Which way a call of a parallel model's ``forward`` takes."""
+    """The execution path of a parallel model's ``forward``."""
 
     DIRECT = auto()
-    """transformers' forward: nothing is sharded, or compiled code decodes, whose heads return full logits."""
+    """transformers' forward. The model is not sharded, or compiled decoding uses LM heads that return full logits."""
     PIPELINE = auto()
-    """All stages compute the batch in micro-batches."""
+    """All pipeline stages compute the batch in micro-batches."""
     GATHERED = auto()
-    """transformers' forward, whose sharded or lazy outputs are then gathered."""
+    """transformers' forward, followed by a gather of sharded or lazy outputs."""
 
 
 def with_full_outputs(forward: Any) -> Any:
-    """``forward`` with its sharded outputs gathered. It keeps its signature, which ``generate`` inspects."""
+    """Wrap ``forward`` to gather its sharded outputs. The signature stays, since ``generate`` inspects it."""
 
     def full_forward(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         if model._peft_config is not None:
@@ -55,12 +55,12 @@ def with_full_outputs(forward: Any) -> Any:
             return forward(model, *args, **kwargs)
         return _gathered_forward(forward, model, args, kwargs)
 
-    own = with_own_code(full_forward, forward.__qualname__)  # each class with compilations of its own
+    own = with_own_code(full_forward, forward.__qualname__)  # compile each class separately
     return functools.update_wrapper(own, forward)
 
 
 def _refuse_transforms(model: Any) -> None:
-    """Raise ``RuntimeError`` within a transform of ``torch.func`` or forward-mode differentiation."""
+    """Raise ``RuntimeError`` inside ``torch.func`` transforms and forward-mode differentiation."""
     if torch.compiler.is_compiling() or not model.is_model_parallelized():
         return
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -72,7 +72,7 @@ def _refuse_transforms(model: Any) -> None:
 
 
 def _forward_mode(model: Any, kwargs: Mapping[str, Any]) -> ForwardMode:
-    """The mode of a call with these arguments; heads are told whether their logits may be lazy in it."""
+    """Return the mode of a call with these arguments, and tell LM heads whether their logits may be lazy."""
     if model.pipeline is not None:
         return ForwardMode.PIPELINE
     gathers = kwargs.get("labels") is not None or kwargs.get("output_attentions")
@@ -83,14 +83,14 @@ def _forward_mode(model: Any, kwargs: Mapping[str, Any]) -> ForwardMode:
 
 
 WITHOUT_WEIGHTS = ("prepare_inputs_for_generation", "prepare_decoder_input_ids_from_labels")
-"""Methods of transformers' models that look at their arguments and the configuration only."""
+"""Methods of transformers models that read only their arguments and the configuration."""
 
 
 def call_with_full_outputs(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a method of the model's own code, such as ``get_text_features``; its sharded outputs are gathered.
+    """Call another method of the model, such as ``get_text_features``, and gather its sharded outputs.
 
     Raises:
-        ValueError: the blocks are on several pipeline stages, which only ``forward`` and ``generate`` run through.
+        ValueError: there are several pipeline stages, which only ``forward`` and ``generate`` support.
         TypeError: the method returns modules or a generator, which cannot leave this process.
     """
     if model.is_pipeline_parallelized() and name not in WITHOUT_WEIGHTS:
@@ -115,7 +115,7 @@ def call_with_full_outputs(model: Any, name: str, args: tuple[Any, ...], kwargs:
 
 def _gathered_forward(forward: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     as_tuple = not (model.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"])
-    if as_tuple:  # the names of the outputs tell which of them are sharded
+    if as_tuple:  # output names tell which outputs are sharded
         kwargs["return_dict"] = True
     model._at("forward" if torch.is_grad_enabled() else "forward without gradients", steps=1)
     with within_model(model):
@@ -133,7 +133,7 @@ def _gathered_forward(forward: Any, model: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
-    """Report the backward pass as a phase of the rank, by a hook on the first of these outputs that has a graph."""
+    """Report the backward pass as a phase of the rank, by a hook on the first output that requires a gradient."""
 
     def on_backward(grad: Tensor) -> None:
         at("backward")
@@ -146,19 +146,19 @@ def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
 
 
 def within_model(model: Any) -> Any:
-    """A context in which the stacks of a model return the attention weights of this rank's heads."""
+    """Return a context in which encoders and decoders return attention weights of local heads only."""
     return nullcontext() if model.attention_outputs is None else model.attention_outputs.within_model()
 
 
 def with_full_stage_outputs(forward: Any) -> Any:
-    """``forward`` on a pipeline stage, with its sharded outputs gathered."""
+    """Wrap ``forward`` of a pipeline stage to gather its sharded outputs."""
 
     @functools.wraps(forward)
     def stage_forward(model: Any, /, **kwargs: Any) -> Any:
         if "return_dict" in kwargs or not model.config.return_dict:
             kwargs["return_dict"] = True  # the pipeline needs the loss by name
         wanted = kwargs.get("output_hidden_states")
-        if not isinstance(wanted, bool) and wanted is not None:  # only some, by their indices in the full model
+        if not isinstance(wanted, bool) and wanted is not None:  # indices of some hidden states in the full model
             kwargs["output_hidden_states"] = True
         model.use_lazy_logits()
         with within_model(model), model.stage.reading_own_layers(model):
@@ -168,17 +168,17 @@ def with_full_stage_outputs(forward: Any) -> Any:
         fields, stage = _gather_fields(model, output, kwargs), model.stage
         assert stage is not None
         if not model._generates and not kwargs.get("use_cache"):
-            fields = {name: value for name, value in fields.items() if name not in NAMES}  # of the last blocks alone
+            fields = {name: value for name, value in fields.items() if name not in NAMES}  # caches of local blocks only
         return type(output)(**{name: _of_all_blocks(stage, name, value, wanted) for name, value in fields.items()})
 
     return stage_forward
 
 
 def _of_all_blocks(stage: Stage, name: str, value: Any, wanted: bool | int | list[int] | None) -> Any:
-    """A field of the last stage's output, with ``None`` at the indices of blocks on other stages.
+    """Return a field of the last stage's output, with ``None`` at the indices of blocks on other stages.
 
     Args:
-        wanted: the indices of the requested hidden states, if not all: the others are ``None`` too.
+        wanted: the indices of the requested hidden states, if not all. The others are ``None`` too.
     """
     side = name.partition("_")[0]
     stack = stage.stacks[0 if side in ("encoder", "vision") else -1]
@@ -199,7 +199,7 @@ def _of_all_blocks(stage: Stage, name: str, value: Any, wanted: bool | int | lis
 
 
 def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call with their tensors on the model's device. Raises ``ValueError`` for an empty batch."""
+    """Move a call's tensors to the model's device. Raise ``ValueError`` for an empty batch."""
 
     def moved(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -215,7 +215,7 @@ def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def with_synchronized_rng(generate: Any) -> Any:
-    """``generate`` with the random state synchronized over the ranks, so that they sample the same tokens."""
+    """Wrap ``generate`` to synchronise random states, so that all ranks sample the same tokens."""
 
     @functools.wraps(generate)
     def synchronized_generate(
@@ -225,7 +225,7 @@ def with_synchronized_rng(generate: Any) -> Any:
         if model.mesh is None or model._generates:
             return generate(model, *args, **kwargs)
         if model.mesh.has_experts_over_replicas and kwargs.get("synced_gpus") is None:
-            kwargs["synced_gpus"] = True  # a replica that has finished still computes the tokens of others
+            kwargs["synced_gpus"] = True  # finished replicas still compute the experts for other replicas' tokens
         if model.is_pipeline_parallelized():
             given = dict(zip(("inputs", "generation_config"), args, strict=False))
             _refuse_outputs_of_blocks(model, {**given, **kwargs})
@@ -242,7 +242,7 @@ def with_synchronized_rng(generate: Any) -> Any:
 
 
 def _refuse_outputs_of_blocks(model: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if ``generate`` shall return what blocks on other stages compute."""
+    """Raise ``ValueError`` if ``generate`` should return outputs of blocks on other stages."""
 
     def value(name: str) -> Any:
         configs = (kwargs.get("generation_config"), model.generation_config)
@@ -258,13 +258,13 @@ def _refuse_outputs_of_blocks(model: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _gather_fields(model: Any, output: ModelOutput, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a forward's output as transformers returns them: logits and attention weights are gathered."""
+    """Return a forward's output fields like transformers, with gathered logits and attention weights."""
     loss = output.get("loss")
     omit_logits = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)
     fields = {}
     for name, value in output.items():
         if isinstance(value, (VocabParallelLogits, LazyLogits)):
-            labels = model.labels_of.get(name)  # without them, no loss was computed from these logits
+            labels = model.labels_of.get(name)  # without labels, no loss was computed from these logits
             value = None if omit_logits and (labels is None or given.get(labels) is not None) else value.full()
         elif model.attention_outputs is not None:
             value = model.attention_outputs.full(name, value, given)

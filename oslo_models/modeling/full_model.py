@@ -1,4 +1,4 @@
-"""Makes a sharded model full again, in place, and removes what a model keeps from having been parallel."""
+"""Converts a sharded model to a full model in place, and removes the attributes of parallel models."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from oslo_models.modeling.quantizing import check_not_quantized
 
 
 def is_full(model: Any) -> bool:
-    """Whether the model has all its weights here: one of transformers', or a parallel one of sizes 1."""
+    """Whether this process holds all weights: a transformers model, or a parallel model of sizes 1."""
     mesh = getattr(model, "mesh", None)
     return mesh is None or mesh.model.size == 1
 
 
 def remove_parallel_state(model: Any) -> None:
-    """Remove from a full model, in place, the attributes that make it a parallel model of sizes 1."""
+    """Remove the attributes of a parallel model of sizes 1 from a full model, in place."""
     if getattr(model, "_fusion", None) is not None:
         model.unfuse()
     mesh = vars(model).get("mesh")
@@ -38,7 +38,7 @@ def remove_parallel_state(model: Any) -> None:
 
 
 def plain_view(model: Any) -> Any:
-    """A full model itself, or the modules of a parallel one of sizes 1 in an object of its transformers class.
+    """Return a full model itself, or a parallel model of sizes 1 as an object of its transformers class.
 
     Raises:
         ValueError: the model is fused.
@@ -56,14 +56,14 @@ def plain_view(model: Any) -> Any:
 
 
 def _attributes(cls: type) -> set[str]:
-    """The names of the attributes that the parallel base classes of ``cls`` define."""
+    """Return the attribute names that the parallel base classes of ``cls`` define."""
     bases = [base for base in cls.__mro__ if base.__module__.startswith("oslo_models.modeling.")]
     return {name for base in bases for name in (*vars(base), *vars(base).get("__annotations__", {}))}
 
 
 @torch.no_grad()
 def make_full(model: Any) -> None:
-    """What `ParallelizedModel.deparallelize` does."""
+    """Implement `ParallelizedModel.deparallelize`."""
     mesh: ParallelMesh | None = model.mesh
     cls = vars(model).get("_full_class", type(model))
     if mesh is not None and mesh.is_sharded:
@@ -80,12 +80,12 @@ def make_full(model: Any) -> None:
         mesh.world.set_phase("after gathering")
     remove_parallel_state(model)
     model.__class__ = cls
-    if hasattr(cls, "deparallelize"):  # the zoo's own, as transformers' methods construct it
+    if hasattr(cls, "deparallelize"):  # a parallel class that transformers' methods constructed
         model.layouts = {}
 
 
 def _gather(model: Any, mesh: ParallelMesh) -> dict[str, Tensor]:
-    """The full tensors on every rank, in host memory; tied ones under one of their names."""
+    """Gather the full tensors in host memory on every rank, with tied tensors under one of their names."""
     tensors, layouts = model._full_names(model.state_dict())
     tied = model._tied_names()
     _, stages = gather_infos("gathering the model", tensors, layouts, mesh, tied)
@@ -100,7 +100,7 @@ def _gather(model: Any, mesh: ParallelMesh) -> dict[str, Tensor]:
 
 
 def _replace_modules(model: Any, cls: Any, tensors: dict[str, Tensor]) -> None:
-    """Give the model the modules of a full one with these tensors; parameters that are here stay the same objects."""
+    """Give the model the modules of a full model with these tensors. Local parameters stay the same objects."""
     full_names = {} if model.stage is None else model.stage.full_names
     named = model.named_parameters(remove_duplicate=False)
     before = {full_names.get(name, name): param for name, param in named}
@@ -110,7 +110,7 @@ def _replace_modules(model: Any, cls: Any, tensors: dict[str, Tensor]) -> None:
     )
     for name, param in list(full.named_parameters(remove_duplicate=False)):
         old: nn.Parameter | None = before.get(name)
-        values = tensors.get(name, param.data).to(param.device)  # of its own type, whatever that of the model is
+        values = tensors.get(name, param.data).to(param.device)  # keep its dtype, which may differ from the model's
         if old is None:
             param.data = values
             continue
@@ -124,7 +124,7 @@ def _replace_modules(model: Any, cls: Any, tensors: dict[str, Tensor]) -> None:
     if full.can_generate():
         full.generation_config = model.generation_config
     full.name_or_path = model.name_or_path
-    hooks = "_require_grads_hook"  # transformers' own, of modules that are gone
+    hooks = "_require_grads_hook"  # transformers' hooks of removed modules
     own = {name: value for name, value in vars(model).items() if name not in vars(full) and not name.startswith(hooks)}
     vars(model).clear()
     vars(model).update(vars(full) | own)

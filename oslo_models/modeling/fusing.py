@@ -1,4 +1,4 @@
-"""`FusableModel`: the methods for fusing a model."""
+"""`FusableModel`: methods to fuse a model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _NGRAMS = (
     "transformers.generation.logits_process.EncoderNoRepeatNGramLogitsProcessor.__call__",
 )
 _COMPILED = ("greedy_search", "sample")
-"""The values of transformers' ``GenerationMode`` whose steps it compiles; beam search would use the cache eagerly."""
+"""The ``GenerationMode`` values with steps that transformers compiles. Beam search would use the cache eagerly."""
 
 
 class FusableModel(PreTrainedModel):
-    """The methods of `ParallelModel` that replace modules and steps of generation by faster ones."""
+    """The methods of `ParallelModel` that replace modules and generation steps with faster ones."""
 
     mesh: ParallelMesh | None = None
     gather_logits: bool | None = None
@@ -60,40 +60,46 @@ class FusableModel(PreTrainedModel):
         symmetric_memory: bool = False,
         check: bool = True,
     ) -> Any:
-        """Swap modules of this model, in place, for faster ones that compute the same up to rounding.
+        """Replace modules of this model in place with faster modules that compute the same up to rounding.
 
-        Only modules that become faster on this device are swapped; `fusion_report` lists them. On a CPU, linear layers
-        are timed against torch's, once on a machine, with its current number of threads: with another number they run
-        torch's, until ``unfuse`` and ``fuse`` are called again. Names and values of parameters stay, and `unfuse`
-        undoes everything. In training with labels, ``output.logits`` is then ``None`` (as with tensor parallelism)
-        unless ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``, plain expressions run
-        instead, which the compiler fuses. On GPUs, ``generate`` without beams then uses a static cache and CUDA graphs,
-        which its first call compiles; ``cache_implementation="dynamic"`` avoids both. Every rank of the model calls it.
+        Only modules that become faster on this device are replaced. `fusion_report` lists them. Parameter names and
+        values stay the same, and `unfuse` undoes everything. Call this on every rank of the model.
+
+        On a CPU, linear layers are timed against torch's, once per machine, with the current number of threads. With
+        another number of threads they run torch's, until you call ``unfuse`` and ``fuse`` again. On GPUs, ``generate``
+        without beams uses a static cache and CUDA graphs, which its first call compiles. To avoid both, pass
+        ``cache_implementation="dynamic"``.
+
+        In training with labels, ``output.logits`` is ``None`` (as with tensor parallelism) unless
+        ``gather_logits=True``: the loss is computed without logits. Under ``torch.compile``, plain expressions run
+        instead, and the compiler fuses them.
 
         Args:
-            modules: the layer classes in which to swap, such as ``[GPT2MLP, GPT2Attention]``; ``None``: everywhere.
-            backend: ``"triton"``, ``"apex"`` (NVIDIA's), ``"torch"``, or ``"auto"``: the fastest one available.
-            measure: whether linear layers on a CPU are timed; ``False`` fuses all that the kernel supports, slower ones
-                too.
-            weights: on a CPU, ``"bfloat16"`` or ``"int8"`` (one scale per output of the full weight): linear layers
-                compute with their weights in this type, beside the unchanged parameters, so that decoding reads fewer
-                bytes. Such a model computes without gradients only.
-            float8: ``"tensorwise"`` (one scale per tensor; outputs' gradients in e5m2) or ``"rowwise"`` (one per row):
-                the linear layers that tensor parallelism shards multiply in float8, in both passes, with the scales of
-                one process. Parameters keep their type. It needs a GPU from Ada or, for rows, Hopper on, or a CPU, on
-                which it is slow.
-            symmetric_memory: on GPUs of one host that read each other's memory, compiled code (and so the decoding of
-                ``generate``) computes sums of up to 128 KiB over the ranks by one kernel of torch, in place of NCCL. It
-                is used once it has given NCCL's sums here.
-            check: whether the first module of each replaced kind runs once on a few random tokens, beside the original.
-                A kind that differs by more than rounding stays unfused everywhere: the report and a warning say so.
+            modules: the layer classes in which to replace modules, such as ``[GPT2MLP, GPT2Attention]``. ``None`` means
+                everywhere.
+            backend: ``"triton"``, ``"apex"`` (NVIDIA's), ``"torch"``, or ``"auto"`` for the fastest available backend.
+            measure: whether to time linear layers on a CPU. ``False`` fuses all layers that the kernel supports, even
+                if they become slower.
+            weights: on a CPU, ``"bfloat16"`` or ``"int8"`` (one scale per output of the full weight). Linear layers
+                then compute with copies of their weights in this dtype, so that decoding reads fewer bytes. The
+                parameters do not change. Such a model computes without gradients only.
+            float8: ``"tensorwise"`` (one scale per tensor; output gradients in e5m2) or ``"rowwise"`` (one scale per
+                row). The linear layers that tensor parallelism shards multiply in float8 in forward and backward pass,
+                with single-process scales. Parameters keep their dtype. This needs an Ada or newer GPU, for rows Hopper
+                or newer, or a CPU, which is slow.
+            symmetric_memory: on GPUs of one host with access to each other's memory, use one torch kernel in place of
+                NCCL for all-reduces of up to 128 KiB in compiled code, which includes the decoding of ``generate``. The
+                kernel is used after its sums have matched NCCL's.
+            check: whether to compare the first module of each replaced class with its original on a few random tokens.
+                A class that differs by more than rounding stays unfused everywhere, with a warning and a note in the
+                report.
 
         Returns:
             The model itself.
 
         Raises:
             ValueError: the model has no such class, or the backend, ``weights``, ``float8`` or ``symmetric_memory`` is
-                not available; the model is unchanged.
+                not available. The model is unchanged.
         """
         if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):
             raise ValueError(f"modules must be a list of classes such as [GPT2MLP], or None, got {modules!r}")
@@ -144,14 +150,14 @@ class FusableModel(PreTrainedModel):
     def _apply_fusion(
         self, fusion: Fusion, found: list[FusionCandidate], selected: set[type] | None, check: bool
     ) -> list[FusionCandidate]:
-        """Replace the modules of the candidates, and return these; with ``check``, those that compute the same."""
+        """Replace the candidates' modules. Return the candidates. ``check`` drops deviating ones."""
         if check:
             return apply_checked(self, fusion, found, selected)
         fusion.apply(self, found, selected)
         return found
 
     def unfuse(self) -> Any:
-        """Undo `fuse`: results are again bit for bit those from before it. Returns the model itself."""
+        """Undo `fuse`: results are again bit-identical to the unfused model. Return the model itself."""
         if self._fusion is not None:
             self._fusion.undo()
             self._fusion = self._decoders = None
@@ -160,7 +166,7 @@ class FusableModel(PreTrainedModel):
         return self
 
     def fusion_report(self) -> FusionReport:
-        """What `fuse` swapped or skipped, and why; before `fuse`, what it would find. ``print`` shows a table."""
+        """Report which modules `fuse` replaced or skipped, and why, or would replace. ``print`` shows a table."""
         fusion = self._fusion
         if fusion is None:
             fusion = Fusion(choose_backend("auto", self.device))
@@ -168,7 +174,7 @@ class FusableModel(PreTrainedModel):
         return fusion.report()
 
     def _fusion_candidates(self, backend: str, float8: str | None = None) -> Iterable[FusionCandidate]:
-        from oslo_models.fusion import rules, subjects  # which import several architectures of transformers
+        from oslo_models.fusion import rules, subjects  # they import several transformers architectures
 
         found = rules.fusion_candidates(self, backend)
         if float8 is None:
@@ -177,45 +183,46 @@ class FusableModel(PreTrainedModel):
         return in_float8(self, found, subjects.subjects(self, backend), entries, float8)
 
     def fused_adamw(self, **options: Any) -> torch.optim.AdamW:
-        """torch's fused ``AdamW`` over this rank's parameters: one pass over them instead of a dozen.
+        """Return torch's fused ``AdamW`` for this rank's parameters. It reads them in one pass instead of a dozen.
 
         Args:
-            **options: those of ``torch.optim.AdamW``.
+            **options: arguments of ``torch.optim.AdamW``.
         """
         return torch.optim.AdamW(self.parameters(), fused=True, **options)
 
     def use_lazy_logits(self) -> bool:
-        """Tell fused heads whether the forward that begins may return lazy logits, because only its loss is needed."""
+        """Tell fused LM heads whether the next forward may return lazy logits, because only its loss is needed."""
         heads = self._fusion.heads() if self._fusion is not None else ()
         lazy = torch.is_grad_enabled() if self.gather_logits is None else not self.gather_logits
-        lazy = lazy and self._fusion is not None and self._fusion.weights is None  # which compute the logits themselves
-        lazy = lazy and not any(map(has_backward_hooks, heads))  # they compare shapes
+        lazy = lazy and self._fusion is not None and self._fusion.weights is None  # narrow weights compute the logits
+        lazy = lazy and not any(map(has_backward_hooks, heads))  # backward hooks compare shapes
         for head in heads:
             head.lazy = lazy
         return lazy and bool(heads)
 
     def _layer_names(self, here: set[str]) -> set[str]:
-        """The names of all layer classes that ``fuse(modules)`` accepts, on whichever rank they are."""
+        """Return the names of all layer classes that ``fuse(modules)`` accepts, from all ranks."""
         exported = registry.names(self.config.model_type) if self.config.model_type in registry.ARCHITECTURES else []
         layers = {name for name in exported if name.endswith(("Attention", "MLP", "Block", "Layer"))}
         everywhere = [here] if self.mesh is None else gather_objects(self.mesh.model, sorted(here))
         return layers.union(*everywhere)
 
     def _with_own_classes(self, modules: set[type]) -> set[type]:
-        """``modules``, and this model's own class if they contain the transformers class that it derives from."""
+        """Return ``modules``, plus this model's class if they contain its transformers class."""
         return modules | {type(self)} if modules.intersection(type(self).__mro__) else modules
 
     # Generation -------------------------------------------------------------------------------------------------------
 
     def fuse_ngram_blocking(self, wanted: bool | None) -> None:
-        """Set whether the ``generate`` that begins blocks repeated n-grams with `oslo_kernels.ngrams`."""
+        """Set whether the next ``generate`` blocks repeated n-grams with `oslo_kernels.ngrams`."""
         if wanted is None:
             wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", self._fuses_ngrams_by_default)
         self._fuses_ngrams = bool(wanted)
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method; selects a static cache, whose decoding it compiles, where that is faster, or one that
-        grows in place.
+        """Override transformers' method: use a static cache with compiled decoding if that is faster.
+
+        Otherwise use a dynamic cache that grows in place.
         """
         method = f"{_GENERATION}._prepare_cache_for_generation"
         is_fused = self._fusion is not None
@@ -247,7 +254,7 @@ class FusableModel(PreTrainedModel):
             length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
             if rows * length <= limit:
                 generation_config.cache_implementation = "static"
-                self._previous_max_cache_length = -1  # transformers would lengthen the cache to that of the last call
+                self._previous_max_cache_length = -1  # else transformers lengthens the cache to the last call's length
                 rounded = rounded_length(length)
                 max_cache_length = rounded if rows * rounded <= limit else length
         super()._prepare_cache_for_generation(
@@ -255,13 +262,13 @@ class FusableModel(PreTrainedModel):
         )
         made = model_kwargs.get(generation_name())
         if plain and generation_config.num_beams in (None, 1):
-            let_grow(made)  # beams replace it for each token
+            let_grow(made)  # beam search replaces it for each token
         if limit and generation_config.cache_implementation == "static" and type(made) is StaticCache:
             self._decoders = self._decoders or Decoders()
             model_kwargs[generation_name()] = self._decoders.cache(self, rows, max_cache_length, made, limit)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' greedy search and sampling."""
+        """Run transformers' greedy search or sampling, with captured decoding steps if there are any."""
         sample = super()._sample
         if self._decodes_in_graphs:
             sample = without_waiting(sample, self.device, kwargs.get("generation_config"), kwargs.get("streamer"))
@@ -269,21 +276,24 @@ class FusableModel(PreTrainedModel):
         return sample() if self._decoders is None else self._decoders.run(sample, kwargs.get(generation_name()))
 
     def get_compiled_call(self, compile_config: Any) -> Any:
-        """transformers' method: the compiled forward; the same one whenever a cache that is kept is used."""
+        """Override transformers' method: return the compiled forward, and the same one for each use of a kept cache."""
         decoder = None if self._decoders is None else self._decoders.running()
         return super().get_compiled_call(compile_config) if decoder is None else decoder.step(self, compile_config)
 
     def _cached_positions(self) -> int:
-        """How many positions a static cache may have: reading all, as every step does, takes as long as the weights."""
+        """Return the maximal number of positions of a static cache.
+
+        Each step reads all positions. At this limit, this takes as long as reading the weights.
+        """
         config = self.config.get_text_config(decoder=True)
-        block = config.per_layer_config[0]  # numbers of heads may differ from block to block
+        block = config.per_layer_config[0]  # blocks may have different numbers of heads
         heads = block.num_attention_heads
         width = config.hidden_size * (getattr(block, "num_key_value_heads", None) or heads) // heads
         weights = sum(param.numel() for param in self.parameters()) * (1 if self.mesh is None else self.mesh.tp.size)
         return weights // (2 * config.num_hidden_layers * width)
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method; criteria that may differ between ranks are agreed on."""
+        """Override transformers' method: the ranks agree on criteria that may differ between them."""
         criteria = super()._get_stopping_criteria(*args, **kwargs)
         return criteria if self.mesh is None else agreed(criteria, self.mesh.model)
 

@@ -1,4 +1,4 @@
-"""Entries of the heads that several architectures share: the modules after the base model."""
+"""Plan entries of task heads, the modules after the base model, that several architectures share."""
 
 from __future__ import annotations
 

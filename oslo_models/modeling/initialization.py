@@ -1,4 +1,4 @@
-"""Random weights that do not depend on the parallel sizes: each parameter has its own seed, derived from its name."""
+"""Draws random weights independently of the parallel sizes: each parameter has a seed derived from its name."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from oslo_models.sharding.layout import Layout
 class SeededByName(TorchDispatchMode):
     """While active, a random in-place operation on a parameter fills it with its shard of the full random tensor.
 
-    The full tensor is filled from ``(seed, name)`` and sharded, one parameter at a time: which parameters a rank holds
-    and in which order they are initialised makes no difference. Later draws in the shape of the parameter belong to
-    it: ``trunc_normal_`` redraws until no element is out of bounds. Of stacked experts, one is drawn at a time.
+    The full tensor is filled from ``(seed, name)`` and sharded, one parameter at a time. The values therefore depend
+    neither on the rank's set of parameters nor on the order of initialisation. Later draws in the parameter's shape
+    belong to it too: ``trunc_normal_`` redraws until no element is out of bounds. Stacked experts are drawn one by one.
 
-    Parameters that were loaded are not changed. transformers' functions of initialisation see to that themselves, but
-    not its plain arithmetic: with ``rescale_prenorm_residual`` its Mamba models divide a weight each time it is loaded.
+    Loaded parameters do not change. transformers' initialisation functions skip them, but its plain arithmetic does
+    not: with ``rescale_prenorm_residual``, its Mamba models divide a weight each time it is loaded.
 
     Args:
-        rank_in: the position of this process among the ranks of a layout.
+        rank_in: returns this process's index among the ranks of a layout.
         stacks: the names of parameters that stack experts.
-        root: maps a parameter name to its name in the full model, or to that of the parameter that it is tied to.
+        root: maps a parameter name to the full model's name, or to the source parameter's name if it is tied.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SeededByName(TorchDispatchMode):
         return target
 
     def _fill(self, target: Tensor, name: str, layout: Layout, fill: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Fill this rank's shard with its part of the full tensor that ``name`` gives."""
+        """Fill ``target`` with this rank's shard of the full tensor. The seed derives from ``name``."""
         generator = default_generator(target.device)
         before = generator.get_state()
         try:
@@ -102,16 +102,16 @@ def initialize_whole(
     rank_in: Callable[[Layout], int],
     root: Callable[[str], str],
 ) -> None:
-    """Initialise a module whose weights transformers computes from its sizes, such as a state-space mixer's.
+    """Initialise a module with weights that transformers computes from its sizes, such as a state-space mixer.
 
-    transformers' code sees full sizes, parameters and buffers, of which those that it writes are sharded afterwards.
+    transformers' code sees full sizes, parameters and buffers. This function then shards each tensor that was written.
 
     Args:
-        name: that of the module.
-        layouts: those of the model.
-        seed: that of the model.
-        rank_in: as of `SeededByName`.
-        root: as of `SeededByName`; the first parameter's name gives the random numbers.
+        name: the module's name.
+        layouts: the model's layouts.
+        seed: the model's seed.
+        rank_in: see `SeededByName`.
+        root: see `SeededByName`. The first parameter's name determines the random numbers.
     """
     module = model.get_submodule(name)
     buffers = {leaf: buffer for leaf, buffer in module.named_buffers() if f"{name}.{leaf}" in layouts}
@@ -123,7 +123,7 @@ def initialize_whole(
     full_attributes = vars(module).get("full_attributes", {})
     local_attributes = {key: getattr(module, key) for key in full_attributes}
     first, param = next(iter(params.items()))
-    # some code draws on the CPU, whatever the device of the model
+    # some code draws on the CPU even if the model is on a GPU
     generators = [default_generator(device) for device in {torch.device("cpu"), param.device}]
     before = [generator.get_state() for generator in generators]
     try:
@@ -141,14 +141,14 @@ def initialize_whole(
 
 
 def _initializer(model: Any, name: str) -> Any:
-    """The smallest model around a module: transformers lets it initialise the module, by its own configuration."""
+    """Return the innermost model around a module. transformers initialises the module by this model's configuration."""
     parts = name.split(".")[:-1]
     around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     return next(each for each in reversed(around) if isinstance(each, PreTrainedModel))
 
 
 def _full_like(param: Tensor, layout: Layout) -> Tensor:
-    """An empty parameter or buffer of the full size; without memory if the local one was loaded, and so stays."""
+    """Return an empty full-size parameter or buffer. It is on the meta device if the local tensor was loaded."""
     is_loaded = getattr(param, "_is_hf_initialized", False)
     device = torch.device("meta") if is_loaded else param.device
     full = torch.empty(layout.shape, dtype=param.dtype, device=device)
@@ -167,7 +167,7 @@ def _set(module: nn.Module, params: Mapping[str, Tensor], attributes: Mapping[st
 
 @torch.no_grad()
 def initialize_computed(model: nn.Module, seed: int) -> None:
-    """Initialise the tensors from which a weight is computed (``weight_norm``), as torch does in the constructor.
+    """Initialise the source tensors of a computed weight (``weight_norm``), as torch's constructor does.
 
     transformers initialises the computed weight, which has no effect.
     """

@@ -1,8 +1,8 @@
 """Optimizers that need a matrix as a whole (Muon, Shampoo, SOAP, GaLore), on sharded models.
 
-Each matrix is given to one rank of its tensor-parallel group, which keeps the full parameter and the optimizer's state
-for it. Before a step the gradients are gathered there, after it each rank takes its shard of the result. So the
-updates are those of one process, and a rank holds its share of the states.
+Each matrix is assigned to one rank of its tensor-parallel group. This rank keeps the full parameter and its optimizer
+state. Before a step, it gathers the gradients. After the step, each rank takes its shard of the result. The updates
+therefore equal single-process updates, and the optimizer states are distributed over the ranks.
 
 Source: the distribution of whole matrices over ranks follows Shi et al., "A Distributed Data-Parallel PyTorch
 Implementation of the Distributed Shampoo Optimizer", 2023.
@@ -24,7 +24,7 @@ from oslo_models.distributed.sharded_tensor import Shard, ShardedParameter, Shar
 
 @dataclass
 class _Matrix:
-    """A sharded parameter, and the full one on the rank that updates it."""
+    """A sharded parameter, with the full parameter on the rank that updates it."""
 
     param: ShardedParameter
     owner: int
@@ -40,7 +40,7 @@ def matrix_optimizer(cls: type[Optimizer], parameters: Iterable[nn.Parameter], *
     matrices = _distribute([param for param in given if isinstance(param, ShardedParameter)])
     own = [param for param in given if not isinstance(param, ShardedParameter)]
     own += [matrix.full for matrix in matrices if matrix.full is not None]
-    # an optimizer refuses an empty list; one without a gradient is never updated
+    # an optimizer rejects an empty list, so pass a parameter without a gradient, which it never updates
     optimizer = cls(own or [nn.Parameter(given[0].new_zeros(1, 1))], **options)
     optimizer.register_step_pre_hook(lambda *_: _gather(matrices))
     optimizer.register_step_post_hook(lambda *_: _take_shards(matrices))
@@ -48,7 +48,7 @@ def matrix_optimizer(cls: type[Optimizer], parameters: Iterable[nn.Parameter], *
 
 
 def _distribute(params: list[ShardedParameter]) -> list[_Matrix]:
-    """Give each matrix to the rank that has the fewest elements so far, the largest first; gather it there."""
+    """Assign the matrices, largest first, each to the rank with the fewest elements so far. Allocate them there."""
     if not params:
         return []
     tp = params[0].sharding.mesh.tp
@@ -76,7 +76,7 @@ def _elements(param: ShardedParameter) -> int:
 
 @torch.no_grad()
 def _gather(matrices: list[_Matrix]) -> None:
-    """Gather the values too: something else than the optimizer may have changed the parameters since its last step."""
+    """Gather gradients and values: other code may have changed the parameters since the last step."""
     for matrix in matrices:
         grad, values = matrix.param.grad, matrix.param.full_tensor()
         full_grad = None if grad is None else cast(Shard, grad).full_tensor()

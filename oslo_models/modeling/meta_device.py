@@ -1,4 +1,4 @@
-"""Constructs models on the meta device without computing initial values, of which there is nothing to see there."""
+"""Constructs models on the meta device without initialisation, since meta tensors have no values."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _INITIALIZERS = {init.normal_, init.uniform_, init.kaiming_uniform_, init.consta
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call one of torch's functions, unless it would initialise a tensor on the meta device."""
+    """Call a torch function unless it would initialise a meta tensor."""
     if func in _INITIALIZERS:
-        tensor = args[0] if args else kwargs["tensor"]  # by its name from torch's functions
+        tensor = args[0] if args else kwargs["tensor"]  # torch's init functions pass it by name
         if tensor.is_meta:
             return tensor
     return func(*args, **kwargs)
 
 
 class uninitialized_on_meta(TorchFunctionMode):  # noqa: N801  reads as the context manager that it is
-    """Under it, initialisers leave tensors on the meta device as they are.
+    """Context in which initialisers skip tensors on the meta device.
 
-    torch would run its reference implementations in Python: half of the time that a model takes to construct there.
+    torch would run its Python reference implementations, which take half of the construction time on the meta device.
     """
 
     def __torch_function__(
@@ -40,9 +40,9 @@ class uninitialized_on_meta(TorchFunctionMode):  # noqa: N801  reads as the cont
 
 
 class meta_device(DeviceContext):  # noqa: N801
-    """``torch.device("meta")`` for the construction of a model: nothing is initialised.
+    """``torch.device("meta")`` without initialisation, to construct a model.
 
-    One mode in place of two, through which all of torch's functions would go.
+    This is one mode rather than two, since every torch function call passes through each active mode.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class meta_device(DeviceContext):  # noqa: N801
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """``model.to_empty(device=device)`` in a tenth of the time: torch's ``empty_like`` of such tensors is in Python."""
+    """Do ``model.to_empty(device=device)`` in a tenth of the time: ``empty_like`` of meta tensors runs in Python."""
 
     def empty(x: Tensor) -> Tensor:
         if x.is_contiguous():

@@ -1,4 +1,4 @@
-"""The class of transformers' kind behind a parallel one."""
+"""Finds the transformers class of a parallel class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 
 def original_class(cls: type[Any]) -> Any:
-    """The class of transformers' kind that a parallel class is made of: its first base that is not parallel."""
+    """Return the transformers class of a parallel class: its first base that is not parallel."""
     return next(
         base
         for base in cls.__mro__

@@ -1,4 +1,4 @@
-"""Classes with a plan of the user: of the zoo with another plan, or of any other class of transformers' kind."""
+"""Makes parallel classes with a user's plan, from supported architectures or any other transformers class."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from transformers import PreTrainedConfig
 from oslo_models.sharding.plan import Entries, Plan
 
 PlanLike = Plan | Callable[[Any], Plan] | str
-"""A plan, a function from a configuration to one, or ``"derive"``: see `modeling.derived`."""
+"""A plan, a function from a configuration to a plan, or ``"derive"`` (see `modeling.derived`)."""
 
 
 def class_with_plan(bases: tuple[type[Any], ...], plan: PlanLike) -> Any:
-    """A parallel class with another plan.
+    """Return a parallel class with another plan.
 
     Args:
-        bases: a class that is parallel already; or `ParallelModel` and one that is not.
-        plan: as of `parallel_class`.
+        bases: a parallel class, or `ParallelModel` and a class that is not parallel.
+        plan: see `parallel_class`.
 
     Raises:
-        ValueError: the plan is none.
+        ValueError: ``plan`` is not a plan.
     """
     if not isinstance(plan, Plan) and not callable(plan):
         raise ValueError(f'plan must be a Plan, a function from a configuration to one or "derive", got {plan!r}')
@@ -40,26 +40,29 @@ def class_with_plan(bases: tuple[type[Any], ...], plan: PlanLike) -> Any:
 
 @dataclass(frozen=True)
 class ClassWithPlan:
-    """What a class was made from: it can be sent to other processes, unlike the class.
+    """The arguments of `class_with_plan`, which, unlike the class, can be pickled for other processes.
 
     Attributes:
-        bases, plan: as of `class_with_plan`.
+        bases, plan: see `class_with_plan`.
     """
 
     bases: tuple[type[Any], ...]
     plan: PlanLike
 
     def from_pretrained_with_parallel(self, *args: Any, **kwargs: Any) -> Any:
-        """`ParallelModel.from_pretrained_with_parallel` of the class."""
+        """Call `ParallelModel.from_pretrained_with_parallel` of the class."""
         return class_with_plan(self.bases, self.plan).from_pretrained_with_parallel(*args, **kwargs)
 
     def from_config_with_parallel(self, *args: Any, **kwargs: Any) -> Any:
-        """`ParallelModel.from_config_with_parallel` of the class."""
+        """Call `ParallelModel.from_config_with_parallel` of the class."""
         return class_with_plan(self.bases, self.plan).from_config_with_parallel(*args, **kwargs)
 
 
 def _given(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> tuple[Plan, Entries | None]:
-    """The plan with the base model's names, and the entries outside of it; ``None`` if it had these names."""
+    """Return the plan with names relative to the base model, and its entries outside of the base model.
+
+    The entries are ``None`` if the plan's names were relative to the base model already.
+    """
     found = plan(config) if callable(plan) else plan
     if not isinstance(found, Plan):
         raise ValueError(f"plan={plan!r} returned {found!r:.100} for a {type(config).__name__}, which is no Plan")
@@ -71,11 +74,11 @@ def _given(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> tuple[Pl
 
 
 def _plan(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> Plan:
-    """`ParallelModel.plan`."""
+    """Implement `ParallelModel.plan`."""
     return _given(plan, cls, config)[0]
 
 
 def _head_entries(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> Entries:
-    """`ParallelModel.head_entries`."""
+    """Implement `ParallelModel.head_entries`."""
     entries = _given(plan, cls, config)[1]
     return cls.head_plan if entries is None else entries

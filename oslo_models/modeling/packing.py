@@ -1,4 +1,4 @@
-"""Which weights of a model stay quantised in its layers (`PackedWeight`), and how they are read."""
+"""Selects weights that stay quantised in their layers (`PackedWeight`), and makes readers for them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def check_combination(settings: Mapping[str, Any] | None, on_the_fly: Any, dequa
 def packing_reader(
     reader: DequantizingReader, mapping: WeightMapping, key_mapping: Any, settings: Mapping[str, Any]
 ) -> PackingReader:
-    """A reader of a quantised checkpoint whose weights stay quantised.
+    """Return a reader that keeps the weights of a quantised checkpoint quantised.
 
     Args:
-        reader: the checkpoint, with its quantised weights.
+        reader: the quantised checkpoint.
         key_mapping: as in transformers' ``from_pretrained``.
-        settings: its ``quantization_config``.
+        settings: the checkpoint's ``quantization_config``.
 
     Raises:
-        ValueError: a quantised weight is not that of a linear layer.
+        ValueError: a quantised weight does not belong to a linear layer.
     """
     linear = _linear_layers(mapping, reader.weights, key_mapping)
     if others := [name for name in reader.weights if name not in linear]:
@@ -58,14 +58,14 @@ def quantizing_reader(
     skipped: Collection[str],
     dtype: torch.dtype | None,
 ) -> PackingReader:
-    """A reader that quantises the weights of linear layers with bitsandbytes as they are read.
+    """Return a reader that quantises the weights of linear layers with bitsandbytes while reading.
 
     Args:
-        reader: the checkpoint, of plain weights.
+        reader: the checkpoint, with plain weights.
         key_mapping: as in transformers' ``from_pretrained``.
         config: a ``BitsAndBytesConfig``.
-        skipped: names of modules that stay as they are.
-        dtype: the type of the model; by default that of each weight.
+        skipped: names of modules that are not quantised.
+        dtype: the model's dtype. By default, each weight keeps its dtype.
     """
     linear = _linear_layers(mapping, reader.tensors, key_mapping)
     names = frozenset(name for name, module in linear.items() if should_convert_module(module, skipped))
@@ -79,7 +79,7 @@ def quantizing_reader(
 
 
 def freeze_packed(model: Any) -> None:
-    """Quantised weights are not trained; transformers and ``peft`` look for a flag of models that have some."""
+    """Freeze quantised weights. Set the flag by which transformers and ``peft`` recognise bitsandbytes models."""
     packed = [param for param in model.parameters() if isinstance(param, PackedWeight)]
     for param in packed:
         param.requires_grad_(False)
@@ -97,7 +97,7 @@ def _packing_reader(
 
 
 def _linear_layers(mapping: WeightMapping, sources: Collection[str], key_mapping: Any) -> dict[str, str]:
-    """For each tensor of a checkpoint that is the weight of a linear layer, the name of that layer."""
+    """Map the checkpoint names of linear layers' weights to the names of the layers."""
     found = {}
     for source, target in mapping.target_names(sources, key_mapping):
         module, _, leaf = target.rpartition(".")

@@ -1,4 +1,4 @@
-"""`parallel_class`: the parallel class for a class of transformers' kind, with a plan of the user."""
+"""`parallel_class`: makes a parallel class from a transformers class and a user's plan."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from oslo_models.modeling.own_plan import PlanLike, class_with_plan
 
 
 def parallel_class(cls: type[Any], plan: PlanLike) -> Any:
-    """The parallel class for a class of models, with a plan for it.
+    """Return the parallel class of a model class, with a plan.
 
     Args:
-        cls: a subclass of transformers' ``PreTrainedModel``, of the zoo or any other.
-        plan: names the modules as ``cls`` does, or as the base model inside it does; in the latter case the entries of
-            the head are those of the ``head_plan`` of ``cls``.
+        cls: a subclass of transformers' ``PreTrainedModel``, from this library or any other source.
+        plan: the sharding plan, with module names relative to ``cls`` or to its base model. If the names are relative
+            to the base model, ``cls.head_plan`` provides the entries of the task head.
 
     Returns:
         A subclass of ``cls`` and `ParallelModel`, with ``from_pretrained_with_parallel`` and so on.
 
     Raises:
-        ValueError: ``cls`` is not such a class, or the plan is none.
+        ValueError: ``cls`` is not a subclass of ``PreTrainedModel``, or ``plan`` is not a plan.
     """
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ValueError(f"a parallel class is made of a subclass of transformers' PreTrainedModel, not of {cls!r}")
     if plan == "derive":
         if issubclass(cls, ParallelModel):
-            return cls  # it has a plan
+            return cls  # the class already has a plan
         plan = DerivedFromConfig(cls)
     return class_with_plan((cls,) if issubclass(cls, ParallelModel) else (ParallelModel, cls), plan)

@@ -1,4 +1,4 @@
-"""`ParallelizedModel`: the methods of OSLO 2 that save and load checkpoints."""
+"""`ParallelizedModel`: OSLO 2's methods to save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class ParallelizedModel(SavableModel):
         merge_checkpoints: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`save_pretrained_with_parallel` as in OSLO 2, which names split files ``pytorch_model_tp_?_pp_?.bin``."""
+        """Call `save_pretrained_with_parallel` with OSLO 2's names of split files, ``pytorch_model_tp_?_pp_?.bin``."""
         options = {"save_config": save_config, **kwargs}
         self._save(save_directory, merge_checkpoints, state_dict, save_function, "_", **options)
 
     def deparallelize(self) -> Any:
-        """Make this the full model again, in place, in host memory of every rank. A collective of all ranks.
+        """Convert to the full model in place, in host memory of every rank. This is a collective of all ranks.
 
-        It is then of the class that it had before `oslo_models.initialize`, or of the class of the zoo without process
-        groups, and can be sharded again. Parameters that this rank has a part of stay the same objects, without
-        gradients; `fuse` is undone.
+        The model gets back the class that it had before `oslo_models.initialize`, or keeps its parallel class without
+        process groups. It can be sharded again. Local parameters stay the same objects, without gradients. `fuse` is
+        undone.
 
         Returns:
             The model itself.
@@ -55,14 +55,14 @@ class ParallelizedModel(SavableModel):
 
     @torch.no_grad()
     def from_parallelized(self, directory: str | Path) -> Any:
-        """Load the weights of a checkpoint, merged or split at any sizes, into this model. A collective of all ranks.
+        """Load a checkpoint, merged or split at any sizes, into this model. This is a collective of all ranks.
 
         Returns:
             The model itself.
 
         Raises:
             ValueError: the checkpoint lacks weights of this model, or their shapes differ.
-            OSError: there is no checkpoint, or it is damaged (``CheckpointError``, which names the file).
+            OSError: the checkpoint does not exist or is damaged (``CheckpointError``, which names the file).
         """
         mesh = self.mesh or ParallelMesh()
         mesh.world.set_phase(f"loading {directory}")
@@ -78,15 +78,15 @@ class ParallelizedModel(SavableModel):
         return self
 
     def _copy_from(self, slices: Mapping[str, LazySlice], directory: str | Path) -> None:
-        """Copy slices of a checkpoint into the tensors of this model.
+        """Copy slices of a checkpoint into the model's tensors.
 
         Raises:
-            ValueError: weights of this model are not among them.
+            ValueError: weights of this model are missing in ``slices``.
         """
         state = self.state_dict(keep_vars=True)
-        loaded = {id(state[name]) for name in slices.keys() & state.keys()}  # a checkpoint has tied weights once
+        loaded = {id(state[name]) for name in slices.keys() & state.keys()}  # checkpoints store tied weights once
         missing = [name for name, tensor in state.items() if id(tensor) not in loaded]
-        # Some weights are computed when a model is constructed (Marian's positions), and never saved.
+        # Constructors compute some weights that are never saved (Marian's positions).
         computed = [*(self._keys_to_ignore_on_save or ()), *(self._keys_to_ignore_on_load_missing or ())]
         if missing := [name for name in missing if not any(re.search(key, name) for key in computed)]:
             raise ValueError(f"{directory} lacks {missing} of this {type(self).__name__}")

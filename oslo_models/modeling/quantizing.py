@@ -1,4 +1,4 @@
-"""Quantises the linear layers of a loaded model with torchao: shards are those of the quantised full weights."""
+"""Quantises the linear layers of a loaded model with torchao. A shard is a slice of the quantised full weight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from oslo_models.sharding.layout import Layout
 
 
 def skipped_modules(model: Any, config: Any) -> list[str]:
-    """The modules of the full model that transformers would not quantise: heads, and those that the user names."""
+    """Return the modules that transformers would not quantise: LM heads, and modules that the user excludes."""
     fp32 = model._keep_in_fp32_modules
     given = getattr(config, "modules_to_not_convert", None) or getattr(config, "llm_int8_skip_modules", None)
     names: list[str] = HfQuantizer.get_modules_to_not_convert(model, given, fp32)
@@ -27,18 +27,18 @@ def skipped_modules(model: Any, config: Any) -> list[str]:
 
 
 def quantize_linear_layers(model: Any, config: Any, skipped: Collection[str]) -> None:
-    """Quantise the linear layers of this rank's part of a model, in place. A collective of all ranks.
+    """Quantise this rank's linear layers in place. This is a collective of all ranks.
 
-    Each rank gathers one full weight after the other, has torchao quantise it and keeps its part, so scales are those
-    of one process, and no rank has more than one full weight at a time.
+    Each rank gathers the full weights one after another, quantises each with torchao and keeps its shard. The scales
+    therefore equal single-process scales, and a rank holds at most one full weight at a time.
 
     Args:
-        model: a model that has its weights.
+        model: a model with loaded weights.
         config: a ``TorchAoConfig``.
-        skipped: names in the full model of modules that stay as they are.
+        skipped: names in the full model of modules that are not quantised.
 
     Raises:
-        ValueError: scales are for elements on several ranks, and the format cannot be split there.
+        ValueError: a scale applies to elements on several ranks, and the format cannot be split there.
     """
     mesh: ParallelMesh = model.mesh
     problems = []
@@ -63,20 +63,20 @@ def quantize_linear_layers(model: Any, config: Any, skipped: Collection[str]) ->
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether a tensor is a `PackedWeight`, or one of torchao's quantised ones."""
+    """Whether a tensor is a `PackedWeight` or a quantised tensor of torchao."""
     return isinstance(tensor, PackedWeight) or type(tensor).__module__.startswith("torchao.")
 
 
 def shard_of(full: Tensor, layout: Layout, rank: int, name: str) -> Tensor:
-    """This rank's part of a full tensor, which may be one of torchao's quantised ones, as a copy.
+    """Return a copy of this rank's shard of a full tensor, which torchao may have quantised.
 
     Raises:
-        ValueError: the part would not have the values of the full quantised tensor.
+        ValueError: the shard's values would differ from the full quantised tensor.
     """
     if not is_quantized(full):
         return full.new_empty(layout.local_shape(rank)) if full.is_meta else layout.shard(full, rank).clone()
     expected = layout.shard(_values(full), rank)
-    with suppress(AssertionError, NotImplementedError, RuntimeError, ValueError):  # what torchao raises if it cannot
+    with suppress(AssertionError, NotImplementedError, RuntimeError, ValueError):  # torchao's errors if unsupported
         part = layout.shard(full, rank).clone()
         if torch.equal(_values(part), expected):
             return part
@@ -88,14 +88,14 @@ def shard_of(full: Tensor, layout: Layout, rank: int, name: str) -> Tensor:
 
 
 def copy_to_device(tensor: Tensor, device: torch.device, copy: bool) -> Tensor:
-    """``tensor.to(device, copy=copy)``, which not all quantised tensors know."""
+    """Return ``tensor.to(device, copy=copy)``. Some quantised tensors do not support ``copy``."""
     if is_quantized(tensor):
         return tensor.clone().to(device) if copy else tensor.to(device)
     return tensor.to(device, copy=copy)
 
 
 def refuse_layers_of_libraries(model: nn.Module) -> None:
-    """Raise ``ValueError`` if a library has replaced layers of a full model by quantised ones of its own."""
+    """Raise ``ValueError`` if a library has replaced layers of a full model by its own quantised layers."""
     libraries = ("bitsandbytes", "gptqmodel", "auto_gptq", "awq", "optimum", "compressed_tensors", "hqq", "eetq")
     for name, module in model.named_modules():
         library = type(module).__module__.partition(".")[0]
@@ -108,11 +108,11 @@ def refuse_layers_of_libraries(model: nn.Module) -> None:
 
 
 def check_not_quantized(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Raise ``ValueError`` if one of these tensors is a `PackedWeight`, or one of torchao's quantised ones.
+    """Raise ``ValueError`` if any tensor is a `PackedWeight` or a quantised tensor of torchao.
 
     Args:
         tensors: tensors of a model, by name.
-        what: what cannot be done with quantised weights, and what to do instead.
+        what: the end of the message: the unsupported operation and an alternative.
     """
     for name, tensor in tensors.items():
         if is_quantized(tensor):
@@ -120,7 +120,7 @@ def check_not_quantized(tensors: Mapping[str, Tensor], what: str) -> None:
 
 
 def _layers(model: Any, skipped: Collection[str]) -> Iterator[tuple[nn.Linear, Sharding]]:
-    """The linear layers to quantise, in the same order on all ranks of a stage, and how their weights are sharded."""
+    """Yield the linear layers to quantise and their weights' sharding, in the same order on all ranks of a stage."""
     full_names = {} if model.stage is None else model.stage.full_names
     for path, module in model.named_modules():
         name = f"{path}.weight"
@@ -130,7 +130,7 @@ def _layers(model: Any, skipped: Collection[str]) -> Iterator[tuple[nn.Linear, S
 
 
 def _quantized_shard(full: Tensor, local: Tensor, sharding: Sharding, config: Any) -> Tensor | None:
-    """This rank's part of a quantised weight; ``None`` if it would not have the values of the full one."""
+    """Return this rank's shard of a quantised weight, or ``None`` if its values would differ from the full weight."""
     quantized, layout, rank = _quantize(full, config), sharding.layout, sharding.mesh.tp.rank
     if layout.dim is None or sharding.mesh.tp.size == 1:
         return quantized
@@ -141,7 +141,7 @@ def _quantized_shard(full: Tensor, local: Tensor, sharding: Sharding, config: An
             if part is not None and torch.equal(_values(part), expected):
                 return part
         except (AssertionError, NotImplementedError, RuntimeError, ValueError):
-            continue  # each class of torchao says in one of these ways what it cannot do
+            continue  # torchao's classes raise these for unsupported operations
     return None
 
 
@@ -151,7 +151,7 @@ def _cut(quantized: Any, local: Tensor, layout: Layout, rank: int, config: Any) 
 
 
 def _quantize_part(quantized: Any, local: Tensor, layout: Layout, rank: int, config: Any) -> Tensor:
-    """For scales that rows do not share, and shards that consist of several ranges."""
+    """Quantise the local shard. This suits scales per row, and shards that consist of several ranges."""
     return _quantize(local, config)
 
 

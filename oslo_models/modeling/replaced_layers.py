@@ -1,4 +1,4 @@
-"""Notices that a sharded layer was replaced by one that knows nothing of shards, as libraries for quantisation do."""
+"""Detects sharded layers that were replaced by plain layers, as quantisation libraries do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParal
 
 
 class ShardedLayers:
-    """The sharded layers of a model, and where they were when they were last seen.
+    """Tracks the sharded layers of a model and their positions at the last check.
 
-    A layer that was replaced would still compute, but nothing would sum the partial results of the ranks. A layer may
-    be wrapped, unless the wrapper has parameters of its own, and blocks may be removed or become `nn.Identity`.
+    A replaced layer would still compute, but no all-reduce would combine the ranks' partial results. Layers may be
+    wrapped, unless the wrapper adds parameters. Blocks may be removed or replaced by `nn.Identity`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,9 +25,9 @@ class ShardedLayers:
         self._heads = _heads(modules)
 
     def check(self, model: nn.Module) -> None:
-        """Raise ``RuntimeError`` if a layer was replaced since the last call; called before each forward pass.
+        """Raise ``RuntimeError`` if a layer was replaced since the last call. Runs before each forward pass.
 
-        A few dictionary lookups per block, unless some module changed its place.
+        The check takes a few dictionary lookups per block, unless a module was moved.
         """
         if torch.compiler.is_compiling():
             return
@@ -55,10 +55,10 @@ class ShardedLayers:
 
 
 def _require_no_parameters(path: str, module: nn.Module) -> None:
-    """Raise ``RuntimeError`` if a module with parameters of its own stands around a sharded layer.
+    """Raise ``RuntimeError`` if a wrapper around a sharded layer adds parameters.
 
-    It would see the features of this rank, and nothing would sum over the ranks what it adds. An embedding returns the
-    full features, and the layers of peft are adopted.
+    The wrapper would see only this rank's features, and no all-reduce would combine its outputs. Embeddings are exempt,
+    since they return full features. Layers of peft are exempt, since they are made parallel.
     """
     if _is_sharded(module) or any(base.__module__.startswith("peft.") for base in type(module).__mro__):
         return
@@ -75,7 +75,7 @@ def _require_no_parameters(path: str, module: nn.Module) -> None:
 
 
 def _heads(modules: Mapping[str, nn.Module]) -> list[tuple[VocabParallelHead, list[nn.Module]]]:
-    """Each head, and the modules on the way to it, whose outputs its logits may be."""
+    """Return each LM head with the modules on its path, since any of them may return the logits."""
     return [
         (module, [modules[path[:end]] for end in _ends(path)])
         for path, module in modules.items()
@@ -90,7 +90,7 @@ def _instead(cls: type) -> str:
 
 
 def _edges(modules: Mapping[str, nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Each module on the way to a sharded layer, wrappers included, with its parent and its name there."""
+    """Return each module on the path to a sharded layer, including wrappers, with its parent and name."""
     paths = [path for path, module in modules.items() if _is_sharded(module)]
     prefixes = sorted({path[:end] for path in paths for end in _ends(path)})
     return [(modules[path.rpartition(".")[0]], path.rpartition(".")[2], modules[path]) for path in prefixes]
@@ -101,12 +101,12 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _ends(path: str) -> list[int]:
-    """The ends of a path and of those of its parents."""
+    """Return the end positions of a path and of its parent paths."""
     return [*(position for position, letter in enumerate(path) if letter == "."), len(path)]
 
 
 def _deepest(model: nn.Module, path: str) -> tuple[str, nn.Module]:
-    """The module at a path, or the last one on the way there; wrappers that pass on attributes may stand on it."""
+    """Return the module at a path, or the last one that exists on it. Wrappers on the path may forward attributes."""
     found, names = model, path.split(".")
     for depth, name in enumerate(names):
         inner = getattr(found, name, None)

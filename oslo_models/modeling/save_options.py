@@ -1,4 +1,4 @@
-"""The arguments of transformers' ``save_pretrained`` that the methods for saving sharded models take."""
+"""Arguments of transformers' ``save_pretrained`` that the saving methods of sharded models accept."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from oslo_models.checkpoint.upload import Upload
 
 _DEFAULTS = {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False}
-"""Further arguments of transformers' ``save_pretrained``, which have these values only."""
+"""Further arguments of transformers' ``save_pretrained``. Only these values are supported."""
 _UPLOAD = tuple(field.name for field in fields(Upload))
 _SHARD_SIZE = "50GB"
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a model is saved, beside what the methods name.
+    """Options for saving a model, in addition to the named arguments of the saving methods.
 
     Attributes:
-        safe_serialization, save_function, max_shard_size, variant: as of `save_checkpoint`.
-        is_main_process: whether this rank is that which transformers would have save the configuration.
+        safe_serialization, save_function, max_shard_size, variant: see `save_checkpoint`.
+        is_main_process: whether transformers would save the configuration on this rank.
         upload: where to upload the checkpoint.
     """
 
@@ -37,10 +37,10 @@ class SaveOptions:
     def of(
         cls, kwargs: Mapping[str, Any], merging: bool, save_function: Any, safe_serialization: bool | None
     ) -> SaveOptions:
-        """The options among the keyword arguments of a method.
+        """Parse the options from a method's keyword arguments.
 
         Raises:
-            ValueError: one is unknown, or contradicts another one.
+            ValueError: an option is unknown, unsupported or contradicts another option.
         """
         known = ("max_shard_size", "variant", "is_main_process", "push_to_hub", *_UPLOAD)
         if unknown := kwargs.keys() - {*known, *_DEFAULTS}:
@@ -74,7 +74,7 @@ class SaveOptions:
         )
 
     def to_compare(self) -> dict[str, Any]:
-        """What has to be the same on every rank, by name; without secrets."""
+        """Return the options that must be equal on all ranks, by name, without secrets."""
         own = {name: getattr(self, name) for name in ("safe_serialization", "max_shard_size", "variant")}
         upload = {} if self.upload is None else asdict(self.upload) | {"push_to_hub": True}
         return {**own, **{name: value for name, value in upload.items() if name != "token"}}

@@ -1,4 +1,4 @@
-"""`SavableModel`: the methods of a model that save it."""
+"""`SavableModel`: methods that save a model."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ class SavableModel(PreTrainedModel):
         safe_serialization: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save the model. A collective of all ranks; returns when all data are on the disk.
+        """Save the model. This is a collective of all ranks. It returns when all data are on disk.
 
         An existing checkpoint in ``save_directory`` is replaced atomically: if a process is killed or the disk is full,
-        the complete old or the complete new checkpoint is there. Other files in the directory are kept.
+        the directory holds either the complete old or the complete new checkpoint. Other files in it are kept.
 
         Args:
-            save_directory: the directory of the checkpoint; need not exist.
+            save_directory: the directory of the checkpoint. It is created if needed.
             save_config: write ``config.json`` and ``generation_config.json`` too.
             save_with_merging: write a checkpoint for transformers' own ``from_pretrained``, instead of one file per
-                rank, ``pytorch_model_tp=?_pp=?.bin``. Tensors are gathered one at a time. Alias: ``save_with_merge``.
-                A model that is not sharded is always saved so.
-            state_dict: the tensors of this rank; by default ``self.state_dict()``.
-            save_function: writes one ``.bin`` file, like ``torch.save``.
-            safe_serialization: ``True`` for safetensors, ``False`` for ``.bin``. By default split files are ``.bin``
-                and merged ones, as in transformers, safetensors, unless there is a ``save_function``.
-            **kwargs: those of transformers' ``save_pretrained``. ``push_to_hub=True`` uploads merged or split files
+                rank, ``pytorch_model_tp=?_pp=?.bin``. Tensors are gathered one at a time. Models that are not sharded
+                are always merged. Alias: ``save_with_merge``.
+            state_dict: this rank's tensors, ``self.state_dict()`` by default.
+            save_function: a function that writes one ``.bin`` file, like ``torch.save``.
+            safe_serialization: ``True`` for safetensors, ``False`` for ``.bin``. By default, split files are ``.bin``.
+                Merged files are safetensors, as in transformers, unless there is a ``save_function``.
+            **kwargs: arguments of transformers' ``save_pretrained``. ``push_to_hub=True`` uploads merged or split files
                 from rank 0, with ``repo_id``, ``token``, ``private``, ``create_pr``, ``revision``, ``commit_message``
                 and ``commit_description``. ``is_main_process=False`` on all ranks saves no configuration.
-                ``max_shard_size`` and ``variant`` are for merged files.
+                ``max_shard_size`` and ``variant`` apply to merged files.
 
         Raises:
             ValueError: the arguments contradict each other, or differ between ranks.
-            OSError: on every rank, when the directory cannot be written (no permission, no space, a file of that name);
-                the old checkpoint is intact. Or when the upload failed; the new checkpoint is complete.
+            OSError: the directory cannot be written (no permission, no space, a file of that name), and the old
+                checkpoint is intact. Or the upload failed, and the new checkpoint is complete. Raised on every rank.
         """
         merging = kwargs.pop("save_with_merge", save_with_merging)
         options = {"save_config": save_config, "safe_serialization": safe_serialization, **kwargs}
@@ -77,7 +77,7 @@ class SavableModel(PreTrainedModel):
         safe_serialization: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """`save_pretrained_with_parallel`, with the separator in the names of split files as an argument."""
+        """Implement `save_pretrained_with_parallel`. ``separator`` is used in the names of split files."""
         mesh = self.mesh or ParallelMesh()
         mesh.world.set_phase(f"saving to {save_directory}")
         with agree(mesh.world, "checking arguments of saving"):
@@ -121,7 +121,7 @@ class SavableModel(PreTrainedModel):
         mesh.world.set_phase("after saving")
 
     def _full_names(self, state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Layout]]:
-        """The tensors to be saved and their layouts, by their names in the full model."""
+        """Return the tensors to save and their layouts, by their names in the full model."""
         full_names = {} if self.stage is None else self.stage.full_names
         tensors = {full_names.get(name, name): tensor for name, tensor in state_dict.items()}
         for name in self._keys_to_ignore_on_save or ():
@@ -130,10 +130,10 @@ class SavableModel(PreTrainedModel):
         return tensors, {name: sharded.get(name, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
 
     def _tied_names(self) -> dict[str, str]:
-        """For each tied weight the name of its source, by their names in the full model. A collective of all ranks.
+        """Map each tied weight to its source, by their names in the full model. This is a collective of all ranks.
 
-        Weights count as tied while all stages hold equal values for them. Once some have become different, each weight
-        is saved by itself, as readers expect it without ``tie_word_embeddings``.
+        Weights count as tied while all stages hold equal values. Once the values differ, each weight is saved
+        separately, as readers expect it without ``tie_word_embeddings``.
         """
         if self.stage is None:
             return dict(self.all_tied_weights_keys)
@@ -162,12 +162,12 @@ class SavableModel(PreTrainedModel):
         return copied
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method, for a model that is not sharded, or for its active adapter.
+        """Save a model that is not sharded, or the active adapter of any model, like transformers.
 
-        An adapter of a sharded model is saved in full, by a collective of all ranks.
+        An adapter of a sharded model is saved in full. This is a collective of all ranks.
 
         Raises:
-            RuntimeError: this rank has a part of the model only, which would make a broken checkpoint.
+            RuntimeError: this rank holds only a part of the model, which would make a broken checkpoint.
         """
         if self._hf_peft_config_loaded and self.mesh is not None and self.mesh.world.size > 1:
             from oslo_models.modeling.adapters.saving import save_injected

@@ -1,4 +1,4 @@
-"""The names of what checkpoints hold in other parts than models: experts, filters, projections, embeddings."""
+"""Converts between checkpoint and model layouts: stacked, concatenated, chunked, interleaved and padded weights."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from oslo_models.sharding.layout import Layout, Range
 
 
 def expert_pieces(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
-    """The matrices in each stack of experts of a model, by the name of the stack; empty for other models.
+    """Return the checkpoint's matrices of each stack of experts, by the name of the stack. Other models have none.
 
-    The names come from transformers' own reverse conversion, applied to a small stack whose elements are numbered.
+    The names come from transformers' own reverse conversion of a small stack with numbered elements.
 
     Args:
         model: the model, or a stage of it.
@@ -51,20 +51,20 @@ def expert_pieces(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _Conversions:
-    """What transformers reads of a model to name its tensors as they are saved."""
+    """The model attributes that transformers reads to convert tensor names for saving."""
 
     _weight_conversions: Sequence[Any]
     config: Any
 
 
 def _conversions(model: Any) -> list[Any]:
-    """transformers' conversions of checkpoints of a model, without those that only old checkpoints need."""
+    """Return transformers' checkpoint conversions of a model, without conversions for old checkpoints only."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
 
 
 def concatenated_parts(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
-    """The names of the parts that transformers saves a tensor in, of those that it concatenates when it loads them.
+    """Map each tensor that transformers concatenates from checkpoint tensors to the names of these parts.
 
     Args:
         model: the model, or a stage of it.
@@ -84,12 +84,12 @@ def concatenated_parts(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[
 
 
 def _number_of_parts(converter: WeightConverter, config: Any, rows: int) -> int:
-    """The number of parts that a tensor of so many rows is saved in."""
+    """Return the number of checkpoint parts of a tensor with this number of rows."""
     attribute = converter.operations[0].num_shards_attribute
     if attribute is None:
         return len(converter.source_patterns)
     size = -(-rows // getattr(config.get_text_config(), attribute))
-    return -(-rows // size)  # parts of one size, and what is left
+    return -(-rows // size)  # parts of equal size, and a smaller last part
 
 
 def _concatenates(converter: WeightConverter) -> bool:
@@ -100,7 +100,7 @@ def _concatenates(converter: WeightConverter) -> bool:
 
 
 def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
-    """The names of the equal parts that transformers makes of a tensor when it loads it, by that of the tensor.
+    """Map each checkpoint tensor that transformers splits into equal parts to the model's names of these parts.
 
     Args:
         model: the model, or a stage of it.
@@ -121,14 +121,14 @@ def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _chunks(converter: WeightConverter) -> bool:
-    """Whether a conversion divides a tensor along its first dimension."""
+    """Whether a conversion chunks a tensor along its first dimension."""
     operations = converter.operations
     known = [type(operation) for operation in operations] == [Chunk] and len(converter.target_patterns) > 1
     return known and operations[0].dim == 0 and len(converter.source_patterns) == 1
 
 
 def interleaved_names(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """The names that transformers saves stacked experts by whose rows it interleaves, by those in the model.
+    """Map the model's names of stacked experts with interleaved rows in checkpoints to the checkpoint names.
 
     Args:
         model: the model, or a stage of it.
@@ -144,14 +144,14 @@ def interleaved_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def _interleaves(converter: WeightConverter) -> bool:
-    """Whether a conversion takes the rows of the two halves of stacked experts, which alternate, apart."""
+    """Whether a conversion de-interleaves the rows of the two halves of stacked experts."""
     operations = converter.operations
     known = [type(operation) for operation in operations] == [Interleave] and len(converter.target_patterns) == 1
     return known and operations[0].dim == 1 and not operations[0].inverse
 
 
 def padded_names(model: Any, names: Iterable[str]) -> set[str]:
-    """The names of heads whose rows transformers pads to ``config.vocab_size`` when it saves them.
+    """Return the names of LM heads that transformers pads to ``config.vocab_size`` rows for saving.
 
     Args:
         model: the model, or a stage of it.
@@ -162,7 +162,7 @@ def padded_names(model: Any, names: Iterable[str]) -> set[str]:
 
 
 def is_unpadding(converter: WeightConverter) -> bool:
-    """Whether a conversion removes the padding of a vocabulary. transformers has it since 5.24, for Inkling 2."""
+    """Whether a conversion removes vocabulary padding. transformers 5.24 added it for Inkling 2."""
     return [type(operation).__name__ for operation in converter.operations] == ["Inkling2UnpadVocab"]
 
 
@@ -174,11 +174,11 @@ def _stacks(converter: WeightConverter, name: str) -> bool:
 
 
 def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
-    """A reader that gives the model's tensors where the checkpoint holds experts one by one, or other parts of tensors.
+    """Wrap a reader so that it returns the model's tensors where the checkpoint has single experts or other parts.
 
     Args:
-        reader: the checkpoint; the names in it may lack or have the prefix of the base model.
-        model: the full model, without memory.
+        reader: the checkpoint. Its names may lack the base model's prefix or add it.
+        model: the full model, on the meta device.
 
     Raises:
         CheckpointError: some matrices of a stack are missing.
@@ -226,13 +226,13 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
 def as_saved(
     model: Any, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], tied: Mapping[str, str]
 ) -> tuple[Mapping[str, Tensor], dict[str, Layout], dict[str, str]]:
-    """Shards, layouts and tied weights by the names that transformers saves them with, in the parts that it saves.
+    """Convert shards, layouts and tied weights to the names and parts of transformers' saved checkpoints.
 
     Args:
         model: this rank's part of a model.
-        tensors: this rank's shards, by name in the full model; may read each of them when it is asked for.
-        layouts: their layouts.
-        tied: for each tied weight the name of its source.
+        tensors: this rank's shards, by name in the full model. The mapping may read them lazily.
+        layouts: the layouts of the tensors.
+        tied: maps each tied weight to the name of its source.
     """
     conversions = _Conversions(_conversions(model), model.config)
     if not conversions._weight_conversions:
@@ -247,7 +247,7 @@ def as_saved(
     chunked = {
         saved: chunks
         for saved, chunks in chunked_names(model, layouts).items()
-        if len({layouts[chunk].dim for chunk in chunks}) == 1  # else they stay apart, as transformers loads them too
+        if len({layouts[chunk].dim for chunk in chunks}) == 1  # else they stay separate, which transformers also loads
     }
     alternating = interleaved_names(model, layouts)
     padded = padded_names(model, layouts)
@@ -290,17 +290,18 @@ def as_saved(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor that is saved is in those of the model.
+    """Locates a saved tensor in the model's tensors.
 
     Attributes:
-        name: the tensor of the model, or the stack that it is a matrix of.
-        expert: its index in the local stack; outside of it, another rank has the expert. ``None``: no stack.
-        part: which of the ``parts`` matrices of the expert it is.
-        shape: its local shape, which is empty where another rank has the expert.
-        rows: which rows of the local tensor it is, if it is a part of one.
-        others: the tensors that follow in it, if it is several.
-        alternates: whether the rows of the two halves of the tensor alternate in it.
-        added: the number of rows of zeros behind the local tensor.
+        name: the tensor of the model, or the stack that contains the matrix.
+        expert: the expert's index in the local stack. Another rank holds experts with indices outside of the stack.
+            ``None`` if the tensor is not stacked.
+        part: the index of the matrix among the expert's ``parts`` matrices.
+        shape: the local shape, which is empty if another rank holds the expert.
+        rows: the rows of the local tensor, if only a part of it is saved under this name.
+        others: the tensors that are concatenated after this one.
+        alternates: whether the rows of the tensor's two halves are interleaved.
+        added: the number of rows of zeros after the local tensor.
     """
 
     name: str
@@ -315,7 +316,7 @@ class _Place:
 
 
 class _SavedTensors(Mapping[str, Tensor]):
-    """The tensors of a model by the names with which they are saved. Keeps the latest stack, and no other."""
+    """Maps saved names to a model's tensors. Caches only the latest stack."""
 
     def __init__(self, tensors: Mapping[str, Tensor], places: Mapping[str, _Place]) -> None:
         self._tensors, self._places = tensors, places
@@ -350,15 +351,15 @@ class _SavedTensors(Mapping[str, Tensor]):
 
 
 def _of_piece(stack: Layout, expert: int, parts: int) -> Layout:
-    """The layout of one matrix of a stack, that of an expert."""
+    """Return the layout of one expert's matrix in a stack."""
     _, rows, columns = stack.shape
     shape = (rows // parts, columns)
     if stack.dim is None:
         return Layout(shape)
-    if stack.dim == 0:  # one rank has all of it
+    if stack.dim == 0:  # one rank holds the full matrix
         owners = [start <= expert < stop for ((start, stop),) in stack.ranges]
         return Layout(shape, 0, tuple(((0, shape[0] if owner else 0),) for owner in owners))
-    # every part is sharded as the first, whose ranges come first on each rank
+    # all parts are sharded like the first part, and its ranges come first on each rank
     of_part = [ranges if stack.dim == 2 else ranges[: len(ranges) // parts] for ranges in stack.ranges]
     owners = [start <= expert < stop for ((start, stop),) in stack.first_ranges] or [True] * len(of_part)
     own = tuple(ranges if owner else ((0, 0),) for ranges, owner in zip(of_part, owners, strict=True))
@@ -366,7 +367,7 @@ def _of_piece(stack: Layout, expert: int, parts: int) -> Layout:
 
 
 def _of_part(whole: Layout, index: int, parts: int, mesh: Any) -> tuple[Layout, Range]:
-    """The layout of one of the ``parts`` of a tensor, of equal size as transformers saves them, and its local rows."""
+    """Return the layout and the local rows of one of the ``parts``, which transformers saves in equal sizes."""
     size = -(-whole.shape[0] // parts)
     first, last = index * size, min((index + 1) * size, whole.shape[0])
     shape = (last - first, *whole.shape[1:])
@@ -382,14 +383,14 @@ def _of_part(whole: Layout, index: int, parts: int, mesh: Any) -> tuple[Layout, 
 
 
 def _alternating(whole: Layout) -> Layout:
-    """The layout of stacked experts with the rows of two projections in turn, of which a rank has the same ones."""
+    """Return the layout of stacked experts after interleaving two projections. A rank keeps the same rows of each."""
     if whole.dim != 1:
         return whole
     return replace(whole, ranges=tuple(((2 * start, 2 * stop),) for (start, stop), *_ in whole.ranges))
 
 
 def _padded(head: Layout, rows: int, rank: int) -> tuple[Layout, int]:
-    """The layout of a head with more rows, and how many of them are behind the local ones: the last rank has them."""
+    """Return the layout of a padded LM head, and the number of rows to add locally: the last rank adds all of them."""
     old, shape = head.shape[0], (rows, *head.shape[1:])
     if head.dim != 0:
         return replace(head, shape=shape), rows - old
@@ -398,7 +399,7 @@ def _padded(head: Layout, rows: int, rank: int) -> tuple[Layout, int]:
 
 
 def _together(layouts: Mapping[str, Layout], names: Sequence[str]) -> Layout:
-    """The layout of several tensors that are concatenated along their first dimension, on each rank too."""
+    """Return the layout of tensors that are concatenated along their first dimension, both in full and on each rank."""
     parts = [layouts[name] for name in names]
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     if parts[0].dim != 0:

@@ -42,21 +42,21 @@ class TrainableModel(PreTrainedModel):
     layouts: dict[str, Layout]
 
     def gpu_modules(self) -> nn.Module:
-        """The module with this rank's part of the model, to be wrapped by DDP, FSDP or DeepSpeed."""
+        """Return this rank's module, to wrap with DDP, FSDP or DeepSpeed."""
         return self
 
     def gpu_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters on this rank, for the optimizer."""
+        """Return this rank's parameters, for the optimizer."""
         return self.gpu_modules().parameters()
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module.
+        """Like ``nn.Module.named_modules``.
 
         Raises:
-            ValueError: called by the constructor of a ``DistributedDataParallel`` whose group contains ranks with other
-                shards, which it would overwrite with those of its first rank; or of a ``FullyShardedDataParallel``.
+            ValueError: ``DistributedDataParallel`` is being constructed over ranks with different shards, which it
+                would overwrite with the shards of its first rank. Or ``FullyShardedDataParallel`` is being constructed.
         """
         if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.is_sharded:
             refuse_fsdp1(f"this {type(self).__name__}")
@@ -66,12 +66,12 @@ class TrainableModel(PreTrainedModel):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module.
+        """Like ``nn.Module.named_parameters``.
 
         Raises:
-            ValueError: called by ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``, which would
-                return shards as if they were full: torch gathers ``DTensor`` only. Called by DeepSpeed's engine, for a
-            model whose experts are sharded over replicas. Called by ``fully_shard`` over ranks with other shards.
+            ValueError: the caller is ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``, which
+                would return shards as full tensors: torch gathers ``DTensor`` only. Or DeepSpeed's engine, if experts
+                are sharded over replicas. Or ``fully_shard`` over ranks with different shards.
         """
         if not recurse and self.mesh is not None and self.mesh.is_sharded:
             _refuse_full_state_dict(self)
@@ -82,10 +82,10 @@ class TrainableModel(PreTrainedModel):
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of experts that are sharded over data-parallel replicas; none if no experts are.
+        """Return the parameters of experts that are sharded over data-parallel replicas, if any.
 
-        Their gradients are averaged over all replicas by ``backward``, and must not be averaged again. Wrappers that
-        treat all replicas alike have to leave them out: ``fully_shard(..., ignored_params=...)``.
+        ``backward`` averages their gradients over all replicas, so they must not be averaged again. Wrappers that treat
+        all replicas alike have to ignore them: ``fully_shard(..., ignored_params=...)``.
         """
         return map(self.get_parameter, _experts_over_replicas(self))
 
@@ -95,10 +95,10 @@ class TrainableModel(PreTrainedModel):
         self.micro_batch_size = micro_batch_size
 
     def train_batch(self, **batch: Any) -> Tensor:
-        """Forward and backward pass of a batch, in micro-batches under pipeline parallelism.
+        """Run the forward and backward pass of a batch, in micro-batches under pipeline parallelism.
 
         Returns:
-            The detached loss of the whole batch, on every rank.
+            The detached loss of the full batch, on every rank.
         """
         if self.pipeline is None:
             loss = self(**batch).loss
@@ -112,7 +112,7 @@ class TrainableModel(PreTrainedModel):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over the full model is at most ``max_norm``. A collective.
+        """Scale all gradients so that their norm over the full model is at most ``max_norm``. This is a collective.
 
         Each element of the full model counts once, whether sharded or replicated. Gradients that FSDP2 shards over
         replicas are included.
@@ -126,10 +126,10 @@ class TrainableModel(PreTrainedModel):
         highest = norm_type == float("inf")
 
         def sum_of(names: Iterable[str]) -> Tensor:
-            """The sum of the powers of what this rank contributes to the norm, or their maximum."""
+            """Return this rank's contribution to the norm: a sum of powers, or a maximum."""
             norms = [torch.zeros((), dtype=torch.float64, device=device)]
             for parts in _by_dtype([part for name in names for part in self._counted(name, grads[name])]):
-                norms.extend(torch._foreach_norm(parts, norm_type, dtype=torch.float64))  # on a GPU, one launch
+                norms.extend(torch._foreach_norm(parts, norm_type, dtype=torch.float64))  # one kernel launch on a GPU
             return torch.stack(norms).amax() if highest else (torch.stack(norms) ** norm_type).sum()
 
         over_replicas = grads.keys() & set(_experts_over_replicas(self))
@@ -140,7 +140,7 @@ class TrainableModel(PreTrainedModel):
                 all_reduce(self.mesh.dp, total, op=op)
             if self.mesh.has_experts_over_replicas:
                 of_experts = all_reduce(self.mesh.experts, sum_of(over_replicas), op=op)
-                if self.mesh.tp.rank == 0:  # they count once in the model
+                if self.mesh.tp.rank == 0:  # count each expert once per model
                     total = torch.maximum(total, of_experts) if highest else total + of_experts
             all_reduce(self.mesh.model, total, op=op)
         norm = total if highest else total ** (1.0 / norm_type)
@@ -150,7 +150,7 @@ class TrainableModel(PreTrainedModel):
         return norm.to(local[0].dtype) if local else norm
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy on the same mesh, as ``torch.optim.swa_utils.AveragedModel`` makes it."""
+        """Return a copy on the same mesh, for example for ``torch.optim.swa_utils.AveragedModel``."""
         copied: Any = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
@@ -161,33 +161,35 @@ class TrainableModel(PreTrainedModel):
     def matrix_optimizer(
         self, cls: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter] | None = None, **options: Any
     ) -> torch.optim.Optimizer:
-        """Construct an optimizer that needs a matrix as a whole, such as ``torch.optim.Muon``, for this rank.
+        """Construct an optimizer that needs whole matrices, such as ``torch.optim.Muon``, for this rank.
 
-        Its updates are those of one process; a shard by itself would get others. Each sharded matrix is updated on one
-        rank of its tensor-parallel group, which keeps the full matrix and its state. A step is a collective.
+        The updates equal single-process updates, unlike updates computed from a shard alone. One rank of the
+        tensor-parallel group updates each sharded matrix. It keeps the full matrix and its state. A step is a
+        collective.
 
         Args:
-            cls: the class of the optimizer.
-            parameters: those to optimize, ``model.parameters()`` by default. torch's Muon wants matrices only.
+            cls: the optimizer class.
+            parameters: the parameters to optimize, ``model.parameters()`` by default. torch's Muon accepts matrices
+                only.
             options: further arguments of ``cls``.
 
         Raises:
-            ValueError: ``parameters`` holds something else than parameters.
+            ValueError: an element of ``parameters`` is not a parameter.
         """
         return matrix_optimizer(cls, self.parameters() if parameters is None else parameters, **options)
 
     def _mark_parameters(self) -> None:
-        """Let parameters know their sharding, and DeepSpeed which of them count in gradient norms on this rank.
+        """Mark parameters with their sharding, and tell DeepSpeed which of them count in this rank's gradient norm.
 
-        DeepSpeed counts a parameter in full or not at all: partly shared key-value heads are counted repeatedly.
+        DeepSpeed counts a parameter in full or not at all, so partly shared key-value heads are counted repeatedly.
         """
         assert self.mesh is not None
         if over_replicas := _experts_over_replicas(self):
-            self._ddp_params_and_buffers_to_ignore = over_replicas  # as DistributedDataParallel calls it
+            self._ddp_params_and_buffers_to_ignore = over_replicas  # DistributedDataParallel's name for it
         full_names = {} if self.stage is None else self.stage.full_names
         named: Iterable[tuple[str, Any]] = self.named_parameters()
         for name, param in named:
-            if name not in self.layouts:  # in a layer that was wrapped after it was marked, or the wrapper's own
+            if name not in self.layouts:  # its layer was wrapped after marking, or it belongs to a wrapper
                 continue
             counts = self.stage is None or self.stage.is_first_holder(name)
             if self.mesh.is_sharded:
@@ -203,12 +205,12 @@ class TrainableModel(PreTrainedModel):
                 mark_buffer(self.get_submodule(owner), leaf, sharding)
 
     def _counted(self, name: str, grad: Tensor) -> list[Tensor]:
-        """The slices of a gradient that this rank contributes to a norm in which each element counts once."""
+        """Return the slices of a gradient that count on this rank, so that each element counts once in the norm."""
         if self.mesh is None:
             return [grad]
         if self.stage is not None and not self.stage.is_first_holder(name):
             return []
-        layout = self.layouts.get(name) or Layout(tuple(grad.shape))  # modules that were added are replicated
+        layout = self.layouts.get(name) or Layout(tuple(grad.shape))  # modules added later are replicated
         rank = self.mesh.rank_in(layout)
         if isinstance(grad, DTensor):
             sharded = any(placement.is_shard() for placement in grad.placements)
@@ -220,14 +222,15 @@ class TrainableModel(PreTrainedModel):
         return [local_tensor(grad)[here] for _, here in layout.owned_indices(rank)]
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, save_directory: str | Path, **state: Any) -> None:
-        """Save the optimizer and the random states of all ranks. A collective.
+        """Save the optimizer and the random states of all ranks. This is a collective.
 
-        The directory may be that of the model's checkpoint; then save the model first. Like a checkpoint, it is
-        replaced atomically.
+        The directory may also hold the model's checkpoint. In this case, save the model first. Like a checkpoint, the
+        optimizer state is replaced atomically.
 
         Args:
-            state: further values for `load_optimizer` to return: ``step=100``, ``scheduler=scheduler.state_dict()``;
-                numbers, strings, tensors, and lists and dictionaries of them. Each rank gets back its own.
+            state: further values for `load_optimizer` to return, such as ``step=100`` or
+                ``scheduler=scheduler.state_dict()``: numbers, strings, tensors, and lists and dictionaries of them.
+                Each rank gets its own values back.
 
         Raises:
             ValueError: ``state`` holds values of other types.
@@ -239,15 +242,15 @@ class TrainableModel(PreTrainedModel):
         mesh.world.set_phase("after saving")
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str | Path) -> dict[str, Any]:
-        """Resume from `save_optimizer` at the same parallel sizes. A collective, and the last call before training.
+        """Resume from `save_optimizer` at the same parallel sizes. This is a collective. Call it last before training.
 
         Returns:
             The saved ``state``.
 
         Raises:
             FileNotFoundError: the directory has no optimizer state.
-            ValueError: it was saved at other parallel sizes, or by another optimizer.
-            OSError: a file of it is damaged (``CheckpointError``, which names it).
+            ValueError: the state was saved at other parallel sizes or from another optimizer.
+            OSError: a file is damaged (``CheckpointError``, which names the file).
         """
         mesh = self.mesh or ParallelMesh()
         mesh.world.set_phase(f"loading the optimizer from {directory}")
@@ -257,9 +260,9 @@ class TrainableModel(PreTrainedModel):
 
 
 def _refuse_full_state_dict(model: TrainableModel) -> None:
-    """Raise ``ValueError`` within torch's check of its ``StateDictOptions`` if they ask for full tensors.
+    """Raise ``ValueError`` if torch is checking ``StateDictOptions`` that request full tensors.
 
-    Torch's check passes its options to nothing of the model, but it lists the parameters of each module.
+    torch does not pass its options to the model, but its check lists the parameters of each module.
     """
     frame = sys._getframe()
     while frame.f_back is not None:
@@ -277,13 +280,13 @@ def _refuse_full_state_dict(model: TrainableModel) -> None:
 
 
 def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) -> None:
-    """Raise ``ValueError`` if ``DistributedDataParallel`` is being constructed over ranks that hold other shards.
+    """Raise ``ValueError`` if ``DistributedDataParallel`` is being constructed over ranks with different shards.
 
-    Its constructor does not pass its process group to the module, but it calls ``named_modules`` before it broadcasts
-    parameters: at that moment it is on the call stack, with its group.
+    The constructor does not pass its process group to the module, but it calls ``named_modules`` before it broadcasts
+    parameters. The process group can then be read from the call stack.
     """
     ddp = object_under_construction("DistributedDataParallel")
-    if not hasattr(ddp, "parameters_to_ignore") or mesh.device_mesh is None:  # or it has not set its group
+    if not hasattr(ddp, "parameters_to_ignore") or mesh.device_mesh is None:  # or its group is not set yet
         return
     _require_unaveraged_experts(model, prefix, ddp)
     names = (f"{prefix}.{name}" if prefix else name for name in model.layouts)
@@ -313,7 +316,7 @@ def _refuse_deepspeed() -> None:
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors, those of one dtype together."""
+    """Group tensors by dtype."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
@@ -321,11 +324,11 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _experts_over_replicas(model: Any) -> list[str]:
-    """The names of `ParallelTraining.expert_parameters`; none of a module of another kind."""
+    """Return the names of `TrainableModel.expert_parameters`, or no names for other models."""
     mesh = model.mesh
     if mesh is None or not mesh.has_experts_over_replicas:
         return []
     over_replicas = {name for name, layout in model.layouts.items() if mesh.is_over_replicas(layout)}
-    modules = nn.Module.named_modules(model)  # not the model's own, which is one of those that ask
+    modules = nn.Module.named_modules(model)  # the model's own method calls this function
     names = (f"{path}.{leaf}" for path, module in modules for leaf in module._parameters)
-    return [name for name in names if name in over_replicas]  # adapters have renamed others
+    return [name for name in names if name in over_replicas]  # adapters may have renamed parameters

@@ -37,14 +37,14 @@ def open_with_mapping(
     blocks_per_stage: Sequence[int] | None = None,
     variant: str | None = None,
 ) -> Iterator[tuple[WeightMapping, checkpoint.CheckpointReader]]:
-    """Open and verify a checkpoint of a model, and close it after the block. A collective of all ranks.
+    """Open and verify a model's checkpoint, and close it after the block. This is a collective of all ranks.
 
     Args:
         cls: the class of the model.
-        config: its configuration.
-        options: further keyword arguments of its constructor.
+        config: the model's configuration.
+        options: further keyword arguments of the model's constructor.
         blocks_per_stage: as in the constructors.
-        variant: as transformers' ``variant``.
+        variant: transformers' ``variant``.
 
     Raises:
         FileNotFoundError: there is no checkpoint in ``directory``, or files of it are missing.
@@ -64,7 +64,7 @@ def open_with_mapping(
 
 
 def _require_real(reader: checkpoint.CheckpointReader, mapping: WeightMapping) -> None:
-    """Raise ``CheckpointError`` for complex numbers, if the model has none: their imaginary parts would be lost."""
+    """Raise ``CheckpointError`` for complex tensors if the model is real: their imaginary parts would be lost."""
     wrong = [name for name, stored in reader.tensors.items() if stored.dtype.is_complex]
     if wrong and not any(tensor.is_complex() for tensor in mapping.state.values()):
         file = reader.tensors[wrong[0]].files[0].path
@@ -74,14 +74,14 @@ def _require_real(reader: checkpoint.CheckpointReader, mapping: WeightMapping) -
 class WeightMapping:
     """Maps tensors of a checkpoint to the parameters on this rank.
 
-    Holds the full model and this rank's part of it on the meta device, from which names and layouts are derived.
+    Constructs the full model and this rank's part on the meta device, and derives names and layouts from them.
 
     Attributes:
-        model: the full model, without memory.
-        state: its ``state_dict``.
+        model: the full model, on the meta device.
+        state: the full model's ``state_dict``.
         layouts: the layout of each parameter of the full model over the tensor-parallel ranks.
-        names: for each name in this rank's ``state_dict`` the name in the full model; they differ where a pipeline
-            stage numbers its blocks from zero.
+        names: maps each name in this rank's ``state_dict`` to the name in the full model. They differ because each
+            pipeline stage numbers its blocks from zero.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WeightMapping:
     def _targets(
         self, sources: Iterable[str], key_mapping: dict[str, str] | None
     ) -> Iterator[tuple[str, str, WeightConverter | None]]:
-        """As `target_names`, with the conversion by which transformers computes the parameter from the tensor."""
+        """Yield the pairs of `target_names`, each with transformers' conversion from tensor to parameter, if any."""
         mapping = get_model_conversion_mapping(self.model, key_mapping)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -132,25 +132,25 @@ class WeightMapping:
         ignore_mismatched_sizes: bool = False,
         key_mapping: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Lazy slices of the tensors that this rank needs, by their names on this rank.
+        """Return lazy slices of the tensors that this rank needs, by their names on this rank.
 
-        Tensors that the model does not know are included in full, so that transformers' loader can report them.
+        Unexpected tensors are included in full, so that transformers' loader can report them.
 
         Args:
-            old_vocab: the size of the vocabulary in the checkpoint, where the model's may be larger.
-            ignore_mismatched_sizes: leave out tensors of other shapes, instead of raising an error.
+            old_vocab: the vocabulary size of the checkpoint. The model's vocabulary may be larger.
+            ignore_mismatched_sizes: leave out tensors with mismatched shapes instead of raising an error.
             key_mapping: as in transformers' ``from_pretrained``.
 
         Raises:
-            ValueError: shapes in the checkpoint differ from those of the model, or its weights are quantised.
-            CheckpointError: shapes differ, for split files without a manifest; or transformers computes parameters
-                from these tensors in a way that this library does not know.
+            ValueError: checkpoint and model have different shapes, or the checkpoint's weights are quantised.
+            CheckpointError: shapes differ and the checkpoint consists of split files without a manifest, or
+                transformers converts tensors in a way that this library does not support.
         """
         reader = stacking_reader(reader, self.model)
         check_not_quantized(reader.directory, reader.tensors, self.state)
         targets = []
         for stored, target, converter in self._targets(reader.tensors, key_mapping):
-            # the slice of an unpadded vocabulary is padded when it is read
+            # UnpaddedSlice handles this conversion
             if target in self.state and converter is not None and not is_unpadding(converter):
                 raise _unknown_conversion(reader, stored, target, converter)
             targets.append((stored, target))
@@ -176,7 +176,7 @@ class WeightMapping:
         return slices
 
     def is_transposed(self, key_mapping: dict[str, str] | None, source: str) -> bool:
-        """Whether the layer of a weight holds it as ``[in, out]``, as ``Conv1D`` does.
+        """Whether a weight belongs to a ``Conv1D`` layer and has the shape ``[in, out]``.
 
         Args:
             key_mapping: as in transformers' ``from_pretrained``.
@@ -186,31 +186,31 @@ class WeightMapping:
         return target in self.state and isinstance(self.model.get_submodule(target.rpartition(".")[0]), Conv1D)
 
     def _find_source(self, name: str, sources: dict[str, str]) -> str | None:
-        """The tensor of the checkpoint to read a parameter from; ``None`` if it is missing or tied to another one.
+        """Find the checkpoint tensor of a parameter. Return ``None`` if it is missing, or tied to a local parameter.
 
         Args:
             name: the parameter's name in the full model.
-            sources: for each parameter the name of its tensor in the checkpoint.
+            sources: maps each parameter to the name of its tensor in the checkpoint.
         """
         tied = self.model.all_tied_weights_keys
         root = tied.get(name, name)
         if name not in sources and root in self.names:
             return None
-        # On a stage without the parameter that this one is tied to, any name of the tied weight will do.
+        # The source parameter is on another stage: read the tied weight under any of its names.
         names = (name, root, *(other for other, source in tied.items() if source == root))
         return next((sources[other] for other in names if other in sources), None)
 
     def _slice(
         self, reader: checkpoint.CheckpointReader, source: str, layout: Layout, old_vocab: int | None
     ) -> checkpoint.LazySlice | None:
-        """This rank's slice of a tensor, padded where only the vocabulary grew; ``None`` if its shape differs."""
+        """Return this rank's slice of a tensor, padded if the vocabulary grew, or ``None`` if the shapes differ."""
         shape = reader.tensors[source].shape
         new_vocab, rank = getattr(self.model.config, "vocab_size", None), self._mesh.rank_in(layout)
         if shape == layout.shape:
             return reader.slice(source, layout, rank)
         if (old_vocab, *layout.shape[1:]) == shape and layout.shape[0] == new_vocab and layout.dim == 0:
             return ResizedSlice(reader, source, layout, rank)
-        unpadded = getattr(self.model.config, "unpadded_vocab_size", None)  # of Inkling 2 since transformers 5.24
+        unpadded = getattr(self.model.config, "unpadded_vocab_size", None)  # Inkling 2, since transformers 5.24
         if (new_vocab, *layout.shape[1:]) == shape and layout.shape[0] == unpadded:
             return UnpaddedSlice(reader, source, layout, rank)
         if (*layout.shape[:-1], old_vocab) == shape and layout.shape[-1] == new_vocab and layout.dim is None:
@@ -220,13 +220,13 @@ class WeightMapping:
     def _shape_error(
         self, reader: checkpoint.CheckpointReader, mismatched: Sequence[tuple[str, str, Layout]]
     ) -> Exception:
-        """The error for parameters whose shape differs from that of their tensor in the checkpoint.
+        """Return the error for parameters with other shapes than their tensors in the checkpoint.
 
-        Split files without a manifest get no advice to initialise weights anew: the shapes of the full tensors were
-        inferred with the configuration, so it is the configuration that is wrong.
+        For split files without a manifest, the message does not suggest new initial weights: the full shapes were
+        inferred from the configuration, so the configuration is wrong.
 
         Args:
-            mismatched: name of the parameter, name of the tensor and layout of the parameter.
+            mismatched: the parameter name, tensor name and parameter layout of each mismatch.
         """
         if reader.grid and reader.manifest is None:
             lines = [self._describe_split_mismatch(reader, source, name) for name, source, _ in mismatched]
@@ -245,7 +245,7 @@ class WeightMapping:
         )
 
     def _describe_split_mismatch(self, reader: checkpoint.CheckpointReader, source: str, name: str) -> str:
-        """The local shapes of a parameter in split files without a manifest, and those that the plan expects."""
+        """Describe a parameter's local shapes in split files without a manifest, and the shapes that the plan gives."""
         files, n, shape = reader.tensors[source].files, (reader.split or (1, 1))[0], tuple(self.state[name].shape)
         found = ", ".join(f"{tuple(file.views[source].shape)} in {file.path.name}" for file in files)
         expected = f"it cannot be sharded over {n} ranks"
@@ -257,17 +257,17 @@ class WeightMapping:
     def infer_layout(self, name: str, local_shapes: list[tuple[int, ...]]) -> Layout | None:
         """Infer how split files without a manifest shard a tensor.
 
-        If the shapes are those of the plan over as many ranks, the layout is the plan's: only the plan knows which
-        key-value heads were replicated and how fused heads are interleaved. Otherwise each file is taken to hold the
-        next rows or columns, as many as it has: OSLO 1.x split uneven sizes in another way, and the vocabulary may
-        have been larger or smaller.
+        If the shapes match the plan over the same number of ranks, use the plan's layout: only the plan knows which
+        key-value heads were replicated and how fused heads are interleaved. Otherwise assume that the files hold
+        consecutive rows or columns: OSLO 1.x split uneven sizes in another way, and the vocabulary may have been larger
+        or smaller.
 
         Args:
             name: the name of the tensor in the files.
-            local_shapes: its shape in the file of each tensor-parallel rank.
+            local_shapes: the tensor's shape in the file of each tensor-parallel rank.
 
         Returns:
-            The layout; ``None`` if the shapes fit neither.
+            The layout, or ``None`` if the shapes fit neither rule.
         """
         target = next(target for _, target in self.target_names([name], None))
         n, full = len(local_shapes), self.layouts.get(target)
@@ -277,7 +277,7 @@ class WeightMapping:
         if full is None or full.dim is None or all(shape == full.shape for shape in local_shapes):
             return Layout(local_shapes[0])
         pieces = self._layouts_over(1)[target].ranges[0]
-        parts = len(pieces)  # matrices fused into this one, such as query, key and value
+        parts = len(pieces)  # fused matrices, such as query, key and value
         same_size = len({stop - start for start, stop in pieces}) == 1
         if parts > 1 and not (same_size and planned is not None and all(len(own) == parts for own in planned.ranges)):
             return None
@@ -288,7 +288,7 @@ class WeightMapping:
         return Layout((*first[: full.dim], edges[-1] * parts, *first[full.dim + 1 :]), full.dim, ranges)
 
     def _layouts_over(self, n: int) -> dict[str, Layout]:
-        """The layouts over ``n`` ranks; empty if the model cannot be sharded over that many."""
+        """Return the layouts over ``n`` ranks, or no layouts if the model cannot be sharded over ``n`` ranks."""
         if n not in self._layouts:
             model = self.model
             plan = plan_over(model, self._mesh) if n == self._mesh.tp.size else model.plan(model.config)
@@ -300,10 +300,10 @@ class WeightMapping:
         return self._layouts[n]
 
     def owner_stage(self, name: str, pp: int) -> int:
-        """The pipeline stage whose file has the trained copy of a tensor, in files of OSLO 1.x.
+        """Return the pipeline stage that trained a tensor, for split files of OSLO 1.x.
 
-        Those files hold every layer on every stage, but each stage trained its own layers only: the same number of
-        blocks on each, and the remainder on the last one.
+        These files hold every layer on every stage, but each stage trained its own layers only. All stages had the same
+        number of blocks, and the last stage had the remainder too.
 
         Args:
             name: the name of the tensor in the files.
@@ -331,7 +331,7 @@ def _unknown_conversion(
 
 
 class ResizedSlice(checkpoint.LazySlice):
-    """A rank's rows of an embedding whose vocabulary has grown; new tokens get the mean of the old embeddings.
+    """Local rows of an embedding for a larger vocabulary. New tokens get the mean of the old embeddings.
 
     Source: Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021.
     """
@@ -351,7 +351,7 @@ class ResizedSlice(checkpoint.LazySlice):
 
 
 class UnpaddedSlice(checkpoint.LazySlice):
-    """A rank's rows of a head whose checkpoint has further rows, of no tokens, at the end."""
+    """Local rows of an LM head. The checkpoint pads its vocabulary with rows at the end."""
 
     def read(self) -> Tensor:
         rows = torch.empty(self.shape, dtype=self.dtype)
@@ -361,7 +361,7 @@ class UnpaddedSlice(checkpoint.LazySlice):
 
 
 class PaddedSlice(checkpoint.LazySlice):
-    """A replicated bias of the logits (``final_logits_bias``) whose vocabulary has grown; new tokens get zero."""
+    """Replicated logits bias (``final_logits_bias``) for a larger vocabulary. New tokens get zeros."""
 
     def read(self) -> Tensor:
         old = self.reader.read(self.name, Layout(self.reader.tensors[self.name].shape), 0)

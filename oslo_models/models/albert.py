@@ -1,4 +1,4 @@
-"""ALBERT: BERT whose blocks share their weights, with factorised embeddings."""
+"""ALBERT: BERT with weights shared by all blocks, and factorised embeddings."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Apertus: Llama with norms of query and key heads and an MLP without a gate, whose activation (xIELU) is learnt."""
+"""Apertus: Llama with query and key norms for each head, and an MLP without a gate, with learnt activation (xIELU)."""
 
 from transformers import ApertusConfig
 from transformers import initialization as init
@@ -18,7 +18,7 @@ class ApertusParallel(LlamaParallel):
     head_norms = ("self_attn.q_norm", "self_attn.k_norm")
     mlp = {
         "mlp.up_proj": ColumnParallel(),
-        # two scalars, which all ranks apply to their features: as with a norm of heads, gradients are summed
+        # Two scalars, applied by all ranks to their features. As for a head norm, gradients are all-reduced.
         "mlp.act_fn": HeadNorm(),
         "mlp.down_proj": RowParallel(),
     }

@@ -10,7 +10,7 @@ from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.plan import ColumnParallel, Experts, Replicated, SummedModule
 
 _EXPERTS: dict[str, Replicated] = {"mlp.experts": Experts(transposed=True, shared="shared_experts")}
-if hasattr(hf, "AriaGroupedExpertsGemm"):  # transformers 5.17, whose experts route tokens themselves
+if hasattr(hf, "AriaGroupedExpertsGemm"):  # in transformers 5.17, experts route tokens themselves
     _EXPERTS = {
         "mlp.experts": SummedModule(),
         "mlp.experts.fc1.weight": ColumnParallel(parts=2, transposed=True),

@@ -1,4 +1,4 @@
-"""A.X-K1: DeepSeek-V3 with a norm of what shared and routed experts give together."""
+"""A.X-K1: DeepSeek-V3 with a norm of the summed outputs of shared and routed experts."""
 
 from transformers import AXK1Config
 from transformers.models.axk1 import modeling_axk1 as hf

@@ -26,7 +26,7 @@ class BambaParallel(LlamaParallel):
 
     @classmethod
     def mixer(cls, config: Any) -> Entries:
-        """The entries of a state-space mixer."""
+        """Return the plan entries of a state-space mixer."""
         heads = GroupedHeads(config.mamba_n_heads, config.mamba_n_groups, config.mamba_d_head)
         return state_space("mamba", heads, config.mamba_d_state)
 

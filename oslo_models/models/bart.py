@@ -14,7 +14,7 @@ from oslo_models.sharding.plan import Norm, Plan, Replicated, VocabParallel
 
 
 class BartParallel(ParallelModel):
-    """Sharding plan of the BART family, and the base of those that differ from it in norms and positions.
+    """Sharding plan of the BART family, and base class for families with other norms or positions.
 
     Attributes:
         stacks: the stacks of the model: encoder, decoder or both.
@@ -30,12 +30,12 @@ class BartParallel(ParallelModel):
 
     @classmethod
     def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
-        """The entries of a block with these attentions."""
+        """Return the plan entries of a block with these attention layers."""
         return bart_block(heads, *attentions)
 
     @staticmethod
     def heads(config: Any, stack: str) -> EvenSplit:
-        """The attention heads of the encoder or the decoder."""
+        """Return the attention heads of the encoder or the decoder."""
         count = getattr(config, f"{stack}_attention_heads")
         return EvenSplit(count, config.d_model // count)
 

@@ -15,9 +15,9 @@ from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, R
 
 
 class BertParallel(ParallelModel):
-    """Sharding plan of the BERT family, and the base of those that differ from it in names."""
+    """Sharding plan of the BERT family, and base class for families with other names."""
 
-    added_embeddings: ClassVar[tuple[str, ...]] = ("position", "token_type")  # beside those of tokens
+    added_embeddings: ClassVar[tuple[str, ...]] = ("position", "token_type")  # besides token embeddings
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

@@ -1,4 +1,4 @@
-"""BigBird: BERT with block-sparse attention, whose random blocks are shared by all heads; it is then replicated."""
+"""BigBird: BERT with block-sparse attention, which is replicated because all heads share its random blocks."""
 
 from dataclasses import replace
 from typing import Any

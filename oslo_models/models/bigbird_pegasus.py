@@ -1,5 +1,5 @@
-"""BigBird-Pegasus: BART with a block-sparse encoder, whose random blocks are shared by all heads; its attention is
-then replicated.
+"""BigBird-Pegasus: BART with block-sparse encoder attention, which is replicated because all heads share its
+random blocks.
 """
 
 from dataclasses import replace

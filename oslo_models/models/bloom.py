@@ -19,7 +19,7 @@ class BloomParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = heads_of(config)
-        # With slow_but_exact, the products of slices are summed in order; here, the ranks are the slices.
+        # With slow_but_exact, BLOOM sums the products of slices in order. Here, the ranks are the slices.
         local = {"num_heads": heads.local_count, "pretraining_tp": lambda n, rank: 1}
         block = {
             "self_attention": LocalModule(local, per_head={"alibi": heads}),

@@ -1,7 +1,8 @@
 """Byte Latent Transformer: encoder and decoder of bytes around a transformer of patches, all with Llama's blocks.
 
-A patcher, another small decoder, says where patches begin. Projections between bytes and patches are on every rank, as
-are the patcher's embedding and head, whose entropies all ranks need; the hashed embeddings are sharded over their rows.
+A patcher, another small decoder, determines the start of each patch. Projections between bytes and patches are
+replicated. So are the patcher's embedding and head, because all ranks need its entropies. The hashed embeddings are
+sharded over their rows.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ class BltParallel(ParallelModel):
 
     @staticmethod
     def attention(part: Any) -> Entries:
-        """The entries of an attention, by their names inside it."""
+        """Return the plan entries of an attention layer, by name inside it."""
         width = part.hidden_size // part.num_attention_heads
         entries = LlamaParallel.attention(part, GroupedHeads(part.num_attention_heads, part.num_key_value_heads, width))
         return {name.removeprefix("self_attn").removeprefix("."): entry for name, entry in entries.items()}
 
     @classmethod
     def block(cls, part: Any) -> Entries:
-        """The entries of a block of one of its models."""
+        """Return the plan entries of a block in one of the submodels."""
         attention = {f"self_attn.{name}".rstrip("."): entry for name, entry in cls.attention(part).items()}
         return {**attention, **LlamaParallel.mlp, **{name: Norm() for name in LlamaParallel.norms}}
 
     @classmethod
     def cross_attention(cls, part: Any) -> Entries:
-        """The entries of an attention between bytes and patches."""
+        """Return the plan entries of cross-attention between bytes and patches."""
         return {**cls.attention(part), "q_norm": Norm(), "k_norm": Norm()}
 
     @classmethod
@@ -69,7 +70,7 @@ class BltParallel(ParallelModel):
         )
 
     def _initialized_whole(self) -> list[str]:
-        """Those of all models, and MLPs, whose weights transformers draws by the width of the full MLP."""
+        """Add the MLPs: transformers scales their initial weights by the width of the full MLP."""
         mlps = [name for name, module in self.named_modules() if isinstance(module, hf.BltMLP)]
         return [*super()._initialized_whole(), *mlps]
 

@@ -20,7 +20,7 @@ class CLIPParallel(ParallelModel):
     """Sharding plan of the CLIP family.
 
     Attributes:
-        encoders: the encoders of the model, with the prefix of their module names.
+        encoders: the encoders of the model, with the prefixes of their module names.
     """
 
     encoders: ClassVar[dict[str, str]] = {VISION: f"{VISION}.", TEXT: f"{TEXT}."}
@@ -57,7 +57,7 @@ class CLIPParallel(ParallelModel):
 
 
 def _patches(shape: Any, side: int) -> tuple[int, int]:
-    """Rows and positions of images: their patches, and one more."""
+    """Return the number of rows and positions of images: their patches, and one more."""
     rows, _, height, width = shape
     return rows, 1 + (height // side) * (width // side)
 

@@ -1,4 +1,4 @@
-"""ConvBERT: BERT with attention mixed with dynamic convolutions, whose kernels need all heads: it is replicated."""
+"""ConvBERT: BERT with mixed attention and dynamic convolution, replicated because its kernels need all heads."""
 
 from dataclasses import replace
 from typing import Any

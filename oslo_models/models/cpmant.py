@@ -1,6 +1,6 @@
 """CPM-Ant: blocks with biases of relative positions and segments, after prompts that it puts before the tokens.
 
-Its labels are not shifted, and it takes the padding from the token ids: it has no attention mask.
+Its labels are not shifted. It has no attention mask, and reads the padding from the token ids.
 """
 
 from __future__ import annotations

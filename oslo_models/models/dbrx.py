@@ -1,4 +1,4 @@
-"""DBRX: experts whose matrices lie below each other, and grouped heads in one clipped projection."""
+"""DBRX: vertically stacked expert matrices, and grouped heads in one clipped projection."""
 
 from typing import Any
 

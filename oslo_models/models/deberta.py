@@ -20,7 +20,7 @@ class DebertaParallel(BertParallel):
 
     @classmethod
     def projections(cls, heads: EvenSplit) -> Mapping[str, ColumnParallel]:
-        """The sharded projections of an attention."""
+        """Return the plan entries of the sharded projections of an attention layer."""
         fused = ColumnParallel(
             EvenSplit(heads.count, 3 * heads.width)
         )  # query, key and value of each head are adjacent

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: Llama with multi-head latent attention, and shared and routed experts but for the first blocks."""
+"""DeepSeek-V2: Llama with multi-head latent attention, and shared and routed experts after the first blocks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, whose positions an indexer chooses for all heads together."""
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention; an indexer chooses positions for all heads together."""
 
 from typing import Any
 

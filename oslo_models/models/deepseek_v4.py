@@ -1,8 +1,9 @@
 """DeepSeek-V4: several streams of hidden states, and one key per position that is its value as well for all heads.
 
-Blocks attend to a window and, in most of them, to compressed keys of all earlier positions, of which an indexer may
-choose some. Heads are projected in groups, of which a rank holds some, or some heads of one. Every rank makes the
-weights of the streams (hyper-connections), the keys and the choices of the indexer in full: all heads have the same.
+Blocks attend to a window. Most blocks also attend to compressed keys of all earlier positions; an indexer may choose a
+part of these keys. The output projection has groups of heads: a rank has several groups, or some heads of one group.
+Every rank computes the weights of the streams (hyper-connections), the keys and the indexer's choices in full, because
+all heads share them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class DetrParallel(ParallelModel):
 
     @staticmethod
     def block(heads: EvenSplit, *attentions: str) -> Entries:
-        """The entries of a block with these attentions."""
+        """Return the plan entries of a block with these attention layers."""
         block: dict[str, Replicated] = {
             "mlp.fc1": ColumnParallel(),
             "mlp.fc2": RowParallel(),

@@ -1,4 +1,4 @@
-"""DiffLlama: Llama with differences of pairs of heads, of which one is in each half of the heads."""
+"""DiffLlama: Llama with differences between pairs of heads; each half of the heads has one head of a pair."""
 
 from dataclasses import replace
 from typing import Any

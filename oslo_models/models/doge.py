@@ -1,8 +1,8 @@
 """Doge: Llama with attention masks made of the values, scaled residuals and, in some sizes, experts of two vectors.
 
-A rank adds its values' part of the masks of all heads and keeps those of its own heads. Routers are on every rank, as
-those of other mixtures are; they mix the tokens of a batch, so that its rows cannot be computed apart. In the first
-block, equal tokens tie for the last place in a mask: which is kept depends on the number of keys, padding included.
+The masks of all heads are summed over the values of all ranks; each rank keeps the masks of its heads. Routers are
+replicated, as in other mixtures of experts. They mix the tokens of a batch, so its rows depend on each other. In the
+first block, equal tokens tie for the last place in a mask. The number of keys, with padding, decides which token stays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""dots.llm1: Qwen3 with a mixture of experts and shared experts, but for the first blocks."""
+"""dots.llm1: Qwen3 with a mixture of experts and shared experts in all except the first blocks."""
 
 from transformers import Dots1Config
 from transformers.models.dots1 import modeling_dots1 as hf

@@ -26,7 +26,7 @@ class Dots3NoteParallel(DeepseekV32Parallel):
         return {
             **super().attention(config, heads),
             "self_attn.g_proj": ColumnParallel(EvenSplit(config.num_attention_heads)),
-            "self_attn.k_rope_only_layernorm": HeadNorm(),  # of one key, which each rank uses for its own heads
+            "self_attn.k_rope_only_layernorm": HeadNorm(),  # norm of one key, which each rank uses for its heads
         }
 
     @classmethod

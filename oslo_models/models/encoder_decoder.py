@@ -14,7 +14,7 @@ DECODED = {"attentions": "decoder_attentions", "cross_attentions": "cross_attent
 
 
 class EncoderDecoderParallel(ParallelModel):
-    """Sharding plan of the EncoderDecoder family: that of its encoder and that of its decoder."""
+    """Sharding plan of the EncoderDecoder family: the plans of its encoder and its decoder."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

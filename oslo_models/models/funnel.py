@@ -31,7 +31,7 @@ class FunnelParallel(ParallelModel):
     decodes: bool = True
 
     def _initialized_whole(self) -> list[str]:
-        """The standard deviation follows from the shape."""
+        """Return all linear layers: their standard deviation depends on the full shape."""
         return [name for name, module in self.named_modules() if isinstance(module, nn.Linear)]
 
     @classmethod

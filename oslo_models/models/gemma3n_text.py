@@ -1,7 +1,7 @@
 """Gemma 3n, its text model: Gemma 3 over several streams of hidden states (AltUp), with an input of each block's own.
 
-Every rank makes these inputs, the streams and the low-rank residual (LAuReL) in full. Sparse blocks cut their gates off
-at so many standard deviations, taken over all ranks.
+Every rank computes the per-block inputs, the streams and the low-rank residual (LAuReL) in full. Sparse blocks cut off
+their gates at a number of standard deviations. The statistics are computed over all ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Gemma 4, its text model: Gemma 3 with other heads in full-attention blocks; some sizes have experts beside the MLP.
 
-The small sizes give each block an input of its own, which every rank makes in full, or keys of an earlier block.
+In small sizes, each block has an additional input, which every rank computes in full, or reuses keys of an earlier
+block.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Gemma4Parallel(Gemma3Parallel):
 
     @classmethod
     def heads(cls, config: Any, block: int = 0) -> GroupedHeads:
-        """The attention heads of a block."""
+        """Return the attention heads of a block."""
         own = config.per_layer_config[block]
         return GroupedHeads(config.num_attention_heads, own.num_key_value_heads, own.head_dim)
 

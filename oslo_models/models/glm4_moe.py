@@ -1,4 +1,4 @@
-"""GLM-4.5: Llama with query and key norms and shared experts beside a mixture of experts, but for the first blocks."""
+"""GLM-4.5: Llama with query and key norms, and shared and routed experts in all except the first blocks."""
 
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe import modeling_glm4_moe as hf

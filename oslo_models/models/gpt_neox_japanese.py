@@ -1,4 +1,4 @@
-"""GPT-NeoX Japanese: GPT-NeoX with sequential blocks, and without biases but for that of the last attention."""
+"""GPT-NeoX Japanese: GPT-NeoX with sequential blocks. Only the attention of the last block has a bias."""
 
 from dataclasses import replace
 from typing import Any

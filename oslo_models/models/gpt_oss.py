@@ -1,4 +1,4 @@
-"""gpt-oss: Llama with biases, attention sinks and experts whose gate and up projections alternate."""
+"""gpt-oss: Llama with biases, attention sinks, and experts with alternating gate and up projections."""
 
 from typing import Any
 

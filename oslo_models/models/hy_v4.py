@@ -1,6 +1,6 @@
 """Hunyuan 4: GLM-5 with gated attention, attention sinks and several streams of hidden states, as in DeepSeek-V4.
 
-Every rank makes the weights of the streams (hyper-connections) in full: they read whole hidden states.
+Every rank computes the weights of the streams (hyper-connections) in full, because they read whole hidden states.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Inkling 2, its text model: Inkling with gated attention, sinks, and residuals that attend to earlier blocks.
 
-Blocks without a sliding window make the filters of keys and values anew for each token. Residuals are on every rank:
+Blocks without a sliding window compute new filters of keys and values for each token. Residuals are replicated, because
 they read whole hidden states.
 """
 
@@ -29,13 +29,13 @@ _NESTED = {
     "self_attn.rel_logits_proj": "self_attn.relative_position_bias",
     "self_attn.v_norm": "self_attn.v_proj.norm",
 }
-"""The places of layers in attention since transformers 5.24, which moved them into others."""
+"""Module names in attention since transformers 5.24, which moved some layers into others."""
 if not hasattr(hf, "Inkling2QueryProjection"):
     _NESTED = {}
 
 
 def _placed(name: str) -> str:
-    """The name of a layer or parameter of a block in the installed transformers."""
+    """Return the name of a layer or parameter of a block in the installed transformers."""
     module = ".".join(name.split(".")[:2])
     return _NESTED.get(module, module) + name.removeprefix(module)
 

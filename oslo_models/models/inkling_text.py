@@ -1,8 +1,8 @@
 """Inkling, its text model: Llama with shared and routed experts, short convolutions, and biases of relative positions.
 
-Blocks with sliding windows may have other heads. Each head mixes its biases out of profiles that all heads share. The
-convolutions over hidden states, after attention and after the experts, are on every rank, as are the routers, which
-weigh the shared experts beside the routed ones.
+Blocks with sliding windows may have other heads. Each head mixes its biases from profiles that all heads share. The
+convolutions over hidden states, after attention and after the experts, are replicated. So are the routers, which weigh
+shared and routed experts.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from oslo_models.sharding.plan import (
 )
 
 FILTERED = ("self_attn.k_sconv", "self_attn.v_sconv")
-"""The convolutions of keys and of values."""
+"""Convolutions of keys and values."""
 
 
 class InklingParallel(LlamaParallel):
     """Sharding plan of the text models of the Inkling family.
 
     Attributes:
-        replicated: the modules of a block that read or return whole hidden states, beside norms.
+        replicated: modules of a block, besides norms, that read or return whole hidden states.
     """
 
     head_norms: ClassVar[tuple[str, ...]] = ("self_attn.q_norm", "self_attn.k_norm")

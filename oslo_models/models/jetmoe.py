@@ -16,8 +16,8 @@ from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Repl
 class JetMoeParallel(LlamaParallel):
     """Sharding plan of the JetMoE family.
 
-    The experts of attention are sharded over heads whatever ``expert_parallel_size`` is: so a rank computes attention
-    for its heads only, and holds their keys and values only. Its share of the weights is the same.
+    Attention experts are always sharded over heads, regardless of ``expert_parallel_size``. A rank therefore computes
+    attention for its heads only, and stores only their keys and values. Its share of the weights is the same.
     """
 
     mlp = {
@@ -29,7 +29,7 @@ class JetMoeParallel(LlamaParallel):
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
-        own = EvenSplit(config.num_key_value_heads, config.kv_channels)  # with a query head of each chosen expert
+        own = EvenSplit(config.num_key_value_heads, config.kv_channels)  # each has one query head per chosen expert
         experts = "self_attention.experts"
         return {
             "self_attention.kv_proj": ColumnParallel(own, own),

@@ -21,7 +21,7 @@ class KimiLinearParallel(DeepseekV2Parallel):
 
     @classmethod
     def linear_attention(cls, config: Any) -> Entries:
-        """The entries of a gated delta rule."""
+        """Return the plan entries of a gated delta rule."""
         heads, each = EvenSplit(config.linear_num_heads, config.linear_head_dim), EvenSplit(config.linear_num_heads)
         return {
             "self_attn": LocalModule({"qkv_dim": heads.local_extent}),
@@ -37,7 +37,7 @@ class KimiLinearParallel(DeepseekV2Parallel):
 
     @classmethod
     def gates(cls, heads: EvenSplit, each: EvenSplit) -> Entries:
-        """The entries of what forgets and of what gates the outputs, of low rank."""
+        """Return the plan entries of the low-rank forget gates and output gates."""
         return {
             "self_attn.forget_gate.A_log": ColumnParallel(each, dim=2),
             "self_attn.forget_gate.f_a_proj": Replicated(),

@@ -1,6 +1,6 @@
-"""Laguna: Qwen3 with gated attention, and shared and routed experts but for the first blocks.
+"""Laguna: Qwen3 with gated attention, and shared and routed experts in all except the first blocks.
 
-Blocks may have other numbers of query heads.
+The number of query heads may differ between blocks.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""LFM2 MoE: LFM2 with a mixture of experts but for the first blocks."""
+"""LFM2 MoE: LFM2 with a mixture of experts in all except the first blocks."""
 
 from transformers import Lfm2MoeConfig
 from transformers.models.lfm2_moe import modeling_lfm2_moe as hf

@@ -26,13 +26,13 @@ from oslo_models.sharding.plan import (
 
 
 class LlamaParallel(ParallelModel):
-    """Sharding plan of the Llama family, and the base of those that differ from it in names or norms.
+    """Sharding plan of the Llama family, and base class for families with other names or norms.
 
     Attributes:
         norms: the norms of a block.
         head_norms: norms of each query or key head.
         mlp: the MLP of a block.
-        optional: names among the entries that only some blocks or configurations have.
+        optional: names of entries that only some blocks or configurations have.
     """
 
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
@@ -46,13 +46,13 @@ class LlamaParallel(ParallelModel):
 
     @classmethod
     def heads(cls, config: Any) -> GroupedHeads:
-        """The attention heads."""
+        """Return the attention heads."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return GroupedHeads(config.num_attention_heads, config.num_key_value_heads, head_dim)
 
     @staticmethod
     def local_attributes(heads: GroupedHeads) -> dict[str, LocalValue]:
-        """The attributes by which an attention counts its heads."""
+        """Return the head counts of an attention layer, as attributes with local values."""
         return {
             "num_heads": heads.query.local_count,
             "num_key_value_heads": heads.key_value.local_count,
@@ -61,7 +61,7 @@ class LlamaParallel(ParallelModel):
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
-        """The entries of an attention."""
+        """Return the plan entries of an attention layer."""
         return {
             "self_attn": LocalModule(cls.local_attributes(heads)),
             "self_attn.q_proj": ColumnParallel(heads.query),

@@ -1,4 +1,4 @@
-"""Llama 4, its text model: Llama with routed and shared experts, each of which computes every token."""
+"""Llama 4, its text model: Llama with routed and shared experts; every expert computes every token."""
 
 from transformers import Llama4TextConfig
 from transformers.models.llama4 import modeling_llama4 as hf
@@ -27,5 +27,5 @@ class Llama4TextModel(Llama4Parallel, hf.Llama4TextModel):
 
 
 class Llama4ForCausalLM(Llama4Parallel, hf.Llama4ForCausalLM):
-    base_model_prefix = "model"  # of transformers' class it names no module
+    base_model_prefix = "model"  # the prefix in transformers' class names no module
     head_plan = LM_HEAD

@@ -1,4 +1,4 @@
-"""LongCat-Flash: blocks of two latent attentions and two MLPs, beside experts some of which return their input."""
+"""LongCat-Flash: blocks of two latent attentions and two MLPs, with experts; some experts return their input."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class LongcatFlashParallel(ParallelModel):
             embed={"embed_tokens": VocabParallel()},
             blocks={"layers": block},
             head={"norm": Norm()},
-            cache_layers_per_block=2,  # for its two attentions
+            cache_layers_per_block=2,  # one per attention layer
         )
 
 

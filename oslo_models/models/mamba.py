@@ -19,7 +19,7 @@ class MambaParallel(ParallelModel):
 
     @classmethod
     def mixer(cls, config: Any) -> Entries:
-        """The entries of a mixer."""
+        """Return the plan entries of a mixer."""
         return selective_scan("mixer")
 
     @classmethod

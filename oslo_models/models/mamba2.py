@@ -1,4 +1,4 @@
-"""Mamba-2: Mamba with heads, whose groups share B and C, and gated norms."""
+"""Mamba-2: Mamba with groups of heads that share B and C, and gated norms."""
 
 from typing import Any
 

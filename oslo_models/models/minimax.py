@@ -1,6 +1,6 @@
-"""MiniMax-01: Mixtral with lightning attention, over heads, in some blocks, whose decay factors are buffers.
+"""MiniMax-01: Mixtral with lightning attention over heads in some blocks, and decay factors in buffers.
 
-Every rank has the decay factors of its heads. The norm after lightning attention is over all heads.
+Each rank has the decay factors of its heads. The norm after lightning attention is over all heads.
 """
 
 from dataclasses import replace
@@ -31,7 +31,12 @@ class MiniMaxParallel(MixtralParallel):
 
     @classmethod
     def lightning_attention(cls, each: EvenSplit, heads: EvenSplit) -> Entries:
-        """The entries of a lightning attention, for each head as a unit and with its width."""
+        """Return the plan entries of lightning attention.
+
+        Args:
+            each: the heads, with one element per head.
+            heads: the heads, with their width.
+        """
         decays = ("slope_rate", "query_decay", "key_decay")
         return {
             "self_attn.qkv_proj": ColumnParallel(EvenSplit(heads.count, 3 * heads.width)),

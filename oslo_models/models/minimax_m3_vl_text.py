@@ -1,8 +1,8 @@
 """MiniMax-M3, its text model: Qwen3 with shared and routed experts; in some blocks, an indexer chooses blocks of keys.
 
-It needs as many index heads as key-value heads on more than one rank. Each index head chooses for the query heads of
-one key-value head, and is on the ranks with that. All index heads share one key, which every rank makes in full. No
-gradient reaches an indexer.
+On more than one rank, the number of index heads must equal the number of key-value heads. Each index head chooses for
+the query heads of one key-value head, and is on the ranks with this key-value head. All index heads share one key,
+computed in full on every rank. Indexers get no gradients.
 """
 
 from dataclasses import replace
@@ -30,10 +30,10 @@ class MiniMaxM3VLParallel(Qwen3Parallel):
 
     @classmethod
     def indexer(cls, heads: GroupedHeads) -> Entries:
-        """The entries of an indexer.
+        """Return the plan entries of an indexer.
 
         Args:
-            heads: those of attention, with the width of an index head.
+            heads: the attention heads, with the width of an index head.
         """
         count = {"num_heads": heads.key_value.local_count, "config.num_attention_heads": heads.query.local_count}
         return {

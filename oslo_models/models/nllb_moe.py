@@ -1,4 +1,4 @@
-"""NLLB-MoE: M2M100 with experts in some blocks, two of which a router chooses for each token."""
+"""NLLB-MoE: M2M100 with experts in some blocks; a router chooses two experts for each token."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,15 +14,15 @@ from oslo_models.sharding.layout import EvenSplit, ExpertWidth
 from oslo_models.sharding.plan import ColumnParallel, Entries, Plan, Replicated, RowParallel
 
 NAMES = {"fc1": "ffn.fc1", "fc2": "ffn.fc2", "final_layer_norm": "ff_layer_norm"}
-"""The names of what BART's blocks have too."""
+"""Module names in BART's blocks, with their names here."""
 
 
 class NllbMoeParallel(M2M100Parallel):
     """Sharding plan of the NLLB-MoE family.
 
-    The capacity of an expert is for all tokens of a batch: where it is too small, micro-batches lose other tokens.
-    Experts compute what transformers lets them compute: in its version 5.23 the first two of them compute everything
-    (`NllbMoeExperts` takes a mask of experts for their numbers), and the others have no gradients.
+    The capacity of an expert is for all tokens of a batch. If it is too small, micro-batches drop other tokens than a
+    full batch. Experts behave as in transformers: in version 5.23, the first two experts compute all tokens, because
+    `NllbMoeExperts` reads a mask of experts as indices. The other experts get no gradients.
     """
 
     @classmethod
@@ -43,7 +43,7 @@ class NllbMoeParallel(M2M100Parallel):
 
     @classmethod
     def mixture(cls, config: Any, width: int) -> Entries:
-        """The router and the experts of a block, whose MLPs have this width."""
+        """Return the plan entries of the router and the experts of a block, with MLPs of this width."""
         mixture: dict[str, Replicated] = {"ffn.router": Replicated(), "ffn.experts": SeparateExperts()}
         for number in range(config.num_experts):
             split = ExpertWidth(width, expert=number, experts=config.num_experts)

@@ -1,7 +1,7 @@
-"""ProphetNet: an encoder, and a decoder with several prediction streams, whose self-attention is replicated.
+"""ProphetNet: an encoder, and a decoder with several prediction streams and replicated self-attention.
 
-In that attention, transformers applies position biases to other heads than those they were computed for. The logits
-are gathered before the loss, which is computed over all streams together.
+In this self-attention, transformers applies position biases to different heads than it computed them for. The logits
+are gathered before the loss, because the loss covers all streams together.
 """
 
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ class ProphetNetParallel(ParallelModel):
     """Sharding plan of the ProphetNet family.
 
     Attributes:
-        stacks: the stacks of the model, with the prefix of their module names.
+        stacks: the stacks of the model, with the prefixes of their module names.
     """
 
     stacks: ClassVar[dict[str, str]] = {"encoder": "encoder.", "decoder": "decoder."}

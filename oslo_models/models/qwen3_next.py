@@ -27,7 +27,7 @@ class Qwen3NextParallel(Qwen2MoeParallel):
 
     @classmethod
     def linear_attention(cls, config: Any) -> Entries:
-        """The entries of a gated delta rule, over the key heads, each of which has several value heads."""
+        """Return the plan entries of a gated delta rule, over key heads. Each key head has several value heads."""
         count, ratio = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
         key, gate = EvenSplit(count, config.linear_key_head_dim), EvenSplit(count, ratio)
         value = EvenSplit(count, ratio * config.linear_value_head_dim)
@@ -44,7 +44,7 @@ class Qwen3NextParallel(Qwen2MoeParallel):
 
     @classmethod
     def projections(cls, key: EvenSplit, value: EvenSplit, gate: EvenSplit) -> Entries:
-        """The projections of a gated delta rule to queries, keys, values and gates."""
+        """Return the plan entries for the query, key, value and gate projections of a gated delta rule."""
         return {
             "linear_attn.in_proj_qkvz": ColumnParallel(EvenSplit(key.count, 2 * key.width + 2 * value.width)),
             "linear_attn.in_proj_ba": ColumnParallel(EvenSplit(gate.count, 2 * gate.width)),

@@ -1,8 +1,8 @@
 """Qwen4-Exp, its text model: Qwen3.5 MoE over several streams of hidden states, with n-gram embeddings and an indexer.
 
-Every rank makes the weights of the streams (hyper-connections) in full, as it needs them for whole streams, but for the
-projection to their low rank, and so do the layers that add embeddings of n-grams to the streams: of these, only the
-embeddings are sharded, by far the largest weights. The choices of the indexer are the same for all heads.
+Every rank computes the weights of the streams (hyper-connections) in full, because they are for whole streams. Only the
+projection to their low rank is sharded. The layers that add n-gram embeddings to the streams are replicated, but their
+embeddings, by far the largest weights, are sharded. The indexer's choices are the same for all heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from oslo_models.sharding.plan import Entries, Plan, Replicated, VocabParallel
 
 
 def _mixer(name: str) -> Entries:
-    """The weights of the streams in the input of a layer, and of its output in the streams."""
+    """Return the plan entries for the stream weights of a layer's input, and of its output in the streams."""
     return {name: Replicated(), f"{name}.input_mix_weight_down": SlicedRow()}
 
 

@@ -20,7 +20,7 @@ GENERATED = {
 
 
 class RagParallel(ParallelModel):
-    """Sharding plan of the RAG family: that of its question encoder and that of its generator."""
+    """Sharding plan of the RAG family: the plans of its question encoder and its generator."""
 
     loss_needs_full_logits = True
 

@@ -30,13 +30,13 @@ class RecurrentGemmaParallel(ParallelModel):
 
     @classmethod
     def recurrence(cls, config: Any) -> Entries:
-        """The entries of a recurrence. Its gates are as many square blocks as an attention has heads."""
+        """Return the plan entries of a recurrence. Its gates have one square block per attention head."""
         count = config.num_attention_heads
         channels, gates = EvenSplit(count, config.lru_width // count), EvenSplit(count)
         unit, conv = "temporal_block.rg_lru", "temporal_block.conv_1d"
         weights = [f"{gate}_gate_{kind}" for gate in ("input", "recurrent") for kind in ("weight", "bias")]
         return {
-            # the state of its convolution, as wide as its input, has hidden_size channels
+            # The state of the convolution is as wide as its input, so it has hidden_size channels.
             "temporal_block": StateSpace(
                 dict.fromkeys(("lru_width", "hidden_size"), channels.local_extent), convolution="conv_1d"
             ),

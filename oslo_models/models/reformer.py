@@ -1,4 +1,4 @@
-"""Reformer: reversible blocks with local and LSH attention; each rank computes the hashes of its own heads."""
+"""Reformer: reversible blocks with local and LSH attention; each rank computes the hashes of its local heads."""
 
 from typing import Any
 
@@ -29,10 +29,10 @@ LM_HEAD: Entries = {"lm_head.decoder": VocabParallel(), "lm_head.bias": VocabPar
 
 
 class ShardedLSHSelfAttention(hf.LSHSelfAttention):
-    """LSH attention with the slice for its heads of the rotations that a single process would draw."""
+    """LSH attention that uses its heads' slice of the random rotations that a single process would draw."""
 
     def _hash_vectors(self, vectors: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layer: Any = getattr(self.query_key, "base_layer", self.query_key)  # an adapter wraps it
+        layer: Any = getattr(self.query_key, "base_layer", self.query_key)  # an adapter may wrap the layer
         layout, width = layer.layouts["weight"], self.attention_head_size
         ((start, stop),) = layout.ranges[layer.tp.rank]
 
@@ -48,7 +48,7 @@ class ShardedLSHSelfAttention(hf.LSHSelfAttention):
 
 
 class SynchronizedReformerLayer(hf.ReformerLayer):
-    """A block that seeds its dropouts from the generator that is synchronized over the ranks, not from the system."""
+    """Block that seeds its dropout from the generator that the ranks share, not from the system."""
 
     def _init_attention_seed(self) -> None:
         self.attention_seed = torch.manual_seed(int(torch.randint(2**62, ()))).initial_seed()

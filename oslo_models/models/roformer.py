@@ -20,7 +20,7 @@ class RoFormerParallel(ElectraParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        # from 5.24 on, transformers trains the table of positions, which the heads of all ranks read
+        # Since 5.24, transformers trains the table of positions. The heads of all ranks read it.
         return replace(super().plan(config), on_every_stage={"encoder.embed_positions": SharedOutput()})
 
 

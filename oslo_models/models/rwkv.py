@@ -1,4 +1,4 @@
-"""RWKV-4: linear recurrences over channels in place of attention, and an MLP whose gate is replicated."""
+"""RWKV-4: linear recurrences over channels in place of attention, and an MLP with a replicated gate."""
 
 from typing import Any
 
@@ -15,8 +15,9 @@ from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RecurrentState
 class RwkvParallel(ParallelModel):
     """Sharding plan of the RWKV family.
 
-    Of a state that a model returns, a rank has written the channels that are its own. Outside of training, transformers
-    divides some weights by powers of two (``rescale_every``), until the next forward in training: save before that.
+    In a state that the model returns, each rank has written its local channels only. Outside of training, transformers
+    divides some weights by powers of two (``rescale_every``), until the next forward pass in training mode. Save the
+    model before evaluation.
     """
 
     @classmethod
@@ -40,12 +41,12 @@ class RwkvParallel(ParallelModel):
             embed={"embeddings": VocabParallel()},
             blocks={"blocks": block},
             head={"ln_out": Norm()},
-            optional=("pre_ln",),  # of the first block
+            optional=("pre_ln",),  # only the first block has it
             single_stage_reason="its blocks do what their numbers in the full model say, and share a state",
         )
 
     def _initialized_whole(self) -> list[str]:
-        """The rows of every matrix are made orthogonal."""
+        """Initialize every matrix in full, because its rows are made orthogonal."""
         matrices = [name for name, module in self.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))]
         return [*super()._initialized_whole(), *matrices]
 

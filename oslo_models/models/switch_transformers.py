@@ -16,7 +16,7 @@ from oslo_models.sharding.plan import ColumnParallel, Entries, Replicated, RowPa
 class SwitchTransformersParallel(T5Parallel):
     """Sharding plan of the Switch Transformers family.
 
-    The capacity of an expert is for the tokens of a row, so micro-batches lose the tokens that a full batch loses.
+    The capacity of an expert is for the tokens of a row, so micro-batches drop the same tokens as a full batch.
     """
 
     optional = ("mlp.router", "mlp.experts", ".wi", ".wo")  # a block has one MLP, or experts

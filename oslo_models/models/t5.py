@@ -32,7 +32,7 @@ class T5Parallel(ParallelModel):
 
     @classmethod
     def mlp(cls, config: Any, layer: str) -> Entries:
-        """The entries of the MLP in the last layer of a block, which has this name in the block."""
+        """Return the plan entries of the MLP in the last layer of a block. ``layer`` is the name of this layer."""
         wi = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
         mlp = f"{layer}.DenseReluDense"
         return {**{f"{mlp}.{name}": ColumnParallel() for name in wi}, f"{mlp}.wo": RowParallel()}

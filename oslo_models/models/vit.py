@@ -18,7 +18,7 @@ class ViTParallel(ParallelModel):
     """Sharding plan of the ViT family.
 
     Attributes:
-        extra_positions: the number of positions beside those of the patches.
+        extra_positions: number of positions without a patch, such as the class token.
     """
 
     extra_positions: ClassVar[int] = 1

@@ -26,7 +26,7 @@ class WhisperParallel(BartParallel):
 
     @staticmethod
     def positions(config: Any, batch: Any) -> tuple[int, int]:
-        """The rows and positions of a batch in the encoder."""
+        """Return the number of rows and positions of a batch in the encoder."""
         rows, _, frames = batch["input_features"].shape
         return rows, (frames + 1) // 2
 

@@ -1,4 +1,4 @@
-"""XLM: an encoder with language embeddings, whose blocks are stored in four lists. Without `asm`."""
+"""XLM: an encoder with language embeddings; its blocks are stored in four lists. Without `asm`."""
 
 from typing import Any
 

@@ -21,9 +21,9 @@ from oslo_models.sharding.plan import (
 
 
 class xLSTMParallel(ParallelModel):  # noqa: N801  as transformers writes it
-    """Sharding plan of the xLSTM family, with ``weight_mode="single"``: transformers cannot initialise the other one.
+    """Sharding plan of the xLSTM family, with ``weight_mode="single"``: transformers cannot initialise the other mode.
 
-    Of a cache that a model returns, a rank has written the heads that are its own.
+    In a cache that the model returns, each rank has written its local heads only.
     """
 
     @classmethod
@@ -54,7 +54,7 @@ class xLSTMParallel(ParallelModel):  # noqa: N801  as transformers writes it
         )
 
     def _initialized_whole(self) -> list[str]:
-        """Biases of forget gates are computed from the number of heads, the last layers of MLPs from their width."""
+        """Add the forget gates, with biases computed from the number of heads, and MLP outputs, scaled by the width."""
         computed = [name for name, _ in self.named_modules() if name.endswith(("fgate_preact", "proj_down"))]
         return [*super()._initialized_whole(), *computed]
 

@@ -1,4 +1,4 @@
-"""Zamba: Mamba over heads, and in some blocks a Llama before it, whose weights these blocks share."""
+"""Zamba: Mamba over heads; some blocks first run a Llama block with weights that they share."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class ZambaParallel(ParallelModel):
     """Sharding plan of the Zamba family.
 
     Attributes:
-        shared: the name in a block of what blocks share.
+        shared: the name in a block of the transformer layer that blocks share.
     """
 
     shared: ClassVar[str] = "shared_transf"
 
     @classmethod
     def mixer(cls, config: Any) -> Entries:
-        """The entries of a mixer, each head of which has projections to time steps, B and C of its own."""
+        """Return the plan entries of a mixer. Each head has separate projections to time steps, B and C."""
         count = config.n_mamba_heads
         heads, each = EvenSplit(count, config.mamba_expand * config.hidden_size // count), EvenSplit(count)
         of_heads = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
@@ -51,10 +51,10 @@ class ZambaParallel(ParallelModel):
 
     @classmethod
     def transformer(cls, config: Any, uses: Sequence[int]) -> Entries:
-        """The entries of what blocks share.
+        """Return the plan entries of the shared transformer layer.
 
         Args:
-            uses: the numbers, among those blocks, of the ones that share with this one, itself included.
+            uses: indices of the hybrid blocks with the same shared layer, including this block.
         """
         return {**LlamaParallel.attention(config, LlamaParallel.heads(config)), **gated_mlp("feed_forward")}
 
@@ -62,7 +62,7 @@ class ZambaParallel(ParallelModel):
     def plan(cls, config: Any) -> Plan:
         alone = {**cls.mixer(config), "input_layernorm": Norm()}
         hybrid = [number for number, kind in enumerate(config.layers_block_type) if kind == "hybrid"]
-        count = getattr(config, "num_mem_blocks", 1)  # of different weights, used in turn
+        count = getattr(config, "num_mem_blocks", 1)  # number of shared layers, used in turn
         overrides: list[Entries] = [alone] * len(config.layers_block_type)
         for use, number in enumerate(hybrid):
             norms = {"input_layernorm": Norm(), "pre_ff_layernorm": Norm()}

@@ -1,7 +1,7 @@
-"""ZAYA: Mixtral with convolutions over queries and keys of each head, values half of which are of the token before.
+"""ZAYA: Mixtral with convolutions over queries and keys of each head; half of the values are of the previous token.
 
-Half of the channels of all values are projected from each token, the others from the one before it; a rank has those of
-its heads, which may be none of one half. Routers, with the states that they pass on, are on every rank.
+One half of the value channels is projected from the token itself, the other half from the previous token. Each rank has
+the channels of its heads, which may all be in one half. Routers and the states that they pass on are replicated.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ZayaParallel(LlamaParallel):
 
     @staticmethod
     def convolution(name: str, groups: GroupedHeads, filters: ColumnParallel) -> Entries:
-        """The entries of a convolution over the channels of queries and keys, by its groups."""
+        """Return the plan entries of a grouped convolution over query and key channels."""
 
         def count(n: int, rank: int) -> int:
             return groups.query.local_extent(n, rank) + groups.key_value.local_extent(n, rank)

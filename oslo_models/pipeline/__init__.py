@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages of a model and their 1F1B schedule; independent of architectures."""
+"""Pipeline parallelism: stages of a model and their 1F1B schedule, independent of architectures."""

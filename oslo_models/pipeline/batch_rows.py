@@ -1,4 +1,4 @@
-"""Divides the arguments of a forward into micro-batches: tensors, and tensors inside of tuples and outputs."""
+"""Divides the arguments of a forward into micro-batches: tensors, also inside tuples and model outputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OF_ALL_ROWS = {
     *("logits_to_keep", "num_items_in_batch", "cache_position"),
     *("head_mask", "decoder_head_mask", "cross_attn_head_mask", "vision_feature_layer"),
 }
-"""Arguments that hold for every row, whatever their sizes are."""
+"""Arguments that apply to every row, regardless of their sizes."""
 _OF_EACH_ROW = re.compile(r"label|^(start|end)_positions$|lengths?$|^cls_index$|^is_impossible$")
-"""Arguments whose vectors have one element per row."""
+"""Arguments with one element per row if they are vectors."""
 
 
 def count_rows(batch: Mapping[str, Any], main_input: str) -> int | None:
-    """The number of rows of a batch, as its main input tells; ``None`` if nothing does."""
+    """Return the number of rows of a batch, preferably from its main input, or ``None`` if it is unknown."""
     first = (main_input, "inputs_embeds", "decoder_input_ids", "labels", "encoder_outputs")
     for name in (*first, *(name for name in batch if name not in OF_ALL_ROWS)):
         for x in tree_leaves(batch.get(name)):
@@ -30,10 +30,10 @@ def count_rows(batch: Mapping[str, Any], main_input: str) -> int | None:
 
 
 def divide_rows(batch: Mapping[str, Any], rows: int, size: int) -> list[dict[str, Any]]:
-    """The arguments for each micro-batch of ``size`` rows.
+    """Return the arguments for each micro-batch of ``size`` rows.
 
     Raises:
-        ValueError: names an argument that cannot be divided, or of which it is not known whether it has rows.
+        ValueError: an argument cannot be divided, or it is unknown whether it has rows. The message names the argument.
     """
     for name, value in batch.items():
         if any(isinstance(x, Cache) for x in tree_leaves(value, is_leaf=lambda x: isinstance(x, Cache))):
@@ -70,17 +70,17 @@ def divide_rows(batch: Mapping[str, Any], rows: int, size: int) -> list[dict[str
 
 
 def _lists_rows(value: Any, rows: int) -> bool:
-    """Whether this is a list with a dictionary for each row, as the labels of objects in images are."""
+    """Return whether this is a list with a dictionary for each row, such as object-detection labels."""
     return isinstance(value, list) and len(value) == rows and all(isinstance(each, Mapping) for each in value)
 
 
 def _row_dim(name: str, x: Tensor) -> int:
-    """The dimension of the rows: positions of several kinds come before them."""
+    """Return the row dimension. Three-dimensional ``position_ids`` have the kinds of positions before it."""
     return 1 if name == "position_ids" and x.dim() == 3 else 0
 
 
 def _check(name: str, x: Tensor, rows: int) -> None:
-    """Raise ``ValueError`` unless it is known how to divide a tensor."""
+    """Raise ``ValueError`` if it is unknown how to divide a tensor."""
     shape = f"{name} of shape {tuple(x.shape)}"
     if x.dim() == 0:
         return

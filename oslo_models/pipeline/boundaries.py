@@ -28,9 +28,9 @@ def place_boundaries(
     Sets the `Stack.receiver` of the stacks of ``stage``.
 
     Args:
-        prefix: what precedes the base model's names in the model.
-        head: the entries of the model's head.
-        device: the device of the stage.
+        prefix: path prefix of the base model in ``model``.
+        head: entries of the task head.
+        device: device of the stage.
     """
     for key, entry in plan.embed.items():
         stack = stack_of(key, prefix, stage.stacks, 0)
@@ -40,7 +40,7 @@ def place_boundaries(
         replacement = _replace(model, prefix + key, device, output)
         is_stacks_own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
         if is_stacks_own and replacement is not None and output is OutputKind.ZEROS:
-            stack.receiver = replacement  # of several, the last: its output is the input of the blocks
+            stack.receiver = replacement  # the last one wins: its output is the input of the blocks
     for key, value in plan.disabled_after_first_stage.items():
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
             owner, _, name = (prefix + key).rpartition(".")
@@ -71,7 +71,7 @@ def place_boundaries(
 
 
 def _output(entry: Replicated, module: nn.Module | None, embeds_tokens: bool) -> OutputKind:
-    """What the placeholder of a module before the blocks returns."""
+    """Return the output kind of the placeholder for a module before the blocks."""
     if isinstance(entry, Norm) or (embeds_tokens and isinstance(module, nn.Linear)):
         return OutputKind.INPUT
     embeds_here = isinstance(entry, (VocabParallel, ReplicatedEmbedding))
@@ -79,25 +79,25 @@ def _output(entry: Replicated, module: nn.Module | None, embeds_tokens: bool) ->
 
 
 def _from_block(first: int, module: nn.Module, args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A forward hook that leaves out the entries of blocks on earlier stages."""
+    """Forward hook that drops the entries of blocks on earlier stages."""
     return output[first:]
 
 
 def _with_argument(
     name: str, value: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A pre-forward hook that sets a keyword argument."""
+    """Forward pre-hook that sets a keyword argument."""
     return args, {**kwargs, name: value}
 
 
 def _replace(model: nn.Module, path: str, device: torch.device, output: OutputKind) -> Placeholder | None:
-    """Replace a module, a parameter or a buffer by a placeholder, if it exists: some entries are optional.
+    """Replace a module, a parameter or a buffer by a placeholder. Do nothing if it does not exist (optional entries).
 
     Returns:
-        The placeholder of a module; ``None`` for a parameter or a buffer.
+        The placeholder of a module, or ``None`` for a parameter or a buffer.
     """
     module = _find(model, path)
-    if isinstance(module, Placeholder):  # it is inside a module that was replaced
+    if isinstance(module, Placeholder):  # inside a replaced module
         return None
     if module is not None:
         replacement = make_placeholder(module, device, output)

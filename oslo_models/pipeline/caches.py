@@ -1,4 +1,4 @@
-"""Restricts the caches of ``generate`` to the layers of a pipeline stage, whose blocks are numbered from zero."""
+"""Restricts the caches of ``generate`` to the layers of a pipeline stage, numbered from zero."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, StaticLa
 
 @dataclass(frozen=True)
 class CacheLayers:
-    """The layers of one stage in a cache for the full model.
+    """Layers of one stage in a cache for the full model.
 
     Attributes:
-        start, stop: the range of its layers.
-        total: the number of layers of the full model.
-        counting_layer: the layer after the own ones that counts the positions, if there is one; see `Stage`.
+        start, stop: range of the local layers.
+        total: number of layers of the full model.
+        counting_layer: additional layer after the local layers that counts the positions, or ``None``. See `Stage`.
     """
 
     start: int
@@ -27,10 +27,10 @@ class CacheLayers:
     def restrict(self, cache: Any) -> None:
         """Remove the layers of other stages from an empty cache, in place.
 
-        transformers makes caches for as many layers as the encoder of T5 has; layers of one kind are interchangeable.
+        For T5, transformers creates caches with the number of encoder layers. Layers of one kind are interchangeable.
 
         Raises:
-            ValueError: the cache has layers of several kinds, and another number of them than the model.
+            ValueError: the cache has layers of several kinds, and their number differs from the model's.
         """
         if isinstance(cache, EncoderDecoderCache):
             self.restrict(cache.self_attention_cache)
@@ -54,6 +54,6 @@ class CacheLayers:
 
 
 def _counting_layer(layers: list[Any]) -> Any:
-    """A layer that counts positions, of the kind of the other layers: those of a static cache have a fixed size."""
+    """Return a layer that counts positions. It is static, with a fixed size, if the other layers are static."""
     kinds = (layer for layer in layers if isinstance(layer, StaticLayer))
     return copy.copy(next(kinds, None)) or DynamicLayer()

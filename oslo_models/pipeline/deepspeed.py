@@ -1,7 +1,7 @@
 """Makes a DeepSpeed engine reduce gradients only when the pipeline has completed them.
 
-The engine reduces gradients over the replicas in every ``engine.backward``. In a loop over micro-batches they are
-complete only after the last one, and those of tied weights only after they are summed over the stages.
+The engine reduces gradients over the replicas in every ``engine.backward``. In a loop over micro-batches, gradients are
+complete only after the last micro-batch. Gradients of tied weights must also be summed over the stages before.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ class DeepSpeedAdapter:
         engine: a ``deepspeed.DeepSpeedEngine``.
 
     Raises:
-        ValueError: its configuration does not work with pipeline stages.
+        ValueError: the configuration of the engine does not work with pipeline stages.
     """
 
     def __init__(self, engine: Any) -> None:
         _check(engine)
         self._engine = engine
-        # With "managed_gradient_accumulation": false nothing is reduced before `engine.step`.
+        # With "managed_gradient_accumulation": false, the engine reduces no gradients before `engine.step`.
         self._is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
-        # What the user has set as the boundary; usually nothing, and the engine counts its steps.
+        # The boundary set by the user. It is usually unset, and the engine counts its steps.
         self._boundary = engine._is_gradient_accumulation_boundary
 
     @classmethod
     def find(cls, model: nn.Module) -> DeepSpeedAdapter | None:
-        """Find the engine that wraps the model by the hook that it registered there; ``None`` if there is none.
+        """Find the engine that wraps the model by its registered hook. Returns ``None`` without an engine.
 
         Raises:
             ValueError: the configuration of the engine does not work with pipeline stages.
-            RuntimeError: ZeRO manages the parameters of the model, but there is no such hook.
+            RuntimeError: ZeRO manages the parameters of the model, but the hook is missing.
         """
         for hook in reversed(model._forward_pre_hooks.values()):
             for cell in getattr(hook, "__closure__", None) or ():
                 content = _content(cell)
                 if getattr(content, "module", None) is model and hasattr(content, "zero_optimization_stage"):
                     return cls(content)
-        marks = ("_hp_mapping", "ds_id")  # of ZeRO stage 1 and 2, and of stage 3
+        marks = ("_hp_mapping", "ds_id")  # set by ZeRO stages 1 and 2, and by stage 3
         if any(getattr(param, mark, None) is not None for param in model.parameters() for mark in marks):
             raise RuntimeError(
                 "ZeRO has the parameters of this model, but no engine of a known version of DeepSpeed wraps it, so the "
@@ -54,13 +54,13 @@ class DeepSpeedAdapter:
         return None
 
     def set_boundary(self, is_last: bool) -> None:
-        """Tell the engine whether the next backward is the one that completes the gradients."""
+        """Tell the engine whether the next backward completes the gradients."""
         if self._is_managed:
             self._engine.set_gradient_accumulation_boundary(self._boundary if is_last else False)
 
 
 def _check(engine: Any) -> None:
-    """Raise ``ValueError`` for settings with which gradients would be lost or DeepSpeed would fail."""
+    """Raise ``ValueError`` for settings that would lose gradients or make DeepSpeed fail."""
     stage, (dtype, accumulated) = int(engine.zero_optimization_stage()), engine.get_data_types()
     unsupported = {
         f"ZeRO stage {stage}": (

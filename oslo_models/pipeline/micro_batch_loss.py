@@ -21,7 +21,7 @@ _VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
 
 
 def asks_for_loss(batch: Mapping[str, Any], more: Collection[str] = ()) -> bool:
-    """Whether a forward with these arguments computes a loss.
+    """Return whether a forward with these arguments computes a loss.
 
     Args:
         more: names of further arguments that make the forward compute a loss.
@@ -32,18 +32,18 @@ def asks_for_loss(batch: Mapping[str, Any], more: Collection[str] = ()) -> bool:
 
 
 class _FullBatchReplay:
-    """Replays on the full batch what a forward did to the labels of a micro-batch.
+    """Replays the label operations of a micro-batch forward on the full batch.
 
     A forward shifts, pads, flattens and masks labels before its loss reads them. Each of these calls is recorded with
-    its arguments, and replayed on the full batch for the target of a loss. Only calls whose tensors all derive from
-    the batch are recorded: hidden states are not known for the full batch.
+    its arguments, and replayed on the full batch for the target of a loss. A call is recorded only if all its tensors
+    derive from the batch, since hidden states of the full batch are unknown.
 
     Args:
-        pairs: tensors of the micro-batch, each with the same tensor of the full batch.
+        pairs: tensors of the micro-batch, each with the corresponding tensor of the full batch.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        # The tensor of the micro-batch is kept alive, so that no other tensor gets its id.
+        # Keep the tensor of the micro-batch alive, so that no other tensor gets its id.
         self._recorded: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
         for part, full in pairs:
             self._recorded[id(part)] = (part, partial(_identity, full))
@@ -52,7 +52,7 @@ class _FullBatchReplay:
         return id(x) in self._recorded
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Record that ``func`` returned ``result``, or modified its first argument, if it can be replayed."""
+        """Record that ``func`` returned ``result`` or modified its first argument, if the call can be replayed."""
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not any(x in self for x in inputs):
             return
@@ -61,9 +61,9 @@ class _FullBatchReplay:
         if not isinstance(target, Tensor):
             return
         if not all(x in self or x.dim() == 0 for x in inputs):
-            self._recorded.pop(id(target), None)  # it now depends on something else
+            self._recorded.pop(id(target), None)  # it now depends on other tensors
             return
-        # Looked up now, as a later modification in place replaces the entry.
+        # Look up the entries now, as a later in-place modification replaces them.
         replays = {id(x): self._recorded[id(x)][1] for x in inputs if x in self}
 
         def replay() -> Tensor:
@@ -90,22 +90,22 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _full_batch_sizes(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Adapt the sizes of a view of a micro-batch to the full batch: the first one counts rows and becomes -1."""
+    """Adapt the view sizes of a micro-batch to the full batch. The first size counts rows and becomes -1."""
     flat = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
     return flat if not flat or -1 in flat or not all(isinstance(size, int) for size in flat) else (-1, *flat[1:])
 
 
 class GlobalMeanLoss(TorchFunctionMode):
-    """While active, mean losses divide by the number of targets of the full batch instead of the micro-batch.
+    """Mode that divides mean losses by the number of targets of the full batch instead of the micro-batch.
 
-    transformers' losses average over the labels that are not ignored. Micro-batches may have different numbers of them,
-    so the mean of their means is not the mean over the batch, but sums divided by the count of the full batch add up to
-    it. The count is found by replaying what the forward does to the labels, see `_FullBatchReplay`. So no model class
-    has to state whether it shifts its labels or in which order it computes several losses.
+    transformers' losses average over the labels that are not ignored. Micro-batches may have different numbers of such
+    labels, so the mean of their means is not the mean over the batch. Sums divided by the count of the full batch add
+    up to it. `_FullBatchReplay` replays the label operations of the forward to find the count. So no model class has to
+    state whether it shifts its labels, or in which order it computes several losses.
 
     Args:
-        batch: the arguments of the forward for the full batch.
-        name: the name of the model's class, for messages.
+        batch: arguments of the forward for the full batch.
+        name: name of the model class, for messages.
     """
 
     def __init__(self, batch: Mapping[str, Any], name: str) -> None:
@@ -117,7 +117,7 @@ class GlobalMeanLoss(TorchFunctionMode):
         self._replay = _FullBatchReplay(())
 
     def for_micro_batch(self, micro_batch: Mapping[str, Any]) -> GlobalMeanLoss:
-        """Prepare this mode for the forward of one micro-batch. Targets are counted during the first."""
+        """Prepare this mode for the forward of one micro-batch. The first micro-batch counts the targets."""
         self._has_counts, self._next_loss = bool(self._counts), 0
         pairs = [(part, self._batch[key]) for key, part in micro_batch.items() if isinstance(part, Tensor)]
         self._replay = _FullBatchReplay(() if self._has_counts else pairs)
@@ -158,7 +158,7 @@ class GlobalMeanLoss(TorchFunctionMode):
         ignore_index: int = -100,
         **kwargs: Any,
     ) -> Tensor:
-        """The number of targets over which ``func`` would average on the full batch."""
+        """Return the number of targets over which ``func`` would average on the full batch."""
         counted: Tensor = (
             kwargs.get("target_lengths", lengths[-1] if lengths else target) if func is F.ctc_loss else target
         )
@@ -178,7 +178,7 @@ class GlobalMeanLoss(TorchFunctionMode):
 def _sum_of_means(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int = 0, **kwargs: Any
 ) -> Tensor:
-    """The sum over rows of what ``F.ctc_loss`` averages: the loss of each row per target."""
+    """Return the sum over rows of the loss per target. ``F.ctc_loss`` averages these losses."""
     options = {**kwargs, "reduction": "none"}
     losses = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, **options)
     return (losses / target_lengths.clamp(min=1)).sum()
@@ -197,8 +197,9 @@ class _LossObject(torch.autograd.Function):
 
 
 def loss_object(value: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
-    """A scalar tensor with ``value`` whose backward pass calls ``backward(gradient of the scalar)``.
+    """Return a scalar tensor with ``value``. Its backward pass calls ``backward(gradient of the scalar)``.
 
-    The user may compute with it before calling ``backward`` (scale it, add to it); the gradient accounts for that.
+    The user may compute with the scalar before calling ``backward`` (scale it, add to it). The gradient accounts for
+    that.
     """
     return _LossObject.apply(torch.zeros((), device=value.device, requires_grad=True), value.detach(), backward)

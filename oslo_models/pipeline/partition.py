@@ -10,16 +10,16 @@ from oslo_models.sharding.layout import Range
 
 
 def partition(costs: Sequence[float], stages: int, before: float = 0.0, after: float = 0.0) -> tuple[Range, ...]:
-    """Split a sequence of blocks into contiguous stages such that the highest cost of a stage is minimal.
+    """Split a sequence of blocks into contiguous stages so that the highest cost of a stage is minimal.
 
-    Each stage gets at least one block. Among the partitions with minimal highest cost, the one with the least sum of
-    squared costs is taken.
+    Each stage gets at least one block. The least sum of squared costs decides among partitions with minimal highest
+    cost.
 
     Args:
-        costs: the cost of each block.
-        stages: the number of stages.
-        before: the additional cost of the first stage (embeddings).
-        after: the additional cost of the last stage (the head).
+        costs: cost of each block.
+        stages: number of stages.
+        before: additional cost of the first stage (embeddings).
+        after: additional cost of the last stage (the head).
 
     Raises:
         ValueError: there are more stages than blocks.
@@ -35,7 +35,7 @@ def partition(costs: Sequence[float], stages: int, before: float = 0.0, after: f
         return sums[stop] - sums[start] + (before if start == 0 else 0.0) + (after if stop == n else 0.0)
 
     def most_even(bound: float) -> tuple[float, tuple[int, ...]]:
-        """The least sum of squared costs if no stage may cost more than ``bound``, and the ends of the stages."""
+        """Return the least sum of squared costs with no stage above ``bound``, and the ends of the stages."""
 
         @cache
         def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""`Pipeline`: what a call of a model does when it is split into stages, in training and in generation."""
+"""`Pipeline`: calls of a model that is split into pipeline stages, in training and in generation."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from oslo_models.pipeline.ties import untie_different
 
 
 class Pipeline:
-    """The pipeline of one model, as seen by one stage.
+    """Pipeline of one model, from the view of one stage.
 
     Args:
-        model: this stage of the model.
-        stage: describes it.
-        forward: the forward of the model's class, with outputs resolved.
+        model: local stage of the model.
+        stage: description of the stage.
+        forward: forward of the model class, with outputs resolved.
     """
 
     def __init__(self, model: Any, stage: Stage, forward: Callable[..., Any]) -> None:
@@ -46,7 +46,7 @@ class Pipeline:
         self._shared_axes = self._find_axes()
 
     def _find_axes(self) -> dict[str, Axis]:
-        """The axis of the stages that hold each shared parameter. Every rank takes part in the creation of each."""
+        """Create the axis of the stages that hold each shared parameter. All ranks take part in each creation."""
         found = {}
         for name, stages in sorted(self.stage.shared_parameters.items()):
             if stages not in self._axes:
@@ -55,25 +55,26 @@ class Pipeline:
         return found
 
     def tied_parameters(self) -> list[tuple[nn.Parameter, Axis]]:
-        """Each local parameter that other stages hold too, and the axis of those stages.
+        """Return each local parameter that is tied across stages, with the axis of its stages.
 
-        Parameters are looked up in every call, since FSDP replaces them.
+        Every call looks up the parameters, since FSDP replaces them.
         """
         parameters = {self.stage.canonical_name(name): param for name, param in self.model.named_parameters()}
-        # loading may have made what was constructed frozen trainable
+        # loading may have unfrozen parameters that were constructed frozen
         trained = {name for name, param in parameters.items() if param.requires_grad or name not in self.stage.frozen}
         return [(parameters[name], axis) for name, axis in self._shared_axes.items() if name in trained]
 
     def has_doubtful_ties(self) -> bool:
-        """Whether the configuration was changed to say that tied weights are not, or no longer, tied."""
+        """Return whether ``tie_word_embeddings`` was changed since construction, so that ties are in doubt."""
         says = getattr(self.model.config, "tie_word_embeddings", None)
         return bool(self.stage.tied_names) and says != self.stage.ties_words
 
     def update_ties(self) -> None:
-        """Find out which weights are still tied, and correct the configuration. A collective of all ranks.
+        """Detect which weights are still tied, and correct the configuration. A collective of all ranks.
 
-        An adapter may bring its own head. ``peft`` compares the head with the embedding when it merges adapters. One of
-        them is on another stage, so ``peft`` always sets ``tie_word_embeddings=False``, and only the values can tell.
+        An adapter may bring a separate head. ``peft`` compares the head with the embedding when it merges adapters. One
+        of them is on another stage, so ``peft`` always sets ``tie_word_embeddings=False``. Only the values show the
+        truth.
         """
         model, stage = self.model, self.stage
         if not stage.tied_names:
@@ -87,7 +88,7 @@ class Pipeline:
 
     @torch.no_grad()
     def broadcast_tied(self) -> None:
-        """Overwrite randomly initialized tied weights with those of the first stage that holds them. A collective."""
+        """Broadcast randomly initialized tied weights from the first stage that holds them. A collective."""
         for param, axis in self.tied_parameters():
             broadcast(axis, param.data)
 
@@ -97,7 +98,7 @@ class Pipeline:
 
         Raises:
             ValueError: on every rank, if they differ. A checkpoint may have different values under the names of tied
-                weights. Transformers then unties them, which is not possible for stages that sum their gradients.
+                weights. transformers then unties them, but pipeline stages sum their gradients and cannot untie them.
         """
         names = {id(param): name for name, param in self.model.named_parameters()}
         differing: list[str] = []
@@ -115,7 +116,10 @@ class Pipeline:
             )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a loop over micro-batches; within ``generate``, one output; within the loop, run one micro-batch."""
+        """Return a loop over micro-batches.
+
+        A call within ``generate`` returns one output. A call within the loop runs one micro-batch.
+        """
         if self.runner.is_running:
             return self.runner.forward(kwargs)
         bound = self._signature.bind(self.model, *args, **kwargs).arguments
@@ -157,7 +161,7 @@ class Pipeline:
     ) -> Iterator[Any]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # the call of the model has gathered parameters; each micro-batch gathers them again
+                module.reshard()  # the model call has gathered parameters, and each micro-batch gathers them again
         self._end_open_loop("a second loop over micro-batches")
         schedule = Schedule(self, micro_batches, has_loss, loss, deepspeed, shared)
         self._open_loop = schedule
@@ -168,14 +172,14 @@ class Pipeline:
                 self._open_loop = None
 
     def _end_open_loop(self, what: str) -> None:
-        """Raise ``RuntimeError`` if a loop of this model is open: what both send would be mixed up.
+        """Raise ``RuntimeError`` if a loop of this model is open, since the messages of both would get mixed up.
 
-        The open loop is ended on the way, so that no stage waits for another one.
+        End the open loop before, so that no stage waits for another stage.
         """
         if self._open_loop is not None:
             schedule, self._open_loop = self._open_loop, None
             schedule.leave()
-            self.runner.abandoned = False  # this error says so
+            self.runner.abandoned = False  # this error reports it
             raise RuntimeError(
                 f"{what} was started within a loop over the micro-batches of this {type(self.model).__name__}. Both "
                 "have been left: set the gradients to zero, and run one after the other. For a loss of two batches, "
@@ -183,11 +187,11 @@ class Pipeline:
             )
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Split what has one row per row of the batch; pass everything else to each micro-batch.
+        """Split the arguments that have rows, and pass all other arguments to each micro-batch.
 
         Raises:
-            ValueError: the batch has no rows, or not a multiple of the size of micro-batches; an argument cannot be
-                divided, or it is not known whether it can.
+            ValueError: the batch has no rows, the micro-batch size does not divide the number of rows, an argument
+                cannot be divided, or it is unknown whether it can.
         """
         rows = count_rows(batch, self.model.main_input_name)
         size = self.model.micro_batch_size
@@ -205,10 +209,10 @@ class Pipeline:
 
     @contextmanager
     def keeping_logits(self) -> Iterator[None]:
-        """Within the block, steps of generation leave their logits on the last stage; others get [rows, 0, vocab].
+        """Keep the logits of generation steps on the last stage within the block. Other stages get [rows, 0, vocab].
 
-        A stage does not wait for those after it, and does not learn whether they have raised. All stages have to enter
-        it for the same steps.
+        A stage does not wait for later stages, and does not learn whether they have raised. All stages must enter the
+        block for the same steps.
         """
         self._keeps_logits = True
         try:
@@ -218,7 +222,7 @@ class Pipeline:
 
     @torch.no_grad()
     def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MoEModelOutput:
-        """Run the encoder on the arguments of ``generate``; returns its output on every stage."""
+        """Run the encoder on the arguments of ``generate``. Returns its output on every stage."""
         self._end_open_loop("generate")
         name, accepted = self.model.main_input_name, inspect.signature(self.model.get_encoder().forward).parameters
         prompt = args[0] if args else kwargs.get(name, kwargs.get("inputs"))
@@ -237,19 +241,19 @@ class Pipeline:
 
     @torch.no_grad()
     def _generation_step(self, batch: dict[str, Any]) -> ModelOutput:
-        """Run one forward of generation; returns the logits of the last positions on every stage, see `keeping_logits`.
+        """Run one forward of generation. Returns the logits of the last positions on every stage.
 
-        The cache stays on the stage of its blocks.
+        `keeping_logits` keeps them on the last stage. The cache stays on the stage of its blocks.
         """
         if "output_router_logits" in self._signature.parameters:
-            batch["output_router_logits"] = False  # for a loss, and there is none
+            batch["output_router_logits"] = False  # router logits only matter for the loss
         number = len(self.stage.stacks) - 1
         stack = self.stage.stacks[number]
         requested = batch.get("logits_to_keep")
         cache = name_in_model(type(self.model).forward, batch)
         past, failure = None if cache is None else batch.get(cache), None
         rows, length, width = self.runner.shape(batch, number)
-        # A forward without this argument returns all logits; assisted decoding reads those of all its candidates.
+        # A forward without this argument returns all logits. Assisted decoding reads the logits of all its candidates.
         keep = requested if isinstance(requested, int) and requested > 0 else length
         logits = torch.empty(
             rows, min(keep, length), _count_words(self.model.config), dtype=self.model.dtype, device=self.mesh.device
@@ -282,7 +286,7 @@ class Pipeline:
 
     @torch.no_grad()
     def skip_generation_step(self, rows: int, length: int) -> None:
-        """Take part in a step `keeping_logits` of a stage that cannot compute it: the stages after it raise."""
+        """Take part in a `keeping_logits` step that this stage cannot compute. Later stages raise."""
         stack = self.stage.stacks[-1]
         if stack.is_local:
             width = hidden_size(self.model, stack.blocks)
@@ -291,15 +295,15 @@ class Pipeline:
             self._send_hidden(stack, hidden, OtherStageError("a stage has skipped a step"))
 
     def _count_positions(self, cache: Any, rows: int, length: int) -> None:
-        """Let the cache of a stage know its length where the blocks do not: by keys of width one that nothing reads."""
+        """Record the length in the stage's cache by unread keys of width one, if the blocks do not record it."""
         if self.stage.counting_layer is not None and cache is not None:
             unread = torch.zeros(rows, 1, length, 1, dtype=self.model.dtype, device=self.mesh.device)
             update_cache(cache, unread, unread, self.stage.counting_layer, {})
 
-    # Tensors are sent with one more element: whether a stage has raised. Then all stages raise, and none waits for it.
+    # Sent tensors have an additional element that flags a failure. Then all stages raise, and no stage waits.
 
     def _receive_hidden(self, stack: Stack, hidden: Tensor) -> tuple[Tensor | None, Exception | None]:
-        """Receive the hidden states of the stage before, shaped as ``hidden``; ``None`` if the stack begins here."""
+        """Receive the hidden states of the previous stage, shaped like ``hidden``, or ``None`` at the stack's start."""
         if self.stage.index == stack.first:
             return None, None
         return _split_failure(receive(self.mesh.pp, _append_failure(hidden, None), self.stage.index - 1), hidden)
@@ -326,13 +330,13 @@ class Pipeline:
 
 
 def _count_words(config: Any) -> int:
-    """The words that logits are for: fewer than rows of a head that is padded (Inkling)."""
+    """Return the number of tokens that have logits. A padded head (Inkling) has more rows."""
     vocab: int = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
     return min(vocab, getattr(config, "unpadded_vocab_size", None) or vocab)
 
 
 def _catch(run: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return what ``run`` returns, and the exception if it raises one."""
+    """Return the result of ``run``, and its exception if it raises one."""
     try:
         return run(), None
     except Exception as error:  # noqa: BLE001  raised later, when the other stages know of it
@@ -340,7 +344,7 @@ def _catch(run: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _append_failure(x: Tensor, failure: Exception | None) -> Tensor:
-    """Flatten ``x`` and append whether there is a failure."""
+    """Flatten ``x`` and append a failure flag."""
     return torch.cat((x.flatten(), x.new_full((1,), float(failure is not None))))
 
 

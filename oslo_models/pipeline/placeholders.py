@@ -1,4 +1,4 @@
-"""Placeholders: modules without parameters in place of the modules of other pipeline stages."""
+"""Placeholders: modules without parameters that replace the modules of other pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from oslo_models.layers.vocab_parallel import VocabParallelEmbedding
 
 
 class OutputKind(Enum):
-    """What a placeholder returns.
+    """Output of a placeholder.
 
     Attributes:
         ZEROS: zeros with the shapes of the replaced module's output.
-        ADDEND: such zeros of width one, which can be added to hidden states of any width.
-        INPUT: its first tensor argument.
+        ADDEND: zeros of width one, which can be added to hidden states of any width.
+        INPUT: the first tensor argument.
     """
 
     ZEROS = auto()
@@ -31,18 +31,18 @@ class OutputKind(Enum):
 
 
 class Placeholder(nn.Module):
-    """Stands for a module of another stage.
+    """Replaces a module of another stage.
 
-    It has the class, the attributes and the submodules of the module that it replaces. Its weights have the same
-    shape, dtype and device, but take no memory, are not parameters, and are skipped by initialization.
+    It has the class, the attributes and the submodules of the replaced module. Its weights have the same shape, dtype
+    and device, but take no memory, are not parameters, and are skipped by initialization.
 
-    Its output is the hidden states in ``arrived``, once after they are set, and otherwise as `OutputKind` describes.
+    After ``arrived`` is set, the next call returns these hidden states. Other calls return the output of `OutputKind`.
     """
 
     arrived: Tensor | None
     _output: OutputKind
     _weights: list[str]
-    _replaced: tuple[nn.Module]  # in a tuple, so that it is no submodule
+    _replaced: tuple[nn.Module]  # a tuple, so that it is not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arrived, self.arrived = self.arrived, None
@@ -55,7 +55,7 @@ class Placeholder(nn.Module):
         return zeros[..., :1] if self._output is OutputKind.ADDEND else zeros
 
     def _zeros(self, x: Tensor | None, args: Any, kwargs: Any) -> Any:
-        """Zeros for each tensor that the replaced module returns; it runs on the meta device to find the shapes."""
+        """Return zeros for each output tensor of the replaced module. A run on the meta device gives the shapes."""
         device = self._any_weight.device if x is None else x.device
         module = self._replaced[0]
         if isinstance(module, nn.Embedding) and (
@@ -88,17 +88,17 @@ class Placeholder(nn.Module):
 
 
 def make_placeholder(module: nn.Module, device: torch.device, output: OutputKind = OutputKind.ZEROS) -> Placeholder:
-    """Make the placeholder of ``module``, which is not changed.
+    """Create the placeholder of ``module``. ``module`` is not changed.
 
     Args:
-        device: the device of the stage; ``module`` may still be on the meta device.
-        output: what the placeholder returns unless hidden states have arrived for it.
+        device: device of the stage. ``module`` may still be on the meta device.
+        output: output kind of the placeholder when no hidden states have arrived.
     """
     result: Any = nn.Module.__new__(_placeholder_class(type_before_parametrizations(module)))
     attributes = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
     tensors: dict[str, Any] = {**module._parameters, **module._buffers}
     children = dict(module._modules)
-    if is_parametrized(module):  # replaced by plain weights: what they are computed from is on another stage
+    if is_parametrized(module):  # use plain weights, as the original parameters are on another stage
         computed: Any = children.pop("parametrizations")
         tensors |= {name: getattr(module, name) for name in computed}
     absent = {name: None for name, tensor in tensors.items() if tensor is None}
@@ -113,14 +113,14 @@ def make_placeholder(module: nn.Module, device: torch.device, output: OutputKind
 
 
 def zeros_without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros expanded from a single element, marked so that transformers does not initialize them."""
+    """Return zeros expanded from a single element, marked so that transformers does not initialize them."""
     tensor = torch.zeros((), dtype=dtype, device=device).expand(shape)
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     return tensor
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device."""
+    """Return a copy of a module on the meta device."""
     known = {id(tensor): tensor.detach().to("meta") for tensor in (*module.parameters(), *module.buffers())}
     for param in module.parameters():
         known[id(param)] = nn.Parameter(known[id(param)], requires_grad=False)
@@ -129,12 +129,12 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 @cache
 def _placeholder_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass with the name of ``cls``: transformers' initialization looks at classes and at their names."""
+    """Return a subclass with the name of ``cls``: transformers' initialization checks classes and their names."""
     return type(cls.__name__, (Placeholder, cls), {"__module__": cls.__module__})
 
 
 class BoundaryDropout(nn.Dropout):
-    """A dropout that a stack applies at its entry and at its exit, of which a stage may have only one."""
+    """Dropout that a stack applies at its entry and at its exit. A stage may contain only one of the two."""
 
     def __init__(self, p: float, at_entry: bool, at_exit: bool) -> None:
         super().__init__(p)

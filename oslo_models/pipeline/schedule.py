@@ -1,9 +1,9 @@
-"""The one-forward-one-backward (1F1B) schedule, driven by the user's own loop.
+"""One-forward-one-backward (1F1B) schedule, driven by the user's training loop.
 
 ``for micro_output in model(**batch): micro_output.loss.backward()`` runs on every stage. Each iteration runs the next
-forward of the stage; ``loss.backward()`` in the body runs its next backward. At most ``stages - stage`` micro-batches
-are in flight on a stage. Where losses are shared, a stage waits for that of a micro-batch when its turn comes, shortly
-before the gradient that it would wait for anyway.
+forward of the stage, and ``loss.backward()`` in the body runs its next backward. At most ``stages - stage``
+micro-batches are in flight on a stage. With shared losses, each iteration waits for the loss of its micro-batch. The
+gradient of the same micro-batch, for which the stage waits anyway, follows shortly after.
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021.
 """
 
@@ -31,7 +31,7 @@ from oslo_models.pipeline.stage_runner import Batch, OtherStageError, StageRunne
 
 @dataclass
 class StageOutput(ModelOutput):
-    """The output of a micro-batch on every stage but the last: a loss object, and ``None`` for what is not shared."""
+    """Output of a micro-batch on stages before the last: a loss object, and ``None`` for fields that are not shared."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -43,7 +43,7 @@ class StageOutput(ModelOutput):
 
 @dataclass
 class _InFlight:
-    """A micro-batch between its forward and its backward: the sent and the received tensors, and the loss."""
+    """Micro-batch between its forward and its backward: sent tensors, received tensors and loss."""
 
     outgoing: dict[int, Tensor]
     arrived: dict[int, Tensor]
@@ -51,7 +51,7 @@ class _InFlight:
 
 
 class TiedPipeline(Protocol):
-    """The part of a `Pipeline` that its schedule needs: this stage, and the weights that other stages hold too."""
+    """Interface of a `Pipeline` for its schedule: the local stage, and the weights that are tied across stages."""
 
     runner: StageRunner
 
@@ -63,15 +63,15 @@ class TiedPipeline(Protocol):
 
 
 class Schedule:
-    """The loop over the micro-batches of one batch, on one stage.
+    """Loop over the micro-batches of one batch, on one stage.
 
     Args:
-        pipeline: the pipeline of the model, as seen by this stage.
-        micro_batches: the arguments of the forward for each micro-batch.
+        pipeline: pipeline of the model on this stage.
+        micro_batches: arguments of the forward for each micro-batch.
         has_loss: whether the batch asks for a loss.
-        loss: makes the losses of several micro-batches add up to that of the batch.
+        loss: scales the losses of micro-batches so that they add up to the loss of the batch.
         deepspeed: the DeepSpeed engine that wraps the model, if there is one.
-        shared: sends what the last stage computes to the others, if that is asked for.
+        shared: sends outputs of the last stage to the other stages, if requested.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class Schedule:
         self.stage, self.mesh = runner.stage, runner.model.mesh
         self.num_micro_batches = len(micro_batches)
         parameters = [param for param in runner.model.parameters() if param.requires_grad]
-        self.trains = torch.is_grad_enabled() and has_loss  # the same on all stages, even if this one is frozen
-        # Stages also run ahead to share outputs without gradients, so that none is idle while it waits for them.
+        self.trains = torch.is_grad_enabled() and has_loss  # equal on all stages, even if this stage is frozen
+        # Without gradients, stages also run ahead if outputs are shared. So no stage idles while it waits for outputs.
         ahead = self.stage.count - 1 - self.stage.index if self.trains or shared is not None else 0
         self.num_warmup = min(self.num_micro_batches, ahead)
-        # Numbers of micro-batches for which hidden states arrived, forwards ran, gradients arrived and backwards ran.
+        # Counters of micro-batches: received hidden states, forwards, received gradients and backwards.
         self.arrivals = self.forwards = self.grad_arrivals = self.backwards = 0
         self.in_flight: dict[int, _InFlight] = {}
         self._losses: list[Tensor] = []
         self._sends: deque[PendingSend] = deque()
-        # DDP reduces over the replicas when gradients are accumulated into its parameters. Only the last micro-batch
-        # does that; the gradients of those before are added up without triggering it.
+        # DDP all-reduces over the replicas when autograd accumulates into its parameters. Only the last micro-batch
+        # does so. Gradients of earlier micro-batches are added without triggering DDP.
         by_fsdp = any(isinstance(param, DTensor) for param in parameters)
         self._bypass_ddp = parameters if self.mesh.dp.size > 1 and not by_fsdp and deepspeed is None else None
         self.deepspeed = deepspeed if self.trains else None
@@ -109,7 +109,7 @@ class Schedule:
         outputs: deque[Any] = deque()
         if self.trains and not self.pipeline.has_doubtful_ties():
             for param, axis in self.pipeline.tied_parameters():
-                if axis.rank > 0:  # the gradient of earlier loops is on every stage; count it once in the sum
+                if axis.rank > 0:  # every stage has the gradient of earlier loops; count it once in the sum
                     param.grad = None
         try:
             for iteration in range(self.num_micro_batches):
@@ -124,7 +124,7 @@ class Schedule:
                         "evaluate, run the loop under torch.no_grad()"
                     )
         except BaseException as error:
-            if self.mesh.world.failed:  # no communication is possible any more
+            if self.mesh.world.failed:  # communication is no longer possible
                 raise
             if isinstance(error, GeneratorExit) and self._is_complete():
                 self._finish()
@@ -135,7 +135,7 @@ class Schedule:
         self._finish()
 
     def leave(self) -> None:
-        """End the loop from outside of it: no stage waits for another one, and its next iteration raises."""
+        """End the loop from outside. No stage waits for another stage, and the next iteration raises."""
         self._complete_communication()
         self._finish(abandoned=True)
 
@@ -149,18 +149,18 @@ class Schedule:
     # One micro-batch --------------------------------------------------------------------------------------------------
 
     def _forward(self, i: int) -> Any:
-        """Receive, run and send the forward of micro-batch ``i``; returns the output for the user."""
+        """Receive, run and send the forward of micro-batch ``i``. Returns the output for the user."""
         batch = self.micro_batches[i]
         self._set_phase(f"forward of micro-batch {i}")
         arrived = self._receive_hidden(i)
         with self.loss.for_micro_batch(batch) if self.loss is not None and self.stage.is_last else nullcontext():
             outgoing, output = self.runner(batch, arrived)
         loss = output.get("loss") if self.stage.is_last else None
-        if loss is not None and output.get("aux_loss") is not None:  # in full in the loss of every micro-batch
+        if loss is not None and output.get("aux_loss") is not None:  # every micro-batch loss includes the full aux loss
             others = 1 - 1 / self.num_micro_batches
             model = self.runner.model
             coefficients = (getattr(model, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
-            coefficient = next(each for each in coefficients if each is not None)  # JetMoE has the other name
+            coefficient = next(each for each in coefficients if each is not None)  # JetMoE uses the second name
             loss = loss - others * coefficient * output["aux_loss"]
         if self.trains and self.stage.is_last and loss is None:
             raise ValueError(
@@ -190,7 +190,7 @@ class Schedule:
         return output
 
     def _with_shared(self, i: int, output: Any) -> Any:
-        """The output of micro-batch ``i`` with what the last stage shares of it."""
+        """Return the output of micro-batch ``i`` with the shared outputs of the last stage."""
         if self.shared is not None and not self.stage.is_last:
             self._set_phase(f"outputs of micro-batch {i}")
             loss, logits = self.shared.receive()
@@ -201,7 +201,7 @@ class Schedule:
         return output
 
     def _backward(self, i: int, grad: Tensor) -> None:
-        """Receive, run and send the backward of micro-batch ``i``; ``grad`` is the gradient of its loss."""
+        """Receive, run and send the backward of micro-batch ``i``. ``grad`` is the gradient of its loss."""
         if i != self.backwards:
             raise RuntimeError(f"backward of micro-batch {i} was called, and that of {self.backwards} is next")
         self._set_phase(f"backward of micro-batch {i}")
@@ -233,10 +233,10 @@ class Schedule:
         self._send(self.mesh.pp_back, self.stage.index - 1, sent)
         self.backwards += 1
         if self.deepspeed is not None and self.backwards == self.num_micro_batches:
-            self._finish()  # now, as when this backward ends, the engine reduces the gradients over the replicas
+            self._finish()  # the engine reduces gradients over the replicas at the end of this backward
 
     def _pending_loss(self) -> Tensor:
-        """NaN as the loss of a micro-batch until the last stage has sent it; in float32 at least."""
+        """Return NaN, in float32 at least, as the loss of a micro-batch until the last stage sends it."""
         dtype = torch.promote_types(self.runner.model.dtype, torch.float32)
         return torch.full((), float("nan"), dtype=dtype, device=self.mesh.device)
 
@@ -271,7 +271,7 @@ class Schedule:
     # The end ----------------------------------------------------------------------------------------------------------
 
     def _complete_communication(self) -> None:
-        """Do the remaining communication with zeros, so that no other stage waits for this one."""
+        """Complete the remaining communication with zeros, so that no other stage waits for this stage."""
         self.in_flight.clear()
         for iteration in range(self.num_micro_batches):
             while self.forwards < min(self.num_micro_batches, iteration + self.num_warmup + 1):
@@ -292,7 +292,7 @@ class Schedule:
         return [self._empty(i, number).zero_() for number in numbers(self.micro_batches[i])]
 
     def _finish(self, abandoned: bool = False) -> None:
-        """Sum the gradients of tied weights over the stages; share the losses and which stages gave up. Runs once."""
+        """All-reduce gradients of tied weights over stages. Share the losses and the stages that gave up. Runs once."""
         if self._finished:
             return
         self._finished = True
@@ -301,7 +301,7 @@ class Schedule:
             self.deepspeed.set_boundary(is_last=True)
         while self._sends:
             self._sends.popleft().wait()
-        # the losses, which stages gave up, and whether any doubts that weights are tied
+        # losses, a flag for each stage that gave up, and a flag for doubtful ties
         report = torch.zeros(
             self.num_micro_batches + self.stage.count + 1, dtype=torch.float64, device=self.mesh.device
         )
@@ -322,7 +322,7 @@ class Schedule:
             for loss, value in zip(self._losses, report, strict=False):
                 loss.data.copy_(value)
         self._set_phase("after the loop over micro-batches")
-        # The next call raises on every rank, including those that raise now: then all continue with the same batch.
+        # The next call raises on every rank, also on ranks that raise now. Then all ranks continue with the same batch.
         self.runner.abandoned = bool(gave_up)
         if gave_up and not abandoned:
             raise OtherStageError(
@@ -332,10 +332,10 @@ class Schedule:
 
     @staticmethod
     def _sum_over_stages(param: nn.Parameter, axis: Axis) -> None:
-        """Sum the gradient of a tied parameter over the stages that hold it; if one has frozen it, it is frozen."""
+        """All-reduce the gradient of a tied parameter over its stages. It is frozen if one stage has frozen it."""
         has_grad, is_frozen = float(param.grad is not None), float(not param.requires_grad)
         counts = all_reduce(axis, torch.tensor([has_grad, is_frozen], device=param.device))
-        if not counts[0] or counts[1]:  # none is created then, so that the optimizer skips the parameter
+        if not counts[0] or counts[1]:  # no gradient: the optimizer skips the parameter
             param.grad = None
             return
         grad = torch.zeros_like(param) if param.grad is None else param.grad

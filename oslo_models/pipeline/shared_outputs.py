@@ -13,22 +13,22 @@ from oslo_models.distributed.collectives import PendingSend, receive, start_send
 from oslo_models.distributed.mesh import ParallelMesh
 
 _DESCRIPTION = 1024
-"""Bytes of the message that describes the tensors that follow it."""
+"""Size in bytes of the message that describes the following tensors."""
 
 
 class SharedOutputs:
-    """The exchange of one loop over micro-batches, as seen by one stage.
+    """Exchange of outputs in one loop over micro-batches, from the view of one stage.
 
-    Messages of a micro-batch come in this order: its loss, a description of its logits, the logits. They go to every
-    earlier stage directly, in the group of the gradients; the stage before the last, which gets gradients in the same
-    way, therefore has to call `receive` before it receives those of the same micro-batch.
+    The messages of a micro-batch have this order: its loss, a description of its logits, the logits. The last stage
+    sends them directly to every earlier stage, in the process group of the gradients. The stage before the last also
+    receives gradients from it, so it must call `receive` before it receives the gradients of the same micro-batch.
 
     Args:
-        mesh: that of the model.
-        with_logits: whether logits are sent too.
+        mesh: mesh of the model.
+        with_logits: whether logits are sent, too.
 
     Attributes:
-        count: the number of micro-batches whose outputs were sent, or have arrived.
+        count: number of micro-batches with sent or received outputs.
     """
 
     def __init__(self, mesh: ParallelMesh, with_logits: bool) -> None:
@@ -50,7 +50,7 @@ class SharedOutputs:
         return [start_send(self._axis, message, stage) for stage in range(self._last) for message in messages]
 
     def receive(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and the logits of the next micro-batch, on a stage before the last."""
+        """Receive the loss and the logits of the next micro-batch, on a stage before the last."""
         loss, logits = self._receive((1,), torch.float64)[0], {}
         if self._with_logits:
             text = self._receive((_DESCRIPTION,), torch.uint8).cpu().numpy().tobytes()

@@ -1,8 +1,9 @@
-"""Reduces a full model on the meta device to one pipeline stage, on which transformers' forward runs unchanged.
+"""Reduces a full model on the meta device to one pipeline stage. transformers' forward runs unchanged on it.
 
-Every stage is called with the same batch and computes its own masks and positions. On later stages, a placeholder of
-the embedding outputs the hidden states received from the stage before, placeholders of what is added to the embedding
-return zeros, and norms and dropouts of other stages return their input.
+Every stage is called with the same batch and computes masks and positions locally. On later stages, placeholders
+replace the modules of other stages. The placeholder of the embedding outputs the hidden states received from the
+previous stage. Placeholders of other embeddings, which are added to it, return zeros. Placeholders of norms and
+dropouts return their input.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ def split_stage(
     """Keep the modules of ``model`` that stage ``index`` of ``count`` runs, and remove the others.
 
     Args:
-        plan: the plan of the architecture.
-        prefix: what precedes the base model's names in ``model``.
-        head: the entries of the model's head.
-        layouts: the layouts of the full model's parameters and sharded buffers.
-        blocks_per_stage: the number of blocks of each stage; by default they are partitioned by cost.
-        device: the device of the stage, if ``model`` is not there yet.
+        plan: plan of the architecture.
+        prefix: path prefix of the base model in ``model``.
+        head: entries of the task head.
+        layouts: layouts of the full model's parameters and sharded buffers.
+        blocks_per_stage: number of blocks of each stage. By default, blocks are partitioned by cost.
+        device: device of the stage, if ``model`` is not there yet.
 
     Raises:
-        ValueError: there are more stages than blocks, ``blocks_per_stage`` does not fit them, or a model with a head
-            has no base model, or no hidden size.
+        ValueError: there are more stages than blocks, ``blocks_per_stage`` does not match the model, or a model with a
+            task head has no base model or no hidden size.
     """
     plan.check_stages(type(model).__name__, count)
     blocks = [
@@ -71,7 +72,7 @@ def split_stage(
             "a model of their own, with base_model_prefix as the name of its attribute, as transformers does"
         )
     for each in stacks:
-        hidden_size(model, each.blocks)  # raises if it is unknown
+        hidden_size(model, each.blocks)  # raises if the size is unknown
     tied = dict(model.all_tied_weights_keys)
     stage = Stage(index, count, stacks, ranges, tied_names=tied)
     stage.ties_words = getattr(model.config, "tie_word_embeddings", None)
@@ -103,7 +104,7 @@ def _check_counts(
     count: int,
     blocks_per_stage: Sequence[int] | None,
 ) -> None:
-    """Raise ``ValueError`` if the stages do not fit the blocks of the model ``name``."""
+    """Raise ``ValueError`` if the number of stages does not match the blocks of the model ``name``."""
     if count > len(blocks):
         raise ValueError(
             f"pipeline_parallel_size={count} is more than the {len(blocks)} blocks of {name}; use 1 to {len(blocks)}"
@@ -118,10 +119,10 @@ def _check_counts(
 
 
 def _check_starts(name: str, starts: Sequence[int], count: int, blocks_per_stage: Sequence[int] | None) -> None:
-    """Raise ``ValueError`` if a stage would begin with a block that reads what the one before has computed.
+    """Raise ``ValueError`` if a stage would begin with a block that reads further outputs of the previous block.
 
     Args:
-        starts: the blocks with which a stage may begin, counted through all stacks.
+        starts: blocks with which a stage may begin, counted through all stacks.
     """
     if count > len(starts):
         raise ValueError(
@@ -140,7 +141,7 @@ def _check_starts(name: str, starts: Sequence[int], count: int, blocks_per_stage
 def _stacks(
     plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], stage_of: Mapping[tuple[str, str], int], index: int
 ) -> list[Stack]:
-    """The stacks of the model as stage ``index`` sees them."""
+    """Return the stacks of the model from the view of stage ``index``."""
     stacks = []
     for stack in plan.blocks:
         stages = [stage_of[block] for block in blocks if block[0] == stack]
@@ -154,10 +155,10 @@ def _stacks(
 
 
 def _stack_module(stack: str, plan: Plan) -> str:
-    """The path of the module that embeds, runs the blocks of a stack and applies the final norm.
+    """Return the path of the module that embeds, runs the blocks of a stack and applies the final norm.
 
-    That is the smallest module around the blocks that contains the stack's entries before the blocks. For a single
-    stack it contains the entries after the blocks, too; it may be the model itself (an empty path).
+    This is the smallest module around the blocks that contains the stack's entries before the blocks. For a single
+    stack, it also contains the entries after the blocks. It may be the model itself (an empty path).
     """
     owner, names = stack.rpartition(".")[0], (*plan.embed, *plan.head)
     parts = owner.split(".")
@@ -170,7 +171,7 @@ def _stack_module(stack: str, plan: Plan) -> str:
 
 
 def _local_tied_keys(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
-    """The tied weights among the parameters of this stage: from each further name to the first name here."""
+    """Return the tied weights on this stage, as a mapping from each further name to the first local name."""
     first: dict[str, str] = {}
     local = {}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -184,9 +185,9 @@ def _local_tied_keys(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str
 def _active_parameters(
     config: Any, plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], layouts: Mapping[str, Layout]
 ) -> dict[str, float]:
-    """How many elements of each parameter compute a token: of experts, those that a router chooses for it.
+    """Return the number of elements of each parameter that compute a token. Experts count by the chosen share.
 
-    They are those of unsharded parameters: the ranks of the tp axis have to partition the blocks alike.
+    The numbers refer to unsharded parameters, since all ranks of the tp axis must partition the blocks alike.
     """
     active = {name: float(prod(layout.shape)) for name, layout in layouts.items()}
     chosen = getattr(config, "num_experts_per_tok", None)
@@ -231,7 +232,7 @@ def _holding_stages(
     names: Iterable[str],
     tied: Mapping[str, str],
 ) -> dict[str, tuple[int, ...]]:
-    """For every parameter of the full model, by its canonical name, the stages that hold it."""
+    """Return the stages that hold each parameter of the full model, by canonical name."""
     holders: dict[str, set[int]] = {}
     for name in names:
         holders.setdefault(tied.get(name, name), set()).update(_stages_of(name, plan, prefix, head, stacks, stage_of))
@@ -246,7 +247,7 @@ def _stages_of(
     stacks: Sequence[Stack],
     stage_of: Mapping[tuple[str, str], int],
 ) -> set[int]:
-    """The stages that hold the parameter ``name`` of the full model."""
+    """Return the stages that hold the parameter ``name`` of the full model."""
     if entry_of(name, head):
         return {stacks[-1].last}
     for stack in plan.blocks:
@@ -266,10 +267,10 @@ def _stages_of(
 def _count_routers(
     model: Any, stage: Stage, plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], layouts: Mapping[str, Layout]
 ) -> None:
-    """Note how many routers each stage has, and for how many experts they are. Every block is still in ``model``."""
+    """Record the number of routers of each stage and their number of experts. ``model`` must still have every block."""
     recorded = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     router: Any = getattr(recorded, "target_class", recorded)
-    # Routers also choose experts that return their input and have no weights.
+    # Routers also choose identity experts, which have no weights.
     experts = [
         [
             layouts[name].shape[0] + entry.identities
@@ -280,7 +281,7 @@ def _count_routers(
     ]
     counts_by_class = isinstance(router, type) and issubclass(router, nn.Module)
     stage.records_routers = recorded is not None and (any(experts) or counts_by_class)
-    if not any(experts) and counts_by_class:  # experts of other kinds
+    if not any(experts) and counts_by_class:  # experts without stacked weights
         experts = [
             [
                 _outputs_of(each)
@@ -294,14 +295,14 @@ def _count_routers(
 
 
 def _outputs_of(router: nn.Module) -> int:
-    """How many experts a router that has one matrix chooses from."""
+    """Return the number of experts of a router with one weight matrix."""
     return next(param.shape[0] for param in router.parameters() if param.dim() == 2)
 
 
 def _copy_first_block_modules(
     model: nn.Module, plan: Plan, prefix: str, stage: Stage, stage_of: Mapping[tuple[str, str], int]
 ) -> None:
-    """Give the first block of this stage the modules that only the first block of its stack has, but all blocks use."""
+    """Copy modules that all blocks use but only the first block has to the first block of this stage."""
     for stack in plan.blocks:
         names = [name for (other, name), owner in stage_of.items() if other == stack and owner == stage.index]
         for path in plan.copied_from_first_block:
@@ -320,7 +321,7 @@ def _copy_first_block_modules(
 
 
 def _renumber_layers(model: nn.Module, plan: Plan, prefix: str) -> None:
-    """Number the layers of this stage from zero: a cache has entries for the local blocks only."""
+    """Number the layers of this stage from zero, since a cache has entries for local blocks only."""
     for stack in plan.blocks:
         for position, (name, block) in enumerate(model.get_submodule(prefix + stack).named_children()):
             for module in block.modules():
@@ -333,11 +334,11 @@ def _renumber_layers(model: nn.Module, plan: Plan, prefix: str) -> None:
 
 
 _WITHOUT_LENGTH = {"conv", "linear_attention", "moe", "mlp"}
-"""The types of blocks whose part of a cache does not tell how many positions it has seen."""
+"""Types of blocks with cache layers that do not record the number of positions."""
 
 
 def _counting_layer(config: Any, plan: Plan, local: Range) -> int | None:
-    """The layer of a stage's cache in which the pipeline counts the positions, if no local block does so for all."""
+    """Return the cache layer in which the pipeline counts the positions, or ``None`` if a local block counts them."""
     full = getattr(config, "layer_types", None)
     if plan.keeps_layer_numbers:
         return 0 if local[0] and (full is None or full[0] not in _WITHOUT_LENGTH) else None
@@ -346,7 +347,7 @@ def _counting_layer(config: Any, plan: Plan, local: Range) -> int | None:
 
 
 def _cache_layers(config: Any, plan: Plan, stage: Stage, counts: Mapping[str, int]) -> CacheLayers | None:
-    """The layers of this stage in a cache for the full model; ``None`` if its blocks keep their numbers."""
+    """Return the layers of this stage in a cache for the full model, or ``None`` if blocks keep their numbers."""
     if plan.keeps_layer_numbers:
         return None
     start, stop, total = *stage.ranges[stage.index], stage.ranges[-1][1]
@@ -360,10 +361,10 @@ def _cache_layers(config: Any, plan: Plan, stage: Stage, counts: Mapping[str, in
 def _own_layer_lists(
     model: PreTrainedModel, plan: Plan, stage: Stage, counts: Mapping[str, int]
 ) -> dict[str, dict[str, Sequence[Any]]]:
-    """The values with one entry per layer, for the layers of this stage, by the module whose configuration has them.
+    """Return the layer lists for the layers of this stage, by the path of the module that owns the configuration.
 
     Args:
-        counts: the number of blocks of each stack of the full model, by the path of its blocks.
+        counts: number of blocks of each stack of the full model, by the path of its blocks.
     """
     found: dict[str, dict[str, Sequence[Any]]] = {}
     for stack in stage.stacks:
@@ -380,6 +381,6 @@ def _own_layer_lists(
             lists = {name: list(value[start:stop]) for name, value in layer_lists(config, count * scale).items()}
             types = getattr(type(config), "attribute_map", {}).get("layer_types", "layer_types")
             if types in lists and stage.counting_layer == len(lists[types]):
-                lists[types].append("full_attention")  # caches get a layer more
+                lists[types].append("full_attention")  # caches get an additional layer
             found.setdefault(owner, {}).update(lists)
     return {owner: lists for owner, lists in found.items() if lists}

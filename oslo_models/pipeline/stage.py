@@ -1,4 +1,4 @@
-"""Describes a pipeline stage: its blocks, and the names of its parameters in the full model. Data only."""
+"""Description of a pipeline stage: its blocks, and the names of its parameters in the full model. Data only."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from oslo_models.sharding.plan import InputPositions
 
 @dataclass
 class Stack:
-    """One stack of blocks (an encoder, a decoder) as a stage sees it.
+    """Stack of blocks (an encoder, a decoder) from the view of one stage.
 
     Attributes:
-        name: the path of the module that embeds, runs the blocks and applies the final norm.
-        blocks: the path of its ``ModuleList`` of blocks.
-        first, last: the first and the last stage that run blocks of the stack.
+        name: path of the module that embeds, runs the blocks and applies the final norm.
+        blocks: path of its ``ModuleList`` of blocks.
+        first, last: first and last stage that run blocks of the stack.
         is_local: whether this stage runs blocks of the stack.
-        blocks_before: the number of its blocks on earlier stages.
-        receiver: the placeholder of the embedding, which outputs the hidden states received from the stage before;
+        blocks_before: number of its blocks on earlier stages.
+        receiver: placeholder of the embedding, which outputs the hidden states received from the previous stage.
             ``None`` on the first stage.
-        input_positions: see `Plan`; ``None`` for a stack that embeds tokens.
+        input_positions: see `Plan`. ``None`` for a stack that embeds tokens.
     """
 
     name: str
@@ -41,28 +41,28 @@ class Stack:
 
 @dataclass
 class Stage:
-    """One pipeline stage.
+    """Pipeline stage.
 
     A parameter of the full model may have several names if weights are tied. One of them is its canonical name.
 
     Attributes:
-        index: the number of the stage.
-        count: the number of stages.
-        stacks: the stacks in the order in which a forward runs them.
-        ranges: for each stage its range of blocks, counted through all stacks.
-        full_names: for parameters whose name differs in the full model, from the name here to that in the full model.
-        shared_parameters: for parameters that several stages hold, from the canonical name to those stages.
-        tied_names: for tied weights, from each other name in the full model to the canonical name.
-        ties_words: ``tie_word_embeddings`` in the configuration, as long as the values agree with it.
-        is_untied: whether weights were found to differ that were tied before.
-        layer_lists: for the configuration of some modules, the values with one entry per layer, for the layers here.
-        cache_layers: the layers of this stage in a cache for the full model.
-        frozen: the canonical names of parameters that get no gradient.
-        early_outputs: see `Plan`; with the names of the full model.
-        routers: for each stage the number of its routers.
-        records_routers: whether the base model returns the logits of its routers, so that the others can be added.
-        num_experts: the width of a router's logits: how many experts it chooses from.
-        counting_layer: the layer of the cache in which the pipeline counts the positions, where local blocks do not.
+        index: number of the stage.
+        count: number of stages.
+        stacks: stacks in the order in which a forward runs them.
+        ranges: range of blocks of each stage, counted through all stacks.
+        full_names: maps local parameter names to full-model names, if they differ.
+        shared_parameters: maps canonical names of parameters on several stages to these stages.
+        tied_names: maps further full-model names of tied weights to the canonical name.
+        ties_words: ``tie_word_embeddings`` in the configuration, as long as the values of the weights agree with it.
+        is_untied: whether formerly tied weights were found to differ.
+        layer_lists: local layer lists (one entry per layer of this stage), by module path.
+        cache_layers: layers of this stage in a cache for the full model.
+        frozen: canonical names of parameters without gradients.
+        early_outputs: see `Plan`. Names are full-model names.
+        routers: number of routers of each stage.
+        records_routers: whether the base model returns router logits, so that logits of other stages can be added.
+        num_experts: number of experts that a router chooses from, the width of its logits.
+        counting_layer: cache layer in which the pipeline counts the positions, if local blocks do not count them.
     """
 
     index: int
@@ -85,10 +85,10 @@ class Stage:
 
     @contextmanager
     def reading_own_layers(self, model: Any) -> Iterator[None]:
-        """Within the block, the configurations of ``model`` list the layers of this stage only.
+        """Restrict the layer lists in the configurations of ``model`` to this stage within the block.
 
-        The forward reads them by the numbers that blocks have here. Outside of the forward they list all layers, as
-        scripts read, copy and save ``model.config``.
+        The forward reads the lists by local block number. Outside of the forward they list all layers, since scripts
+        read, copy and save ``model.config``.
         """
         with ExitStack() as stack:
             for path, values in self.layer_lists.items():
@@ -96,11 +96,11 @@ class Stage:
             yield
 
     def is_first_holder(self, name: str) -> bool:
-        """Whether this stage is the first that holds the parameter; sums over all parameters count it there only."""
+        """Return whether this stage is the first with the parameter. Sums over all parameters count it there only."""
         return self.shared_parameters.get(self.canonical_name(name), (self.index,))[0] == self.index
 
     def canonical_name(self, name: str) -> str:
-        """The canonical name of the parameter that is called ``name`` on this stage."""
+        """Return the canonical name of the local parameter ``name``."""
         full_name = self.full_names.get(name, name)
         return self.tied_names.get(full_name, full_name)
 
@@ -110,20 +110,20 @@ class Stage:
 
 
 def stack_of(entry: str, prefix: str, stacks: Sequence[Stack], default: int) -> Stack:
-    """The stack to which an entry before or after the blocks belongs.
+    """Return the stack of an entry before or after the blocks.
 
     Args:
-        default: the position of the stack if the name does not tell.
+        default: position of the stack if the name does not determine it.
     """
     named = [stack for stack in stacks if len(stacks) > 1 and (prefix + entry).startswith(f"{stack.name}.")]
     return named[0] if named else stacks[default]
 
 
 def hidden_size(model: Any, blocks: str) -> int:
-    """The width of hidden states, in the configuration of the innermost module around some blocks that has it.
+    """Return the width of hidden states from the innermost module around ``blocks`` with a ``config.hidden_size``.
 
     Raises:
-        ValueError: none has.
+        ValueError: no configuration has a ``hidden_size``.
     """
     path, found = blocks, None
     while found is None and path:

@@ -1,4 +1,4 @@
-"""Runs one stage on one micro-batch: transformers' forward on received hidden states, up to the stage's end."""
+"""Runs one stage on one micro-batch: transformers' forward from received hidden states to the end of the stage."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ EMBEDS = "inputs_embeds"
 
 
 class OtherStageError(RuntimeError):
-    """Raised on a stage because another stage has raised; the exception of that stage gives the reason."""
+    """Raised on a stage because another stage has raised. The exception of the other stage gives the reason."""
 
 
 class _StageEnd(Exception):
-    """Raised to leave a forward where the stage ends; carries the output of the stage's last stack."""
+    """Raised to leave a forward at the end of the stage. Carries the output of the stage's last stack."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class _StageEnd(Exception):
 
 
 class StageRunner:
-    """One stage of a model, as a function of a micro-batch and of the received hidden states.
+    """One stage of a model, as a function of a micro-batch and the received hidden states.
 
-    Each tensor that is sent between stages has a number: that of its stack for hidden states, and the numbers after
-    these for further outputs of the model (`Stage.early_outputs`) and for the router logits of each stage.
+    Each tensor that is sent between stages has a number. Hidden states have the number of their stack. Further outputs
+    of the model (`Stage.early_outputs`) and the router logits of each stage have the next numbers.
 
     Args:
-        model: this stage of the model.
-        forward: transformers' forward of the model's class.
+        model: local stage of the model.
+        forward: transformers' forward of the model class.
 
     Attributes:
         abandoned: whether the last loop over micro-batches was left before its end.
@@ -56,7 +56,7 @@ class StageRunner:
         for i in local:
             if stage.stacks[i].name:
                 ends_stage = i == local[-1] and not stage.is_last
-                # A partial of a method: when the model is copied, the hook refers to the copy of this runner.
+                # Use a partial of a method. When the model is copied, the hook then refers to the copy of this runner.
                 model.get_submodule(stage.stacks[i].name).register_forward_hook(
                     partial(self._record_stack, i, ends_stage)
                 )
@@ -69,14 +69,14 @@ class StageRunner:
                 model.get_submodule(path).register_forward_hook(partial(self._record_returned, number))
 
     def _record_stack(self, stack: int, ends_stage: bool, module: nn.Module, args: Any, output: Any) -> None:
-        """A hook that keeps the output of a stack, and leaves the forward if the stage ends there."""
+        """Hook that keeps the output of a stack, and leaves the forward if the stage ends there."""
         self._outputs[stack] = output[0]
         self._exchange_router_logits(output)
         if ends_stage:
             raise _StageEnd(output)
 
     def _exchange_router_logits(self, output: Any) -> None:
-        """Keep the router logits in the output of the base model; on the last stage, complete it with the others'."""
+        """Keep the router logits of the base model. On the last stage, add the logits of other stages to the output."""
         own = output.get("router_logits") if isinstance(output, ModelOutput) else None
         if own and not self.stage.is_last:
             rows, length, _ = output[0].shape
@@ -85,25 +85,25 @@ class StageRunner:
             output["router_logits"] = (*self._router_logits, *(own or ()))
 
     def _record_returned(self, number: int, module: nn.Module, args: Any, output: Tensor) -> None:
-        """A hook that keeps a further output of the model."""
+        """Hook that keeps a further output of the model."""
         self._outputs[number] = output
 
     def incoming(self, batch: Batch) -> list[int]:
-        """The numbers of the tensors received from the stage before, in the order in which they are sent."""
+        """Return the numbers of the tensors received from the previous stage, in the order of the sends."""
         return self._sent_by(self.stage.index - 1, batch) if self.stage.index else []
 
     def outgoing(self, batch: Batch) -> list[int]:
-        """The numbers of the tensors sent to the next stage, in this order."""
+        """Return the numbers of the tensors sent to the next stage, in this order."""
         return [] if self.stage.is_last else self._sent_by(self.stage.index, batch)
 
     def check(self, batch: Batch) -> None:
-        """Raise ``ValueError`` on every stage if the sizes of what stages exchange are not known for this batch."""
+        """Raise ``ValueError`` on every stage if this batch does not determine the sizes of the exchanged tensors."""
         sent = {number for stage in range(self.stage.count - 1) for number in self._sent_by(stage, batch)}
         for number in sorted(sent | {len(self.stage.stacks) - 1}):
             self.shape(batch, number)
 
     def _is_given(self, stack: int, batch: Batch) -> bool:
-        """Whether the batch has the output of an encoder, which then does not run."""
+        """Return whether the batch contains the output of an encoder, so that the encoder does not run."""
         is_encoder = self.model.config.is_encoder_decoder and stack < len(self.stage.stacks) - 1
         return is_encoder and batch.get("encoder_outputs") is not None
 
@@ -131,7 +131,7 @@ class StageRunner:
         return [*started, *self._returned, *(number for number in self._routers if wanted and number <= last)]
 
     def shape(self, batch: Batch, number: int) -> tuple[int, int, int]:
-        """``(rows, length, width)`` of the tensor with this number; every rank can derive it from the batch."""
+        """Return ``(rows, length, width)`` of the tensor with this number. Every rank derives it from the batch."""
         if number in self._returned:
             return (*self.shape(batch, 0)[:2], self.stage.early_outputs[self._returned[number]])
         if number in self._routers:
@@ -164,11 +164,11 @@ class StageRunner:
         """Run the stage.
 
         Args:
-            arrived: the received tensors, by the numbers of `incoming`.
+            arrived: received tensors by the numbers of `incoming`.
 
         Returns:
-            The tensors to send, by the numbers of `outgoing`, and the output of the forward: that of the model on the
-            last stage, on others that of the stack in which the stage ends.
+            The tensors to send, by the numbers of `outgoing`, and the output of the forward. On the last stage, this is
+            the output of the model. On other stages, it is the output of the stack in which the stage ends.
         """
         expected = {i: self.shape(batch, i) for i in self.outgoing(batch)}  # received tensors change the batch below
         batch, self._router_logits = dict(batch), []
@@ -197,7 +197,7 @@ class StageRunner:
         return {i: tensors[i] for i in expected}, output
 
     def _call_model(self, batch: dict[str, Any]) -> Any:
-        """Run `forward` by calling the model, whose FSDP hooks gather and free the parameters around it."""
+        """Run `forward` by calling the model, so that FSDP hooks gather and free the parameters around it."""
         self.is_running = True
         try:
             return self.model(**batch)
@@ -205,7 +205,7 @@ class StageRunner:
             self.is_running = False
 
     def forward(self, batch: dict[str, Any]) -> tuple[dict[int, Tensor], Any]:
-        """The model's forward for one micro-batch: returns the tensors by number, and the output."""
+        """Run the model's forward for one micro-batch. Returns the tensors by number, and the output."""
         self._outputs = {}
         try:
             output = self._forward(self.model, **batch)
@@ -219,7 +219,7 @@ class StageRunner:
         return {i: hidden.flatten(0, -3) for i, hidden in outputs.items()}, output
 
     def _insert_hidden(self, stack: int, batch: dict[str, Any], hidden: Tensor) -> None:
-        """Pass received hidden states to the stack in place of its embeddings."""
+        """Pass the received hidden states to the stack in place of its embeddings."""
         embeds = f"decoder_{EMBEDS}" if stack == len(self.stage.stacks) - 1 > 0 else EMBEDS
         receiver = self.stage.stacks[stack].receiver
         if batch.get(embeds) is not None:

@@ -1,4 +1,4 @@
-"""Finds tied weights whose values have become different on the stages, as those of an adapter's own head."""
+"""Detects tied weights with different values on the stages, such as the separate head of an adapter."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def untie_different(stage: Stage, parameters: Mapping[str, Tensor], mesh: Parall
     """Remove ties from ``stage`` between weights that are not equal. A collective of all ranks.
 
     Args:
-        parameters: the parameters of this rank, tied ones under each of their names.
+        parameters: parameters of this rank. Tied parameters occur under each of their names.
 
     Returns:
-        Whether there were such ties.
+        Whether ties were removed.
     """
     names = {*stage.tied_names, *stage.tied_names.values()}
     if not names:
@@ -51,7 +51,7 @@ def untie_different(stage: Stage, parameters: Mapping[str, Tensor], mesh: Parall
 
 
 def _set_holders(stage: Stage, name: str, stages: Iterable[int]) -> None:
-    """Note which stages hold a parameter."""
+    """Record the stages that hold a parameter."""
     holders = tuple(sorted(stages))
     stage.shared_parameters.pop(name, None)
     if len(holders) > 1:
@@ -59,12 +59,12 @@ def _set_holders(stage: Stage, name: str, stages: Iterable[int]) -> None:
 
 
 def _are_equal(one: Mapping[tuple[int, int], set[str]], other: Mapping[tuple[int, int], set[str]]) -> bool:
-    """Whether two weights have one value at each position of the ranks within a stage."""
+    """Return whether two weights have one value at each position of the ranks within a stage."""
     return all(len(one.get(position, set()) | other.get(position, set())) == 1 for position in {*one, *other})
 
 
 def _digest(x: Tensor) -> str:
-    """The SHA-256 of the type, the shape and the elements on this rank."""
+    """Return the SHA-256 of dtype, shape and elements of the local shard."""
     x = x.to_local().detach() if isinstance(x, DTensor) else local_tensor(x)
     digest = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode())
     digest.update(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

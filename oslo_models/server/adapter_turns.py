@@ -1,4 +1,4 @@
-"""Lets the calls of one adapter at a time reach the workers, which compute with one set of weights in a step."""
+"""Lets the calls of one adapter at a time reach the workers, because a step computes with one adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Waiting:
     """A call before its turn.
 
     Attributes:
-        woken: it may begin, or nobody waits for its answer any more.
+        woken: set when the call may begin, or when it was cancelled.
     """
 
     adapter: str | None
@@ -27,14 +27,14 @@ class _Waiting:
 
 
 class AdapterTurns:
-    """The adapters of a deployed model take turns; the model without adapters is one of them.
+    """Turns of the adapters of a deployed model. The model without an adapter takes turns like an adapter.
 
-    A turn belongs to the adapter of the call that has waited longest, and begins once the calls of the turn before have
-    ended. All calls of its adapter that wait then begin together. Later ones join them only while no other adapter is
-    waited for: each call waits for at most one turn of each other adapter.
+    A turn belongs to the adapter of the call that has waited longest. It begins after the last call of the previous
+    turn. All waiting calls of this adapter begin together. Later calls join the turn only while no other adapter has
+    waiting calls. So each call waits for at most one turn of each other adapter.
 
-    A call that was cancelled has ended here before its rows have left the running batch. The workers change adapters
-    only when the batch is empty, so that they do not compute these rows with another adapter either.
+    A cancelled call ends here before its rows leave the running batch. The workers switch adapters only when the batch
+    is empty, so these rows are never computed with another adapter.
 
     Args:
         model: a deployed model that has loaded the adapters. Nothing else may switch them.
@@ -50,11 +50,11 @@ class AdapterTurns:
 
     @contextmanager
     def turn_of(self, adapter: str | None, cancellation: Cancellation) -> Iterator[None]:
-        """Within the block, the model computes with this adapter; ``None``: without any. Waits for that.
+        """Wait for a turn. Inside the block, the model computes with this adapter; ``None`` for no adapter.
 
         Raises:
-            CallCancelled: by ``cancellation``, before the turn came.
-            EngineError: the workers have died, so that they could not be switched.
+            CallCancelled: ``cancellation`` was triggered before the turn.
+            EngineError: the workers died and could not switch adapters.
         """
         self._wait(_Waiting(adapter), cancellation)
         try:
@@ -78,7 +78,7 @@ class AdapterTurns:
                 raise CallCancelled("nobody waits for the answer")
 
     def _admit(self) -> None:
-        """Let calls begin, with the lock held."""
+        """Start the next calls. The caller holds the lock."""
         if not self._waiting:
             return
         if not self._running:
@@ -92,7 +92,7 @@ class AdapterTurns:
             call.woken.set()
 
     def _switch_to(self, adapter: str | None) -> None:
-        """Switch the workers, unless another call of this turn has."""
+        """Switch the workers to this adapter, unless another call of this turn has done so."""
         with self._switching:
             if self._active == adapter:
                 return

@@ -1,4 +1,4 @@
-"""The adapters of ``oslo-models serve --adapter NAME=PATH``: read, checked against the model, and loaded."""
+"""Adapters of ``oslo-models serve --adapter NAME=PATH``: parses, checks and loads them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 
 def parse_adapters(given: Sequence[str], models: Sequence[str]) -> dict[str, Path]:
-    """The directories of adapters by their names.
+    """Return the directories of adapters by name.
 
     Args:
-        given: as ``NAME=PATH``.
-        models: the names of the models of the server.
+        given: options in the form ``NAME=PATH``.
+        models: the names of the served models.
 
     Raises:
-        ValueError: one is not of this form, a name is used twice, or there are several models.
-        FileNotFoundError: a directory has no adapter that ``peft`` has saved.
+        ValueError: an option has another form, a name is used twice, or the server has several models.
+        FileNotFoundError: a directory has no adapter saved by ``peft``.
     """
     if given and len(models) > 1:
         raise ValueError(f"--adapter is for a server of one model, not of {len(models)}: start a server for each")
@@ -37,13 +37,13 @@ def parse_adapters(given: Sequence[str], models: Sequence[str]) -> dict[str, Pat
 
 
 def check_adapters(kind: type[Any], config: Any, adapters: Mapping[str, Path]) -> None:
-    """Check that adapters fit a model, which is made without memory for that.
+    """Check that adapters fit a model. The check creates the model without memory for weights.
 
     Args:
         kind: the class of the model.
 
     Raises:
-        ValueError: an adapter is for another model, or cannot be switched off exactly.
+        ValueError: an adapter is for another model, or disabling it would not restore the base model exactly.
         ImportError: ``peft`` is not installed.
     """
     for name, folder in adapters.items():
@@ -86,7 +86,7 @@ def load_adapters(model: Any, adapters: Mapping[str, Path]) -> dict[str, str]:
     """Load adapters into a deployed model.
 
     Returns:
-        By the name of each the one that it has in the model: `peft` allows no dots there.
+        The adapters' names in the model, by their names for clients. `peft` allows no dots in names.
     """
     loaded = {}
     for number, (name, folder) in enumerate(adapters.items()):

@@ -1,4 +1,4 @@
-"""Answers to requests for text, whole or in pieces, and their form in OpenAI's API."""
+"""Answers to requests for text, whole or in pieces, and their format in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class TokenScore:
     """A token of an answer with its log-probability.
 
     Attributes:
-        token: its text and bytes.
-        offset: characters of the answer before it.
-        top: the most probable tokens at its place, best first.
+        token: the text and bytes of the token.
+        offset: number of characters of the answer before the token.
+        top: the most probable tokens at this position, best first.
     """
 
     token: TokenText
@@ -34,14 +34,14 @@ class TokenScore:
         return cls(texts[scored.token], scored.logprob, offset, [(texts[token], value) for token, value in scored.top])
 
     def top_by_text(self) -> dict[str, float]:
-        """The form of completions, which always has the sampled token. Of equal texts the most probable one counts."""
+        """Return the format of completions, always with the sampled token. Of equal texts, the most probable counts."""
         found = {token.text: _number(value) for token, value in reversed(self.top)}
         return {**found, self.token.text: _number(self.logprob)}
 
 
 @dataclass
 class Answer:
-    """A complete answer, or a piece of one; only the last piece has ``tokens`` and ``finish``."""
+    """A complete answer, or a piece of an answer. Only the last piece has ``tokens`` and ``finish``."""
 
     content: str = ""
     reasoning: str = ""
@@ -60,7 +60,7 @@ class Answer:
 
 
 def completion_choice(answer: Answer, logprobs: int | None) -> dict[str, Any]:
-    """The text and log-probabilities of a choice of ``/v1/completions``."""
+    """Return the text and log-probabilities of a choice of ``/v1/completions``."""
     if logprobs is None:
         return {"text": answer.content, "logprobs": None}
     rows = answer.scores
@@ -74,7 +74,7 @@ def completion_choice(answer: Answer, logprobs: int | None) -> dict[str, Any]:
 
 
 def chat_choice(answer: Answer, delta: bool, first: bool, logprobs: int | None) -> dict[str, Any]:
-    """The message of a choice of ``/v1/chat/completions``, or its next piece."""
+    """Return the message of a choice of ``/v1/chat/completions``, or its next piece."""
     message: dict[str, Any] = {"role": "assistant"} if first else {}
     message["content"] = answer.content if answer.content or not answer.tool_calls else None
     if answer.reasoning:
@@ -99,7 +99,7 @@ def _score(token: TokenText, logprob: float) -> dict[str, Any]:
 
 
 def _number(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999."""
+    """Clamp a log-probability to -9999 as OpenAI does, because JSON has no infinity."""
     return max(logprob, -9999.0)
 
 
@@ -109,5 +109,5 @@ def tally(prompts: Sequence[Sequence[int]], answers: Sequence[int]) -> dict[str,
 
 
 def event(content: Any) -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -53,32 +53,33 @@ def application(
     metrics: Metrics | None = None,
     adapters: Mapping[str, str] | None = None,
 ) -> FastAPI:
-    """The ASGI application around deployed models, for ``uvicorn`` and others; one process, which is the models'.
+    """Return an ASGI application around deployed models, for ``uvicorn`` and others.
 
-    It limits requests. Connections are limited by the server it runs in: ``oslo-models serve`` does.
+    Run it in one process, the process that deployed the models. The application limits requests. The surrounding server
+    limits connections, as ``oslo-models serve`` does.
 
     Args:
-        name: what clients call the model (default: its configuration's name).
+        name: the name of the model for clients (default: the name in its configuration).
         others: further models with their tokenizers and names.
-        max_queue_size: calls that may run or wait; further requests are answered with status 429.
-        max_length: tokens that a prompt and its answer may have together (default: the limit of the model).
-        max_body_size: bytes of a request body; longer ones are answered with status 413.
-        api_key: required of requests as ``Authorization: Bearer ...``, except for ``/health`` and its two probes;
-            one of several keys, which can be replaced later, as `ApiKeys`.
+        max_queue_size: limit of running and waiting calls; further requests get status 429.
+        max_length: limit of tokens in a prompt and its answer together (default: the limit of the model).
+        max_body_size: limit of bytes in a request body; longer bodies get status 413.
+        api_key: key that requests must send as ``Authorization: Bearer ...``, except to ``/health`` and its two probes.
+            Pass `ApiKeys` for several keys, or to replace keys later.
         allowed_hosts: accepted values of the ``Host`` header, without ports (default: all).
-        allowed_origins: web pages that browsers may call the server from, such as ``https://chat.example`` (default:
+        allowed_origins: origins of web pages that may call the server, such as ``https://chat.example`` (default:
             none); ``*`` for all.
-        body_timeout: seconds until a body has arrived.
-        pooling: of models without a head, for ``/v1/embeddings``: ``"mean"`` of all tokens, ``"cls"`` (the first),
-            ``"last"`` or ``"max"`` (default: as the checkpoint states it for sentence-transformers, or the mean).
-        normalize: their vectors to length 1.
-        metrics: to count into (default: new ones).
-        adapters: that ``model`` has loaded, for requests that name one as their model: their names there, by those that
-            clients use. From now on only the application may switch them.
+        body_timeout: time limit in seconds for receiving a body.
+        pooling: for ``/v1/embeddings`` with models without a task head: ``"mean"`` over all tokens, ``"cls"`` (the
+            first), ``"last"`` or ``"max"`` (default: from the checkpoint's sentence-transformers files, or the mean).
+        normalize: scale embedding vectors to length 1.
+        metrics: the metrics to update (default: a new `Metrics`).
+        adapters: the adapters loaded in ``model``: maps the names for clients to the names in the model. Requests use
+            an adapter by its name in the ``model`` field. From now on, only the application may switch adapters.
 
     Raises:
         ValueError: ``api_key`` is empty or cannot be sent in a header; two models or adapters have the same name; or a
-            checkpoint has a default that the server cannot honour.
+            checkpoint has a default that the server does not support.
     """
     if not isinstance(api_key, (ApiKeys, type(None))):
         api_key = ApiKeys([api_key])
@@ -92,7 +93,7 @@ def application(
     of_all = partial(of_all, pooling=pooling, normalizes=normalize)
     served = [of_all(*named[0], adapters=adapters), *(of_all(*each) for each in others)]
     service = Service(served, max_queue_size, metrics)
-    # a redirect would name the host and scheme that the server sees, not those of a proxy before it
+    # A redirect would contain the server's own host and scheme, not the host and scheme of a proxy in front of it.
     app = FastAPI(title="oslo-models", docs_url=None, redoc_url=None, redirect_slashes=False)
 
     def observe(route: str, status: int, seconds: float) -> None:
@@ -100,7 +101,7 @@ def application(
         metrics.observe("request_seconds", seconds, route=route)
 
     app.add_middleware(Guard, access=access, observe=observe)
-    if allowed_origins:  # around the guard, as browsers send no key with a preflight request
+    if allowed_origins:  # outside the guard, because browsers send no key with a preflight request
         sent: dict[str, Any] = {"allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["GET", "POST"], **sent)
     for kind in (StarletteHTTPException, RequestValidationError, ValueError, TemplateError, EngineError):

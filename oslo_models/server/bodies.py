@@ -1,4 +1,4 @@
-"""Reads the bodies of requests: small ones at once, large ones in a thread, so that probes are answered meanwhile."""
+"""Reads request bodies: small ones in the event loop, large ones in a thread, so that probes get answers meanwhile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 from oslo_models.server.errors import RequestError, invalid_fields
 
 AT_ONCE = 1 << 16
-"""Bytes of a body that is validated in the event loop; to change threads would take longer."""
+"""Limit of bytes in a body for validation in the event loop. Below it, a thread switch would take longer."""
 MOST_CONTAINERS = 1 << 15
-"""Lists and objects of a body: with more of them, Python's collector of garbage holds up all threads."""
+"""Limit of lists and objects in a body. With more, Python's garbage collector would delay all threads."""
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -39,7 +39,7 @@ class Bodies:
         """Return the body of a request.
 
         Raises:
-            RequestError: it is not JSON, or not of this kind.
+            RequestError: the body is not JSON, or not of this kind.
         """
         data = await request.body()
         if not _is_json(request.headers.get("content-type", "")):
@@ -50,7 +50,7 @@ class Bodies:
 
 
 def _parse(kind: type[Body], data: bytes) -> Body:
-    outside = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]  # of strings
+    outside = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]  # text outside strings
     if (count := sum(part.count(b"{") + part.count(b"[") for part in outside)) > MOST_CONTAINERS:
         raise RequestError(400, f"the body has {count} lists and objects, more than {MOST_CONTAINERS}")
     try:

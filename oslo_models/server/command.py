@@ -1,4 +1,4 @@
-"""The command ``oslo-models serve``: loads models, listens, and ends within a bound."""
+"""The command ``oslo-models serve``: loads models, serves requests, and ends within a bounded time."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from oslo_models.server.supervisor import RestartPolicy, Supervisor
 KEY_VARIABLE = "OSLO_MODELS_API_KEY"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _BACKLOG = 64
-"""Connections that are accepted at once, before the limit of connections is looked at."""
+"""Number of connections accepted in one batch, before the connection limit is checked."""
 _OTHER_FILES = 128 + _BACKLOG
-"""Files, workers and connections that are accepted and not yet counted."""
+"""File descriptors for files, workers, and accepted connections that are not counted yet."""
 _LAST_ANSWERS = 5.0
-"""Seconds after the drain in which cancelled requests are told so."""
+"""Seconds after the drain to answer cancelled requests."""
 
 
 def read_api_keys(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> ApiKeys | None:
-    """The key of ``--api-key`` or the environment, or those in ``--api-key-file``; ``None`` if none of them is given.
+    """Return the keys from ``--api-key``, the environment or ``--api-key-file``; ``None`` without any of them.
 
     Raises:
-        ValueError: there is none in the file, or one is empty or cannot be sent in a header.
+        ValueError: the file has no key, or a key is empty or cannot be sent in a header.
         OSError: the file cannot be read.
     """
     if args.api_key_file is not None:
@@ -62,10 +62,10 @@ def _lines(file: str) -> list[str]:
 
 
 def allowed_hosts(given: str | None, host: str) -> list[str] | None:
-    """The names by which clients may call the server; ``None`` for any.
+    """Return the host names that clients may use for the server; ``None`` for any name.
 
-    By default any, except for a server on the loopback interface: a web page could have its own name resolve to
-    127.0.0.1 and so use a server that only this host should reach.
+    By default, any name is allowed, except on the loopback interface. There, a web page could let its own name resolve
+    to 127.0.0.1, and so reach a server that is meant for this host only (DNS rebinding).
     """
     if given is not None:
         names = [name.strip() for name in given.split(",") if name.strip()]
@@ -74,16 +74,16 @@ def allowed_hosts(given: str | None, host: str) -> list[str] | None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve until SIGTERM or Ctrl-C; requests that are running then get ``--drain-seconds`` to be answered.
+    """Serve until SIGTERM or Ctrl-C. Running requests then have ``--drain-seconds`` to finish.
 
     Args:
         args: the options of ``oslo-models serve``.
 
     Raises:
-        OSError: the port is taken, or there is no such model.
+        OSError: the port is taken, or the model does not exist.
         ValueError: an option is invalid.
-        SystemExit: with code 1 if workers died more often than they may, and 128 + the signal's number if one came
-            while the models were loaded.
+        SystemExit: with code 1 if workers died more often than allowed, and with 128 + the signal's number for a signal
+            during loading.
     """
     keys = read_api_keys(args)
     secret = None if args.deploy_secret_file is None else Path(args.deploy_secret_file).read_text().strip()
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
     if is_launched() and launched_rank() > 0:
         _load(args.models[0], args, secret)  # does not return: see `torchrun_executor`
     if not is_launched():
-        start_fork_server(worker_environment(0))  # before there are threads, with which it takes longer
+        start_fork_server(worker_environment(0))  # before any threads start: it takes longer with them
     with (
         socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener,
         contextlib.ExitStack() as on,
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
         orders = on.enter_context(Orders(args.api_key_file is not None))
         lifecycle = Lifecycle()
         server = on.enter_context(_listening(lifecycle, args, listener, orders))
-        tokenizers = [_tokenizer(name, args) for name in args.models]  # before models, whose loading takes longer
+        tokenizers = [_tokenizer(name, args) for name in args.models]  # before the models, which load more slowly
         served = [
             (on.enter_context(_load(name, args, secret)), tokenizer, name)
             for name, tokenizer in zip(args.models, tokenizers, strict=True)
@@ -137,11 +137,11 @@ def run(args: argparse.Namespace) -> None:
             orders.give_up,
         )
         on.callback(supervisor.stop)
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # stdout may be a pipe without a reader
             print(f"{', '.join(args.models)} at {url}", flush=True)
         while (order := orders.next()) == RELOAD:
             _reload(keys, args)
-        supervisor.stop()  # workers that die now need not be started again
+        supervisor.stop()  # from here on, dead workers are not restarted
         lifecycle.draining = server.should_exit = True
         orders.wait_for_server(args.drain_seconds + _LAST_ANSWERS)
         if order is not None:
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _reload(keys: ApiKeys | None, args: argparse.Namespace) -> None:
-    """Read the file of the keys again; the old ones stay if that fails."""
+    """Read the key file again. On failure, keep the old keys."""
     assert keys is not None
     try:
         keys.replace(_lines(args.api_key_file))
@@ -168,7 +168,7 @@ def _config(app: Any, args: argparse.Namespace) -> uvicorn.Config:
         http=protocol(limits),
         ws="none",
         lifespan="off",
-        log_level="error",  # its warnings come from what clients send
+        log_level="error",  # uvicorn's warnings are about malformed input from clients
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -180,7 +180,7 @@ def _config(app: Any, args: argparse.Namespace) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def _listening(app: Any, args: argparse.Namespace, listener: socket.socket, orders: Orders) -> Iterator[uvicorn.Server]:
-    """A server in a thread of its own, so that this one is free to load models and for signals."""
+    """Run a server in a new thread, so that the main thread can load models and handle signals."""
     server = uvicorn.Server(_config(app, args))
 
     def serve() -> None:
@@ -199,9 +199,9 @@ def _listening(app: Any, args: argparse.Namespace, listener: socket.socket, orde
 
 
 def affordable_connections(wanted: int) -> int:
-    """The connections that this process may have, after its limit of file descriptors was raised as far as it can be.
+    """Raise the limit of file descriptors, if needed and allowed. Return the number of connections within the limit.
 
-    Warns where they are fewer than wanted: beyond the limit, the server could accept nobody.
+    Warn if this is less than ``wanted``: beyond the limit, the server could not accept any connection.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _OTHER_FILES
@@ -226,7 +226,7 @@ def _tokenizer(name: str, args: argparse.Namespace) -> Any:
 
 
 def _embeds(config: Any, args: argparse.Namespace) -> bool:
-    """Whether a model is for embeddings: by its files or the class that saved it, unless ``--task`` says it."""
+    """Return whether a model is for embeddings, from ``--task``, or else from its files or the class that saved it."""
     task = args.task
     if task != "generate" and read_embedding_config(config.name_or_path, args.pooling) is not None:
         return True
@@ -236,14 +236,14 @@ def _embeds(config: Any, args: argparse.Namespace) -> bool:
 
 
 def _kind(config: Any, args: argparse.Namespace) -> Any:
-    """The auto class for a model."""
+    """Return the auto class for a model."""
     if _embeds(config, args):
         return auto.AutoModel
     return auto.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto.AutoModelForCausalLM
 
 
 def _load(name: str, args: argparse.Namespace, secret: str | None) -> Any:
-    """The deployed model."""
+    """Load and deploy a model."""
     kind = _kind(_config_of(name), args)
     names: tuple[str, ...] = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "prefill_chunk_size")
     names += ("reuse_prefixes", "threads_per_worker", "dtype")

@@ -1,4 +1,4 @@
-"""Connections of HTTP clients, which end when a client is too slow, and of which there are not too many."""
+"""Connections of HTTP clients, with limits for their number and for slow clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_EARLY = 1 << 16
-"""Bytes that a client may send after a request before its answer is complete."""
+"""Limit of bytes that a client sends after a request, before the answer is complete."""
 
 
 _COMPLETE = (h11.DONE, h11.MUST_CLOSE)
@@ -18,14 +18,14 @@ _COMPLETE = (h11.DONE, h11.MUST_CLOSE)
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """What a client may keep a connection waiting for.
+    """Limits for connections and slow clients.
 
     Attributes:
-        connections: open at once; beyond it the one that has waited longest for its client is closed, be it idle or
-            in the middle of a request; or else the new one.
-        header_seconds: from the first to the last byte of a request's headers; also until the first request.
-        write_seconds: that a client may read nothing while an answer is sent to it.
-        linger_seconds: that the rest of a rejected body is still read, so that its sender sees the answer.
+        connections: limit of open connections. Beyond it, the server closes the connection that has waited longest for
+            its client, idle or inside a request. If none waits for its client, it closes the new connection.
+        header_seconds: limit from the first to the last byte of a request's headers; also until the first request.
+        write_seconds: limit for a client to read nothing while the server sends an answer.
+        linger_seconds: time to read the rest of a rejected body, so that its sender sees the answer.
     """
 
     connections: int = 1000
@@ -35,10 +35,10 @@ class ConnectionLimits:
 
 
 def protocol(limits: ConnectionLimits) -> type[H11Protocol]:
-    """The class of connections for the ``http`` option of uvicorn."""
+    """Return the connection class for the ``http`` option of uvicorn."""
 
     class LimitedConnection(_LimitedConnection):
-        """With these limits."""
+        """Connection with these limits."""
 
         own_limits = limits
 
@@ -60,7 +60,7 @@ class _LimitedConnection(H11Protocol):
         self._expect("headers", self.own_limits.header_seconds)
 
     def _make_room(self) -> None:
-        """Close a connection if there are too many, other than those whose end is still under way."""
+        """Close a connection if too many are open. Closing connections do not count."""
         if len(self.connections) <= self.own_limits.connections:
             return
         made = [each for each in self.connections if isinstance(each, _LimitedConnection)]
@@ -71,12 +71,12 @@ class _LimitedConnection(H11Protocol):
 
     @property
     def waits_for_client(self) -> bool:
-        """Whether no request has arrived completely that is not answered yet; half a body is no request."""
+        """Whether the server waits for this client: every complete request (headers and body) has an answer."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) or self.cycle is None
 
     def data_received(self, data: bytes) -> None:
         if self._early or self._is_answering:
-            # The beginning of a next request. h11 would stop reading, so that nobody heard of the end of the client.
+            # The start of the next request. h11 would stop reading here, and would not notice that the client leaves.
             self._early += data
             if len(self._early) > MOST_EARLY:
                 self.abort()
@@ -91,7 +91,7 @@ class _LimitedConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete and self.conn.their_state in _COMPLETE
 
     def _read_early(self) -> None:
-        """Read what came while the last request was answered."""
+        """Process the bytes that arrived while the last request was answered."""
         data, self._early = self._early, b""
         if data and not self.transport.is_closing():
             self.data_received(data)
@@ -128,11 +128,11 @@ class _LimitedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def abort(self) -> None:
-        """Close it without waiting for the client."""
+        """Close the connection without waiting for the client."""
         self.transport.abort()
 
     def _expect(self, name: str, seconds: float) -> None:
-        """Abort the connection in so many seconds, unless `_done` is called for the same name."""
+        """Abort the connection after ``seconds``, unless `_done` is called for the same name before."""
         if name not in self._timers:
             self._timers[name] = self.loop.call_later(seconds, self.abort)
 

@@ -1,4 +1,4 @@
-"""How a checkpoint makes vectors of texts, in the files of sentence-transformers."""
+"""Reads the embedding settings of a checkpoint from the files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils import cached_file
 
 POOLINGS = ("mean", "cls", "last", "max")
-"""Vectors of a text: the mean of the vectors of all tokens, that of the first or last token, or their maximum."""
+"""Pooling of token vectors: the mean over all tokens, the first token, the last token, or the maximum."""
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -22,12 +22,12 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """What the files of a checkpoint say.
+    """Embedding settings of a checkpoint.
 
     Attributes:
         pooling: one of `POOLINGS`.
-        prompt: stands before each text.
-        max_length: tokens of a text with its prompt; ``None``: the limit of the model.
+        prompt: prefix of each text.
+        max_length: limit of tokens in a text with its prompt; ``None``: the limit of the model.
         lower_case: whether texts are converted to lower case.
     """
 
@@ -37,20 +37,20 @@ class EmbeddingConfig:
     lower_case: bool = False
 
     def prepare(self, text: str) -> str:
-        """The text that the tokenizer gets."""
+        """Return the text for the tokenizer."""
         text = self.prompt + text
         return text.lower() if self.lower_case else text
 
 
 def read_embedding_config(name: str, pooling: str | None = None) -> EmbeddingConfig | None:
-    """Read the files of a checkpoint; ``None`` if it has none for embeddings.
+    """Read the embedding settings of a checkpoint. Return ``None`` if it has no such files.
 
     Args:
         name: a directory or a name on the hub.
-        pooling: replaces that of the checkpoint.
+        pooling: replaces the pooling of the checkpoint.
 
     Raises:
-        ValueError: the checkpoint asks for something that the server does not compute; the message names it.
+        ValueError: the checkpoint uses a module or setting that the server does not support; the message names it.
     """
     modules = _read(name, "modules.json") or []
     kinds = {str(module.get("type")).rpartition(".")[2]: module for module in modules}
@@ -74,7 +74,7 @@ def read_embedding_config(name: str, pooling: str | None = None) -> EmbeddingCon
 
 
 def _pooling(name: str, stated: dict[str, Any]) -> str:
-    """The pooling of a configuration: its booleans, or the name in newer ones."""
+    """Return the pooling of a configuration: from its booleans, or from the name in newer files."""
     modes = stated.get(
         "pooling_mode", [key for key, value in stated.items() if key.startswith("pooling_mode_") and value]
     )
@@ -89,7 +89,7 @@ def _pooling(name: str, stated: dict[str, Any]) -> str:
 
 
 def _read(name: str, file: str) -> Any:
-    """The content of a JSON file of a checkpoint; ``None`` if there is no such file."""
+    """Return the content of a JSON file in a checkpoint; ``None`` if the file does not exist."""
     missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
         path = cached_file(name, file, _raise_exceptions_for_gated_repo=False, **missing) if name else None

@@ -1,4 +1,4 @@
-"""``/v1/embeddings``: vectors of texts, from encoders without a head."""
+"""``/v1/embeddings``: embedding vectors of texts, from encoders without a task head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EmbeddingRequest(Request):
 
     @property
     def texts(self) -> list[Any]:
-        """Each input: a text or tokens."""
+        """Return the inputs, each as text or tokens."""
         single = isinstance(self.input, str) or isinstance(self.input[0], int)
         return [self.input] if single else list(self.input)
 
@@ -36,12 +36,12 @@ class EmbeddingRequest(Request):
 
 
 class Embedder:
-    """Computes vectors by calls of a deployed encoder, one batch after the other.
+    """Computes embedding vectors with a deployed encoder, batch by batch.
 
     Args:
-        config: of the checkpoint, or what replaces it.
-        normalizes: to length 1.
-        batch: inputs of a call at most.
+        config: the embedding settings of the checkpoint, or replacements.
+        normalizes: scale vectors to length 1.
+        batch: limit of inputs per call.
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: EmbeddingConfig, normalizes: bool, batch: int = 16) -> None:
@@ -52,7 +52,7 @@ class Embedder:
         self._thread = ThreadPoolExecutor(1, "oslo-embed")
 
     async def embed(self, inputs: Sequence[list[int]]) -> list[Tensor]:
-        """The vector of each input. Cancelling the task ends it after the batch that is computed."""
+        """Return the vector of each input. Cancelling the task takes effect after the current batch."""
         vectors: list[Tensor] = []
         for start in range(0, len(inputs), self.batch):
             part = inputs[start : start + self.batch]
@@ -72,7 +72,7 @@ class Embedder:
 
 
 def _pooled(hidden_BLD: Tensor, mask_BL: Tensor, pooling: str) -> Tensor:
-    """One vector per row, whose padding is at its end."""
+    """Pool right-padded rows to one vector per row."""
     if pooling == "cls":
         return hidden_BLD[:, 0]
     if pooling == "last":
@@ -84,7 +84,7 @@ def _pooled(hidden_BLD: Tensor, mask_BL: Tensor, pooling: str) -> Tensor:
 
 
 def entry(index: int, vector_D: Tensor, encoding: str) -> dict[str, Any]:
-    """The form of a vector in OpenAI's API."""
+    """Return a vector in the format of OpenAI's API."""
     values: Any = vector_D.tolist()
     if encoding == "base64":
         values = base64.b64encode(np.asarray(values, "<f4").tobytes()).decode()

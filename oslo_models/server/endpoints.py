@@ -1,4 +1,4 @@
-"""The further endpoints: OpenAI's responses and embeddings, and vLLM's tokenization."""
+"""More endpoints: OpenAI's responses and embeddings, and vLLM's tokenization."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from oslo_models.server.tokens import DetokenizeRequest, TokenizeRequest
 
 
 class Endpoints:
-    """Use the models and the places of a service."""
+    """Endpoints that use the models and the places of a service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def responses(self, request: ResponsesRequest) -> HTTPResponse:
-        """The response, or its events. Only what an error stops before the first event has a status of its own."""
+        """Return the response, or stream its events. Only errors before the first event can set the response status."""
         pieces = self._response(request)
         if request.stream:
             first = await anext(pieces)
@@ -33,7 +33,7 @@ class Endpoints:
         return JSONResponse(body)
 
     async def _response(self, request: ResponsesRequest) -> AsyncGenerator[Any, None]:
-        """The events of the stream; the body alone if none is asked for."""
+        """Yield the events of a stream; without a stream, yield the body only."""
         chat = request.chat()
         served = self._service.find(request.model, generates=True)
         assert served.generator is not None

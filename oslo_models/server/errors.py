@@ -22,19 +22,19 @@ _CODES = {
 }
 _NO_OBJECT = ("model_type", "missing", "dict_type", "model_attributes_type")
 MESSAGE, NAME = 1000, 64
-"""Characters of an error message, and of what it quotes of a request, at most."""
+"""Limits of characters in an error message, and in each quote from a request."""
 PROBLEMS = 50
-"""Invalid parts of a body that are named."""
+"""Limit of problems in a body that the message lists."""
 _LONG = re.compile(r"\S{65,}")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class RequestError(HTTPException):
-    """A request that cannot be answered.
+    """A request that the server cannot answer.
 
     Attributes:
-        code: names the kind of error for programs; ``None``: that of the status.
-        param: the field of the request at fault.
+        code: machine-readable kind of error; ``None`` for the default of the status.
+        param: the invalid field of the request.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class RequestError(HTTPException):
 
 
 def problem(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """The status of an error, and its body as OpenAI's clients expect it.
+    """Return the status of an error, and its body in the format of OpenAI's clients.
 
-    Of errors that the server did not expect it names only the type: their texts may quote what other people sent.
+    For unexpected errors, the body names the type only, because their texts may quote requests of other users.
     """
     status, param, code = 500, getattr(error, "param", None), getattr(error, "code", None)
     if isinstance(error, HTTPException):
@@ -69,14 +69,14 @@ def problem(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def headers(error: BaseException) -> dict[str, str]:
-    """The headers of an answer beside those of its body."""
+    """Return the extra headers for an error."""
     if isinstance(error, EngineError):
         return {"Retry-After": "2"}
     return getattr(error, "headers", None) or {}
 
 
 def body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an answer with this status."""
+    """Return the response body for an error with this status."""
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
     message = _LONG.sub(lambda found: _short(found[0], NAME), message)
     text = _short(message, MESSAGE).encode("utf-8", "backslashreplace").decode()  # it may quote unpaired surrogates
@@ -85,9 +85,9 @@ def body(status: int, message: str, param: str | None = None, code: str | None =
 
 
 def invalid_fields(error: RequestValidationError | ValidationError) -> tuple[str, str | None]:
-    """Where the first fields of a body are invalid, and why; and the name of the first one."""
+    """Describe the invalid fields of a body. Return the message and the name of the first field."""
     count = error.error_count() if isinstance(error, ValidationError) else 1
-    if count > PROBLEMS:  # to render them takes long
+    if count > PROBLEMS:  # rendering many problems takes long
         return f"the body has {count} problems; its lists and objects are not those of this request", None
     options = {"include_url": False, "include_context": False, "include_input": False}
     raw = error.errors(**options) if isinstance(error, ValidationError) else error.errors()
@@ -100,7 +100,7 @@ def _short(text: str, most: int) -> str:
 
 
 def _invalid_field(found: Any) -> tuple[str, str]:
-    """Where a field is invalid, and why."""
+    """Return the name of an invalid field, and the reason."""
     path = [str(part) for part in found["loc"] if part != "body"]
     path = [_short(part, NAME) for part in path[:4]]
     name = ".".join(path)

@@ -1,4 +1,4 @@
-"""Answers of a deployed model: one call of `generate`, whole or piece by piece as it is generated."""
+"""Answers of a deployed model: each is one call of `generate`, returned whole or streamed in pieces."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from oslo_models.server.token_texts import TokenTexts
 
 
 class AnswerGenerator:
-    """Generates answers in threads of its own: the model computes them together, see `deploy.running_batch`.
+    """Generates answers in separate threads. The model batches their calls, see `deploy.running_batch`.
 
     Args:
         model: a deployed model.
-        threads: how many calls may be under way.
-        turns: of its adapters, if it has some.
+        threads: limit of concurrent calls.
+        turns: turns of the model's adapters, if it has adapters.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class AnswerGenerator:
 
     @property
     def waiting(self) -> int:
-        """Streamed calls whose computation has not begun."""
+        """Return the number of streamed calls that the model has not started."""
         return sum(reader.waiting for reader in list(self._readers))
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """For grammars. Raises ``ValueError`` if this tokenizer cannot be used for them."""
+        """Vocabulary for grammars. Raises ``ValueError`` if grammars do not support this tokenizer."""
         if self._vocabulary is None:
             self._vocabulary = Vocabulary.of(self.tokenizer, self.model.config.vocab_size, self.ends)
         return self._vocabulary
 
     def compiled(self, grammar: tuple[str, Any]) -> Grammar:
-        """A grammar of a request. Raises ``ValueError`` if it is invalid."""
+        """Compile a grammar of a request. Raise ``ValueError`` if it is invalid."""
         return Grammar.compiled(*grammar, self.vocabulary)
 
     def _generate(self, job: GenerationJob, cancellation: Cancellation, streamer: Any) -> torch.Tensor:
-        """Make the call, in this thread, when it is the turn of its adapter."""
+        """Call `generate` in this thread, at the turn of the job's adapter."""
         with contextlib.nullcontext() if self._turns is None else self._turns.turn_of(job.adapter, cancellation):
             return self._call(job, cancellation, streamer)
 
@@ -86,13 +86,13 @@ class AnswerGenerator:
     def start(
         self, job: GenerationJob, cancellation: Cancellation, streamer: Any = None
     ) -> asyncio.Future[torch.Tensor]:
-        """Start the call; the result is [1, tokens], with the prompt unless the model is an encoder-decoder."""
+        """Start the call. The result is [1, tokens], and includes the prompt unless the model is an encoder-decoder."""
         self.metrics.count("prompt_tokens_total", len(job.ids))
         call = partial(self._generate, job, cancellation, streamer)
         return asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _new_tokens(self, job: GenerationJob, out_BL: torch.Tensor) -> tuple[list[int], str]:
-        """The new tokens without a stop token at their end, and the finish reason."""
+        """Return the new tokens without a final stop token, and the finish reason."""
         new = out_BL[0, 1 if self.model.config.is_encoder_decoder else len(job.ids) :].tolist()
         self.metrics.count("generated_tokens_total", len(new))
         if new and new[-1] in job.stop_tokens:
@@ -100,7 +100,7 @@ class AnswerGenerator:
         return new, "length" if len(new) >= job.max_new_tokens and new[-1] not in self.ends else "stop"
 
     async def answer(self, job: GenerationJob) -> Answer:
-        """The complete answer. Cancelling the task cancels the call."""
+        """Return the complete answer. Cancelling the task cancels the call."""
         full = Answer()
         if job.stops is not None or job.decoding is not None:
             async with contextlib.aclosing(self.stream(job)) as pieces:
@@ -122,7 +122,7 @@ class AnswerGenerator:
         return full
 
     async def stream(self, job: GenerationJob) -> AsyncGenerator[Answer, None]:
-        """The answer piece by piece as it is generated. Closing the iterator cancels the call."""
+        """Yield the answer in pieces as it is generated. Closing the iterator cancels the call."""
         queue: asyncio.Queue[Answer | None] = asyncio.Queue()
         loop, cancellation = asyncio.get_running_loop(), Cancellation()
 
@@ -149,7 +149,7 @@ class AnswerGenerator:
 
 
 def _parse(full: Answer, items: list[Any], single_tool: bool) -> None:
-    """Put the items of an answer into it, in the place of its text."""
+    """Replace the text of an answer by its parsed items."""
     full.reasoning = "".join(item for item in items if isinstance(item, ReasoningText))
     full.content = "".join(item for item in items if type(item) is str)
     calls = [item for item in items if isinstance(item, ToolCall)]
@@ -158,7 +158,7 @@ def _parse(full: Answer, items: list[Any], single_tool: bool) -> None:
 
 
 def _close(queue: asyncio.Queue[Answer | None], result: asyncio.Future[torch.Tensor]) -> None:
-    """Mark the end of the queue once nothing more can come."""
+    """Mark the end of the queue after the last piece."""
     if not result.cancelled():
-        result.exception()  # marks it as retrieved: asyncio would report it if the reader has left
+        result.exception()  # marks the exception as retrieved: otherwise asyncio logs it if the reader has left
     queue.put_nowait(None)

@@ -9,7 +9,7 @@ from oslo_models.server.errors import RequestError
 from oslo_models.server.schema import Generation
 
 _REPLACED: Mapping[str, Any] = {
-    "num_return_sequences": 1,  # `n` of the request decides
+    "num_return_sequences": 1,  # set by `n` of the request
     "return_dict_in_generate": False,
     "output_scores": False,
     "output_logits": False,
@@ -20,7 +20,7 @@ _REPLACED: Mapping[str, Any] = {
     "use_mtp": None,
     "stop_strings": None,  # the server searches for them itself
 }
-"""The form of results, which the interface decides, and options without an effect on the text."""
+"""Options for the form of results, which the server sets, and options without an effect on the text."""
 _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "penalty_alpha": (0, 0.0),
     "dola_layers": (),
@@ -29,7 +29,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
     "num_beam_groups": (1,),
     "token_healing": (False,),
 }
-"""Ways of decoding that the server does not have, unless they have one of these values."""
+"""Unsupported decoding options, with the values that disable them."""
 _NEUTRAL: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 """Sampling as OpenAI documents it. The defaults of transformers differ: top_k=50."""
 _SAMPLING = (*_NEUTRAL, "min_p")
@@ -38,17 +38,17 @@ _SAMPLING = (*_NEUTRAL, "min_p")
 class GenerationDefaults:
     """Arguments of `generate` for requests of one model.
 
-    A value of the request comes first, then a value of the checkpoint's ``generation_config``, then OpenAI's default.
+    A value of the request takes precedence over the checkpoint's ``generation_config``, and this over OpenAI's default.
 
     Args:
         config: the generation configuration of the model.
 
     Attributes:
-        stops: stop strings of the checkpoint, which end the answers to all requests.
-        max_new_tokens: of the checkpoint.
+        stops: stop strings of the checkpoint; they end the answers to all requests.
+        max_new_tokens: limit of new tokens in the checkpoint's configuration.
 
     Raises:
-        ValueError: the checkpoint asks for a way of decoding that the server does not have.
+        ValueError: the checkpoint asks for an unsupported decoding option.
     """
 
     def __init__(self, config: Any) -> None:
@@ -65,7 +65,7 @@ class GenerationDefaults:
         return getattr(self._config, name, None)
 
     def settings(self, request: Generation) -> dict[str, Any]:
-        """Arguments of `generate` for a request.
+        """Return the arguments of `generate` for a request.
 
         Raises:
             RequestError: beams cannot be combined with another option of the request.
@@ -86,7 +86,7 @@ class GenerationDefaults:
         return {**self._replaced, **given, "do_sample": samples}
 
     def _samples(self, request: Generation) -> bool:
-        """Whether to sample: an option of the request says so, or else the checkpoint."""
+        """Return whether to sample, from the options of the request, or else from the checkpoint."""
         if request.temperature == 0 or request.top_p == 0:
             return False
         if request.temperature is not None:
@@ -95,7 +95,7 @@ class GenerationDefaults:
         return bool(asked or self._value("do_sample")) and self._value("temperature") != 0
 
     def _check_beams(self, request: Generation) -> None:
-        """Raise for options that follow one row of tokens, if there are several beams."""
+        """Raise for options that need a single sequence, if the request uses several beams."""
         beams = request.num_beams or self._value("num_beams") or 1
         asked = {
             "stream": request.stream,
@@ -111,7 +111,7 @@ class GenerationDefaults:
             raise RequestError(400, message, None, "num_beams")
 
     def _biases(self) -> dict[tuple[int, ...], float]:
-        """The ``sequence_bias`` of the checkpoint, which JSON has as pairs."""
+        """Return the ``sequence_bias`` of the checkpoint. JSON files store it as pairs."""
         own = self._value("sequence_bias") or {}
         pairs = own.items() if isinstance(own, Mapping) else own
         return {tuple(tokens): bias for tokens, bias in pairs}

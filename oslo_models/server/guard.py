@@ -1,6 +1,6 @@
-"""The outermost layer of the server: who may ask, and how long and how much; request ids and the access log.
+"""The outermost layer of the server: access checks, limits for size and time, request ids and the access log.
 
-Requests are checked before their bodies are read, and their bodies are read before anything is done with them.
+The guard checks requests before it reads their bodies, and reads the whole body before it calls the application.
 """
 
 from __future__ import annotations
@@ -26,43 +26,44 @@ access_log = logging.getLogger("oslo_models.server.access")
 log = logging.getLogger("oslo_models.server")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-"""Ids of clients that are used as they are; others are replaced, since they are written to logs."""
+"""Accepted request ids from clients. Other ids are replaced, because ids are written to logs."""
 PROBES = frozenset({LIVE, READY})
-"""Paths that may be asked for by any host name: a probe calls the server by its address."""
+"""Paths allowed with any host name, because probes call the server by its address."""
 OPEN_PATHS = PROBES | {"/health"}
-"""Paths that need no key."""
+"""Paths without an API key."""
 
 
 class ApiKeys:
-    """Keys of which clients need one; they can be replaced while the server runs.
+    """The accepted API keys. They can be replaced while the server runs.
 
     Raises:
-        ValueError: there is none, or one cannot be used.
+        ValueError: the list is empty, or a key cannot be used.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.replace(keys)
 
     def replace(self, keys: Sequence[str]) -> None:
-        """Accept these from now on. Raises as the constructor does, and then keeps those before."""
+        """Accept these keys from now on. Raise like the constructor; the previous keys then stay."""
         for key in keys or [""]:
             require_sendable(key)
         self._keys = [key.encode() for key in keys]
 
     def include(self, given: str) -> bool:
-        """Whether this is one of them; the time that it takes does not tell how much of it is right."""
+        """Return whether this is an accepted key. Compares in constant time, to reveal no prefix of a key."""
         return sum(hmac.compare_digest(given.encode(), key) for key in self._keys) > 0
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask, and for how long and how much.
+    """Access rules and limits for requests.
 
     Attributes:
-        api_keys: one of them is required as ``Authorization: Bearer KEY`` except for `OPEN_PATHS`; ``None``: of nobody.
-        allowed_hosts: values of the ``Host`` header, without ports; ``None``: all.
-        body_bytes: of a request at most.
-        body_seconds: until the body has arrived.
+        api_keys: requests need one of these keys as ``Authorization: Bearer KEY``, except for `OPEN_PATHS`; ``None``
+            for no keys.
+        allowed_hosts: accepted values of the ``Host`` header, without ports; ``None`` for all.
+        body_bytes: limit of bytes in a request body.
+        body_seconds: time limit for receiving a body.
     """
 
     api_keys: ApiKeys | None = None
@@ -72,7 +73,7 @@ class Access:
 
 
 def require_sendable(api_key: str | None) -> None:
-    """Raise ``ValueError`` for a key that is empty or that clients cannot send; the message does not contain it."""
+    """Raise ``ValueError`` for a key that is empty or cannot be sent in a header. The message omits the key."""
     if api_key is not None and not (isinstance(api_key, str) and api_key.strip()):
         raise ValueError(
             "the API key is empty, so that everybody could use the server: pass a key (a file or variable that it is "
@@ -83,7 +84,7 @@ def require_sendable(api_key: str | None) -> None:
 
 
 class _ClientLeft(Exception):
-    """The client closed its connection before it had sent the body."""
+    """The client closed its connection before it sent the whole body."""
 
 
 class Guard:
@@ -116,7 +117,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001  every error gets an answer
             if not isinstance(error, RequestError):
                 place = traceback.extract_tb(error.__traceback__)[-1]
-                # not the text of the error, which may quote a prompt
+                # Omit the text of the error: it may quote a prompt.
                 log.error("%s: %s at %s:%s", answer.id, type(error).__name__, place.filename, place.lineno)
             await answer.fail(error)
         finally:
@@ -126,7 +127,7 @@ class Guard:
             access_log.info("%s %s %s %s %s %.3f s", answer.id, client, scope["method"], route, answer.status, seconds)
 
     def _check(self, scope: Any, headers: dict[bytes, str]) -> None:
-        """Raise for a request that this client may not make."""
+        """Raise for a request that the access rules forbid."""
         host = re.sub(r":\d*$", "", headers.get(b"host", "")).strip("[]").lower()
         if self._hosts is not None and host not in self._hosts and scope["path"] not in PROBES:
             raise RequestError(400, "this server is not called so; it has --allowed-hosts for names like that", "host")
@@ -145,7 +146,7 @@ class Guard:
             raise self._too_long()
 
     def _check_origin(self, host: str, headers: dict[bytes, str]) -> None:
-        """Raise for a request that a web page of another site makes with the browser of somebody who may ask."""
+        """Raise for a cross-site request: a foreign web page that uses the browser of an authorized user."""
         origin = headers.get(b"origin")
         if origin is None:
             foreign = headers.get(b"sec-fetch-site", "").lower() == "cross-site"
@@ -160,10 +161,10 @@ class Guard:
         return RequestError(413, f"the request is longer than {self.access.body_bytes} bytes")
 
     async def _read(self, receive: Any) -> bytes:
-        """The body.
+        """Return the body.
 
         Raises:
-            RequestError: it is too long or too slow.
+            RequestError: the body is too long, or arrives too slowly.
         """
         try:
             return await asyncio.wait_for(self._read_all(receive), self.access.body_seconds)
@@ -185,7 +186,7 @@ class Guard:
 
 
 class _Replay:
-    """Gives an application the body that has been read, then waits: `_until_client_leaves` sees the client leave."""
+    """Gives the application the body, then waits forever: `_until_client_leaves` notices when the client leaves."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
@@ -198,10 +199,10 @@ class _Replay:
 
 
 async def _until_client_leaves(answering: Awaitable[None], receive: Any) -> None:
-    """Run the application; cancel it when the client closes its connection.
+    """Run the application. Cancel it when the client closes its connection.
 
     Raises:
-        _ClientLeft: it did.
+        _ClientLeft: the client closed its connection.
     """
 
     async def left() -> None:
@@ -223,7 +224,7 @@ async def _until_client_leaves(answering: Awaitable[None], receive: Any) -> None
 
 
 class _Answer:
-    """The answer to one request, as far as it has been sent."""
+    """The answer to one request, and its progress."""
 
     def __init__(self, scope: Any, send: Any, request_id: str) -> None:
         self.id, self.status, self.began = request_id, 0, time.monotonic()
@@ -238,7 +239,7 @@ class _Answer:
         await self._send(message)
 
     async def fail(self, error: BaseException) -> None:
-        """Send an error, unless the answer has begun: then the connection closes without the rest of it."""
+        """Send an error. If the answer has begun, do nothing: the connection closes with an incomplete answer."""
         if self.status:
             return
         status, body = problem(error)
@@ -251,6 +252,6 @@ class _Answer:
 
 
 def _route(scope: Any) -> str:
-    """The route of a request and not its path, which may contain a prompt."""
+    """Return the route of a request. Its path may contain a prompt, so logs use the route."""
     route = scope.get("route")
     return getattr(route, "path", None) or (scope["path"] if scope["path"] in OPEN_PATHS else "-")

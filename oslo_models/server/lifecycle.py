@@ -1,4 +1,4 @@
-"""What the server says while it has no application: it answers the probes, and 503 to everything else."""
+"""Answers requests while the models load: probes get the state of the server, other requests get status 503."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 LIVE, READY = "/health/live", "/health/ready"
-"""Paths for the liveness and readiness probes of Kubernetes and others; they need neither a key nor a host name."""
+"""Paths for liveness and readiness probes, as in Kubernetes. They need no key, and accept any host name."""
 
 
 class Lifecycle:
-    """ASGI application in front of another one, which is set once its models are loaded.
+    """ASGI application in front of the main application. Also answers readiness probes while the server drains.
 
     Attributes:
-        application: ``None`` while the models are loaded.
-        draining: running requests are finished, and then the server ends.
+        application: the main application; ``None`` until the models are loaded.
+        draining: the server finishes running requests, then ends.
     """
 
     def __init__(self) -> None:
@@ -38,6 +38,6 @@ class Lifecycle:
         body = json.dumps(answer).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if status == 503:
-            headers += [(b"retry-after", b"5"), (b"connection", b"close")]  # its body is not read
+            headers += [(b"retry-after", b"5"), (b"connection", b"close")]  # close: the request body is not read
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,4 @@
-"""Writes the log in a thread of its own: nothing waits for a pipe that nobody reads, or fails with a full disk."""
+"""Writes the log in a separate thread, so that a blocked pipe or a full disk cannot stop the server."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MOST_LINES = 4096
-"""Lines that wait to be written; further ones are dropped."""
+"""Limit of lines in the queue. Further lines are dropped."""
 LAST_SECONDS = 1.0
-"""For the lines that wait at the end."""
+"""Time limit for writing the queued lines at the end."""
 
 
 class LogWriter(io.TextIOBase):
     """A text stream to a file descriptor that drops lines instead of waiting.
 
     Args:
-        descriptor: of the file.
-        dropped: called for each line that could not be written.
+        descriptor: the file descriptor.
+        dropped: called for each dropped line.
     """
 
     encoding = "utf-8"
@@ -44,13 +44,13 @@ class LogWriter(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: whoever flushes must not wait."""
+        """Do nothing, so that the caller does not wait."""
 
     def fileno(self) -> int:
         return self._descriptor
 
     def finish(self) -> None:
-        """Wait for the lines that were written so far, but not for long."""
+        """Wait a short time for the queued lines."""
         try:
             self._lines.put(None, timeout=LAST_SECONDS)
         except queue.Full:
@@ -69,7 +69,7 @@ class LogWriter(io.TextIOBase):
 
 @contextmanager
 def log_to_stderr(dropped: Callable[[], object], *loggers: logging.Logger) -> Iterator[None]:
-    """Have this process write to descriptor 2 by a `LogWriter` only, and these loggers log there."""
+    """Send the logs of these loggers and Python's ``sys.stderr`` to descriptor 2 through one `LogWriter`."""
     before = sys.stderr
     writer = LogWriter(2, dropped)
     handler = logging.StreamHandler(writer)

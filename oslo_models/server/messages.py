@@ -1,4 +1,4 @@
-"""Messages of a chat: from OpenAI's format to the one that chat templates read."""
+"""Converts the messages of a chat from OpenAI's format to the format of chat templates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _UNSUPPORTED = ("function_call", "audio", "refusal")
 
 
 def template_messages(messages: Sequence[dict[str, Any]], template: Any) -> list[dict[str, Any]]:
-    """Messages for a chat template, with all their fields.
+    """Return messages for a chat template, with all their fields.
 
-    A ``developer`` becomes the ``system`` where the template does not know it.
+    The role ``developer`` becomes ``system`` if the template does not know it.
 
     Raises:
-        ValueError: a message is not one of a chat, or has other content than text; the message has its place.
+        ValueError: a message is not a chat message, or has other content than text. The error has its position.
     """
     knows_developer = "developer" in str(template)
     return [_message(message, f"messages[{index}]", knows_developer) for index, message in enumerate(messages)]
@@ -41,7 +41,7 @@ def _message(message: dict[str, Any], place: str, knows_developer: bool) -> dict
 
 
 def _content(content: Any, place: str) -> str:
-    """The text of a message; parts are joined by spaces, as in transformers' server."""
+    """Return the text of a message. Parts are joined by spaces, as in transformers' server."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -57,7 +57,7 @@ def _content(content: Any, place: str) -> str:
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:
-    """A tool call with its arguments as a dictionary, over whose items templates iterate."""
+    """Return a tool call with its arguments as a dictionary, because templates iterate over the items."""
     made = copy.deepcopy(call)
     function = made.get("function", made) if isinstance(made, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):

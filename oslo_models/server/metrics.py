@@ -1,4 +1,4 @@
-"""Counts and times of the server, in the text format of Prometheus."""
+"""Counters and histograms of the server, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 class Metrics:
-    """Any thread may count and observe."""
+    """Collects metrics. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class Metrics:
         self._gauges: dict[str, Callable[[], float]] = {}
 
     def gauge(self, name: str, value: Callable[[], float]) -> None:
-        """Ask for a value when it is read; one whose name ends with ``_total`` may only grow."""
+        """Register a metric by a function for its current value. Values with a name in ``_total`` may only grow."""
         self._gauges[name] = value
 
     def count(self, name: str, by: float = 1, **labels: str) -> None:
@@ -54,7 +54,7 @@ class Metrics:
             row[-1] += seconds
 
     def text(self) -> str:
-        """All of them; the format is version 0.0.4."""
+        """Return all metrics in format version 0.0.4."""
         with self._lock:
             counts, times = dict(self._counts), {key: list(row) for key, row in self._times.items()}
         lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What a chat's answer consists of: text, reasoning and tool calls, parsed as the model's family writes them."""
+"""Parses the answer of a chat into text, reasoning and tool calls, in the format of the model's family."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["ReasoningText", "ResponseItems", "ToolCall"]
 
 
 class ResponseItems:
-    """Items of one answer, from its text with special tokens; without a parser for this model, all of it is text.
+    """Items of one answer, parsed from its text with special tokens. Without a parser for the model, all is text.
 
     Args:
         ids: the tokens of the prompt.
-        ends: the tokens that end a text. Some parsers need them, and others take them for a part of the text.
+        ends: the end tokens. Some parsers need them, and others treat them as text.
     """
 
     def __init__(self, model: Any, tokenizer: Any, ids: list[int], ends: list[int]) -> None:
@@ -28,16 +28,16 @@ class ResponseItems:
         return self._parser is not None
 
     def feed(self, text: str) -> list[Any]:
-        """The items that are complete with this text; strings are pieces of the content."""
+        """Return the items that this text completes. Strings are pieces of the content."""
         assert self._parser is not None
         return self._without_ends(response_events_to_chunks(self._parser.feed(text)))
 
     def finish(self) -> list[Any]:
-        """The items that the end of the text completes."""
+        """Return the items that the end of the text completes."""
         assert self._parser is not None
         try:
             _, events = self._parser.finalize()
-        except (ValueError, RuntimeError):  # it ended within a tool call
+        except (ValueError, RuntimeError):  # the text ended inside a tool call
             return []
         return self._without_ends(response_events_to_chunks(events))
 

@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's newer format of chats. Nothing is stored between requests."""
+"""``/v1/responses``: OpenAI's newer chat API. The server stores nothing between requests."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class ResponsesRequest(Request):
     store: Any = None
 
     def chat(self) -> ChatRequest:
-        """The same as a request for a chat.
+        """Convert to a chat request.
 
         Raises:
-            ValueError: it has items or tools of other kinds than messages, function calls and functions.
+            ValueError: an item is no message, function call or function output, or a tool is no function.
         """
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
@@ -57,7 +57,7 @@ class ResponsesRequest(Request):
 
 
 def _message(item: dict[str, Any]) -> dict[str, Any]:
-    """A message of a chat."""
+    """Convert an input item to a chat message."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
@@ -83,7 +83,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class Response:
-    """A response as far as it has been generated."""
+    """A response while it is generated."""
 
     def __init__(self, request: ResponsesRequest, model: str, prompt: list[int]) -> None:
         self._prompt, self.answer = prompt, Answer()
@@ -100,12 +100,12 @@ class Response:
         return {"type": "output_text", "text": self.answer.content, "annotations": []}
 
     def message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """The item of the text."""
+        """Return the item for the text."""
         item = {"type": "message", "id": self._message_id, "role": "assistant"}
         return {**item, "status": status, "content": content}
 
     def calls(self) -> list[dict[str, Any]]:
-        """The items of the tool calls."""
+        """Return the items for the tool calls."""
         while len(self._call_ids) < len(self.answer.tool_calls):
             self._call_ids.append(uuid.uuid4().hex)
         return [
@@ -120,7 +120,7 @@ class Response:
         ]
 
     def body(self, status: str | None = None) -> dict[str, Any]:
-        """All of it; ``status``: if it has not ended."""
+        """Return the whole response; ``status`` is given for an unfinished response."""
         if status is not None:
             return {**self._head, "status": status, "output": [], "usage": None}
         cut = self.answer.finish == "length"
@@ -134,7 +134,7 @@ class Response:
         return {**self._head, **details, "status": status, "output": [*output, *self.calls()], "usage": usage}
 
     async def events(self, pieces: AsyncIterator[Answer]) -> AsyncGenerator[str, None]:
-        """Server-sent events, while the pieces of the answer come."""
+        """Yield server-sent events as the pieces of the answer arrive."""
         number = 0
 
         def said(kind: str, **fields: Any) -> str:

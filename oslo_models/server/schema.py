@@ -1,4 +1,4 @@
-"""The fields of requests for text, in the format of OpenAI's API, and what they ask `generate` for."""
+"""Fields of requests for text in the format of OpenAI's API, and their arguments for `generate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oslo_models.server.messages import template_messages
 from oslo_models.server.structured import calls_schema, of_format, of_structured, tool_name
 
 MOST_STOPS, LONGEST_STOP = 32, 256
-"""Stop strings of a request, and characters of each."""
+"""Limits of stop strings in a request, and of characters in each."""
 MOST_LOGPROBS, MOST_BIASES = 20, 1024
 _NO_OPS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -37,7 +37,7 @@ _NO_OPS: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "function_call": ("none", "auto"),
 }
-"""Values with which a field asks for nothing."""
+"""Values of a field without an effect."""
 
 
 def _scale(value: float) -> float:
@@ -50,13 +50,13 @@ Scale = Annotated[float, AfterValidator(_scale)]
 Bias = Annotated[float, Field(ge=-100, le=100)]  # as OpenAI's; NaN is not between them
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 FEW = 16
-"""Unknown fields of a request that are all looked at."""
+"""Limit of unknown fields that are checked one by one."""
 MOST_ITEMS = 8192
-"""Messages, tools and keys of one request."""
+"""Limit of messages, tools and keys in one request."""
 
 
 def _with_few_keys(most: int) -> BeforeValidator:
-    """Refuse an object with very many keys before each of them is looked at."""
+    """Refuse an object with too many keys before its keys are checked one by one."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -67,19 +67,19 @@ def _with_few_keys(most: int) -> BeforeValidator:
 
 
 First = Field(fail_fast=True)
-"""Stops at the first invalid item of a list: each would have a message of its own."""
+"""Stops validation at the first invalid item of a list. Otherwise each item would produce a message."""
 Objects = Annotated[list[dict[str, Any]], First, Field(max_length=MOST_ITEMS)]
 Tokens = Annotated[list[int], First]
 _SOME = Field(min_length=1)
 _Lists = Annotated[list[str], First, _SOME] | Annotated[list[int], First, _SOME] | Annotated[list[Tokens], First, _SOME]
 Texts = str | _Lists
-"""Texts or tokens; a text may be empty, as tokenizers may begin it with a token."""
+"""Texts or tokens. A text may be empty, because tokenizers may add a token at its start."""
 
 
 class Request(BaseModel):
-    """What all requests have in common.
+    """Base class of all requests.
 
-    Fields that are not supported are refused, unless their value is empty or asks for nothing.
+    Unsupported fields are refused, unless their value is empty or has no effect.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -114,12 +114,12 @@ class Request(BaseModel):
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Whether JSON values are equal, where true is not 1."""
+    """Return whether JSON values are equal. ``true`` does not equal 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 class Generation(Request):
-    """The fields of requests for text: OpenAI's, and some of vLLM's and of transformers' `generate`."""
+    """Fields of requests for text, from OpenAI's API, and some from vLLM and transformers' `generate`."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=None, ge=0)
@@ -155,15 +155,15 @@ class Generation(Request):
 
     @property
     def logprobs_asked(self) -> int | None:
-        """Alternatives of each token to report; ``None``: no log-probabilities at all."""
+        """Number of alternatives to report per token; ``None`` for no log-probabilities."""
         return None
 
     @property
     def grammar(self) -> tuple[str, Any] | None:
-        """What the text has to be, for `Grammar.compiled`.
+        """The grammar of the text, for `Grammar.compiled`.
 
         Raises:
-            ValueError: the request says it twice, or not in a known way.
+            ValueError: the request has two grammars, or an unknown kind of grammar.
         """
         found = [*of_format(self.response_format), *of_structured(self.structured_outputs)]
         if len(found) > 1:
@@ -176,7 +176,7 @@ class Generation(Request):
 
 
 def _require_text(body: Any) -> None:
-    """Raise ``ValueError`` if a string or key anywhere in the body has an unpaired surrogate, which is no text."""
+    """Raise ``ValueError`` if a string or key anywhere in the body has an unpaired surrogate."""
     left = [(None, body)]
     while left:  # not recursive: the body may be nested as deeply as JSON allows
         place, value = left.pop()
@@ -214,7 +214,7 @@ class CompletionRequest(Generation):
 
     @property
     def prompts(self) -> list[Any]:
-        """Each prompt: a text or tokens."""
+        """The prompts, each as text or tokens."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if single else list(self.prompt)
 
@@ -222,7 +222,7 @@ class CompletionRequest(Generation):
         return [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in self.prompts]
 
     def max_new_tokens(self, room: int, default: int | None) -> int:
-        """Tokens of the answer, by default OpenAI's 16."""
+        """Return the limit of answer tokens; default: 16, as in OpenAI's API."""
         return self.max_tokens or min(16, room)
 
 
@@ -245,7 +245,7 @@ class ChatRequest(Generation):
 
     @property
     def continues_prompt(self) -> bool:
-        """Whether the text of the answer goes on in that of the prompt; else it is a message of its own."""
+        """Whether the answer continues the text of the prompt. Otherwise it is a new message."""
         return self.continue_final_message
 
     @property
@@ -256,7 +256,7 @@ class ChatRequest(Generation):
 
     @property
     def forced_tool(self) -> str | None:
-        """The name of the tool that has to be called; an empty one for any tool; ``None`` if none has to be."""
+        """Name of the tool that must be called; empty for any tool; ``None`` if no call is required."""
         if self.tool_choice in ("auto", "none"):
             return None
         names = [tool_name(tool) for tool in self.tools or ()]
@@ -299,22 +299,22 @@ class ChatRequest(Generation):
         try:
             encoded = tokenizer.apply_chat_template(messages, **options, **self.chat_template_kwargs)
         except (LookupError, TypeError, AttributeError) as error:
-            # what templates raise for messages they do not expect
+            # templates raise these errors for messages that they do not expect
             raise ValueError(f"messages: the chat template cannot write them ({error})") from error
         return [encoded["input_ids"]]
 
     @property
     def prompts(self) -> list[Any]:
-        """Stands for the length of the prompt: texts of the messages, before the template is applied."""
+        """The joined texts of the messages, before the chat template. Used to check the length of the prompt."""
         return ["".join(_texts(self.messages))]
 
     def max_new_tokens(self, room: int, default: int | None) -> int:
-        """Tokens of the answer, by default the checkpoint's, or 1024."""
+        """Return the limit of answer tokens; default: the checkpoint's limit, or 1024."""
         return self.max_completion_tokens or self.max_tokens or min(default or 1024, room)
 
 
 def _texts(value: Any) -> list[str]:
-    """All strings in a value, however deep."""
+    """Return all strings in a nested value."""
     found, left = [], [value]
     while left:
         each = left.pop()

@@ -1,4 +1,4 @@
-"""One model of the server with its tokenizer and the limits of what it is asked."""
+"""One model of the server, with its tokenizer and its limits for requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oslo_models.server.text import StopAutomaton, prompt_context
 from oslo_models.server.token_reader import GenerationJob
 
 UNKNOWN_LENGTH = 2048
-"""Tokens of prompt and answer, for models whose configuration states no limit."""
+"""Default limit of prompt and answer tokens, for models without a limit in their configuration."""
 TOKENIZER_THREADS = 2
 HEALTH_SECONDS = 2.0
 
@@ -33,19 +33,19 @@ class ServedModel:
     """A deployed model that answers requests.
 
     Args:
-        length: tokens that a prompt and its answer may have together (default: the limit of the model).
-        places: answers that may be asked for at once.
-        pooling, normalizes: of a model that does not generate; see `Embedder`.
-        adapters: that the model has loaded: their names there, by those that clients use.
+        length: limit of tokens in a prompt and its answer together (default: the limit of the model).
+        places: limit of concurrent answers.
+        pooling, normalizes: settings of an embedding model; see `Embedder`.
+        adapters: the loaded adapters: maps the names for clients to the names in the model.
 
     Attributes:
-        adapter: the name in the model of the adapter that it answers with; ``None``: none.
-        parent: the name of the model without it.
-        adapted: the same model with each of its adapters, which shares its threads and workers.
+        adapter: the model's name for the adapter in use; ``None`` without an adapter.
+        parent: for an adapter, the name of the base model.
+        adapted: one entry per adapter of this model, with the same threads and workers.
 
     Raises:
-        ValueError: there are adapters, and the model does not generate; or its generation_config asks for something
-            that the server cannot do.
+        ValueError: an embedding model has adapters, or the model's generation_config asks for something that the
+            server does not support.
     """
 
     adapter: str | None = None
@@ -68,7 +68,7 @@ class ServedModel:
         self.length = min(own, length or own)
         self.created = int(time.time())
         self.generates = model.can_generate()
-        if not self.generates:  # the positions of some begin after their padding token: the tokenizer knows the limit
+        if not self.generates:  # in some models, positions start after the padding token; the tokenizer has the limit
             self.length = min(self.length, tokenizer.model_max_length)
         if adapters and not self.generates:
             raise ValueError(f"adapters are for models that generate text; {name} makes embeddings")
@@ -76,14 +76,14 @@ class ServedModel:
         turns = AdapterTurns(model) if adapters else None
         self.generator = AnswerGenerator(model, tokenizer, places, metrics, turns) if self.generates else None
         self.embedder = None if self.generates else self._embedder(pooling, normalizes)
-        # Threads of their own: health is reported while texts are tokenized, and while the model works.
+        # Separate threads: the server reports health while it tokenizes texts and while the model computes.
         self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "oslo-tokenize")
-        self._compiling = ThreadPoolExecutor(1, "oslo-grammar")  # others are not to wait for a slow grammar
+        self._compiling = ThreadPoolExecutor(1, "oslo-grammar")  # a slow grammar must not delay other requests
         self._asking = ThreadPoolExecutor(1, "oslo-health")
         self._health: asyncio.Future[dict[str, Any]] | None = None
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self._characters = self.length * longest
-        """Characters that a text of ``length`` tokens has at most."""
+        """Maximum number of characters in a text of ``length`` tokens."""
         self.adapted = [self._with_adapter(*each) for each in (adapters or {}).items()]
 
     def _embedder(self, pooling: str | None, normalizes: bool) -> Embedder:
@@ -97,18 +97,18 @@ class ServedModel:
         return adapted
 
     async def health(self) -> dict[str, Any]:
-        """The state of the workers; requests that come meanwhile share it."""
+        """Return the state of the workers. Concurrent requests share one query."""
         if self._health is None or self._health.done():
             ask = partial(self.model.health, HEALTH_SECONDS)
             self._health = asyncio.get_running_loop().run_in_executor(self._asking, ask)
         return await asyncio.shield(self._health)
 
     async def in_tokenizer(self, function: Any, *args: Any) -> Any:
-        """Call a function that uses the tokenizer, in its threads."""
+        """Call a function that uses the tokenizer, in the tokenizer threads."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, partial(function, *args))
 
     def check_texts(self, prompts: list[Any], param: str = "prompt") -> None:
-        """Raise ``RequestError`` for prompts that are too long, by a look at their lengths alone."""
+        """Raise ``RequestError`` for prompts that are too long, by their lengths alone."""
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > self._characters:
                 raise RequestError(
@@ -125,12 +125,12 @@ class ServedModel:
         return RequestError(400, message, "context_length_exceeded", param)
 
     def check_length(self, ids: list[int], param: str) -> None:
-        """Raise ``RequestError`` for more tokens than the model takes."""
+        """Raise ``RequestError`` for more tokens than the model accepts."""
         if len(ids) > self.length:
             raise self._too_long(len(ids), 0, param)
 
     def check_tokens(self, ids: list[int], param: str = "prompt") -> None:
-        """Raise ``RequestError`` for a list of tokens that is empty or has one that the model does not know."""
+        """Raise ``RequestError`` for an empty list of tokens, or one with tokens outside the vocabulary."""
         most = self.model.config.vocab_size - 1
         unknown = next((token for token in ids if not 0 <= token <= most), None)
         if unknown is not None:
@@ -140,10 +140,10 @@ class ServedModel:
             raise RequestError(400, f"{param} is empty: it has no tokens", None, param)
 
     async def jobs(self, request: CompletionRequest | ChatRequest) -> tuple[list[list[int]], list[GenerationJob]]:
-        """The prompts as tokens, and what to generate: a job for each choice.
+        """Return the prompts as tokens, and one generation job per choice.
 
         Raises:
-            RequestError: a prompt is empty, too long, or has tokens that the model does not know.
+            RequestError: a prompt is empty, too long, or has tokens outside the vocabulary.
             ValueError: a field cannot be used with this model.
         """
         self.check_texts(request.prompts, request.param)
@@ -158,7 +158,7 @@ class ServedModel:
             if tokens := list(getattr(request, name)):
                 self.check_tokens(tokens, name)
         settings = self._defaults.settings(request)
-        if decoding is not None and decoding.grammar is not None:  # which ends the text, also before so many tokens
+        if decoding is not None and decoding.grammar is not None:  # the grammar may end the text earlier
             settings.pop("min_new_tokens", None)
         texts = [*request.stops, *self._defaults.stops]
         stops = StopAutomaton(texts) if texts else None

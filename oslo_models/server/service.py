@@ -1,8 +1,8 @@
-"""The routes of the server: OpenAI's endpoints for completions and chats, and the one of OSLO's documents.
+"""Routes of the server: OpenAI's endpoints for completions and chats, and the endpoint in OSLO's documentation.
 
-Of transformers' own server, the code that turns messages into a prompt, and text into reasoning and tool calls, is
-used. Its handlers are not: they generate in one thread, so that nothing could be batched, seed this process instead of
-the workers, answer malformed requests with status 500, and leave stop strings in the text.
+The server uses transformers' code for chat templates, reasoning and tool calls, but not the handlers of transformers'
+server. These generate in one thread, which rules out batching; seed this process instead of the workers; answer
+malformed requests with status 500; and leave stop strings in the text.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from oslo_models.server.token_reader import GenerationJob
 
 
 class Service:
-    """What the routes share: the models, and how many answers may be in flight.
+    """State shared by the routes: the models, and the limit of answers in flight.
 
     Args:
-        models: the first one answers requests that name none. Each brings its adapters.
-        places: answers that may be computed or wait; further requests are answered with status 429.
+        models: the served models with their adapters. The first model answers requests without a model name.
+        places: limit of running and waiting answers; further requests get status 429.
     """
 
     def __init__(self, models: Sequence[ServedModel], places: int, metrics: Metrics) -> None:
@@ -56,7 +56,7 @@ class Service:
     async def generate_text(
         self, text: str, max_length: int = 15, num_beams: int = 5, no_repeat_ngram_size: int = 4
     ) -> dict[str, str]:
-        """As in OSLO's documents, with their settings unless the query has others."""
+        """Implement the endpoint in OSLO's documentation. The defaults are OSLO's; the query can change them."""
         served = self.find(None, generates=True)
         generator = served.generator
         assert generator is not None
@@ -83,15 +83,15 @@ class Service:
         return {"object": "list", "data": [_entry(served) for served in self.models_by_name.values()]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """One of them, whose name may have slashes."""
+        """Return one model. Its name may have slashes."""
         served = self.find(name, generates=None)
         return _entry(served)
 
     async def health(self, request: Request) -> Response:
-        """Status 200 if all workers answer, else 503; the body has the state of each.
+        """Return status 200 if all workers answer, else 503. The body has the state of each model.
 
-        What is wrong is for the log, and for clients with a key: it may name files. Without the key of a server that
-        has one, only the states are told.
+        Reasons for failures may name files. They go to the log, and to clients with a key. On a server with keys,
+        clients without a key see ``healthy`` only; a server without keys reports ``healthy`` and ``ranks``.
         """
         states = await asyncio.gather(*(served.health() for served in self._models))
         for served, state in zip(self._models, states, strict=True):
@@ -110,25 +110,25 @@ class Service:
         return JSONResponse(state, 200 if healthy else 503)
 
     async def live(self) -> dict[str, str]:
-        """For a liveness probe: that this process answers."""
+        """Answer a liveness probe: this process is alive."""
         return {"status": "live"}
 
     async def ready(self) -> Response:
-        """For a readiness probe: status 200 if all workers answer, else 503."""
+        """Answer a readiness probe: status 200 if all workers answer, else 503."""
         states = await asyncio.gather(*(served.health() for served in self._models))
         if all(state["healthy"] for state in states):
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "workers have died or do not answer"}, 503)
 
     def find(self, name: str | None, generates: bool | None) -> ServedModel:
-        """The model that a request is for.
+        """Return the model for a request.
 
         Args:
-            name: ``None`` for the first.
-            generates: whether it has to generate texts or to make embeddings; ``None`` if either will do.
+            name: the name of the model; ``None`` for the first model of this kind.
+            generates: ``True`` for a model that generates text, ``False`` for an embedding model, ``None`` for either.
 
         Raises:
-            RequestError: there is none of this name, or it does something else.
+            RequestError: no model has this name, or the model is of the other kind.
         """
         kinds = [each for each in self.models_by_name.values() if generates in (None, each.generates)]
         served = next(iter(kinds), self.default) if name is None else self.models_by_name.get(name)
@@ -147,7 +147,7 @@ class Service:
         count = len(request.prompts) * request.n
         if request.stream:
             events = self._events(request, served, count)
-            first = await anext(events)  # an error raised up to here still gets a status of its own
+            first = await anext(events)  # until here, an error can still set the response status
             return StreamingResponse(with_errors(first, events), media_type="text/event-stream")
         with self.admitted(count):
             prompts, jobs = await served.jobs(request)
@@ -160,7 +160,7 @@ class Service:
         return JSONResponse({**_head(request, served, 1), "choices": choices, "usage": usage})
 
     async def _answers(self, served: ServedModel, jobs: list[GenerationJob]) -> list[Answer]:
-        """All answers. If one fails the others are cancelled."""
+        """Generate all answers. If one fails, cancel the others."""
         assert served.generator is not None
         tasks = [asyncio.ensure_future(served.generator.answer(job)) for job in jobs]
         try:
@@ -171,10 +171,10 @@ class Service:
 
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
-        """Hold so many places.
+        """Hold ``count`` places inside the block.
 
         Raises:
-            RequestError: there are not enough.
+            RequestError: not enough places are free.
         """
         if count > self.places:
             raise RequestError(400, f"{count} answers are asked for at once; at most {self.places} can be")
@@ -191,7 +191,7 @@ class Service:
     async def _events(
         self, request: CompletionRequest | ChatRequest, served: ServedModel, count: int
     ) -> AsyncGenerator[str, None]:
-        """Server-sent events. The choices are computed together, so their pieces alternate."""
+        """Yield server-sent events. The choices are computed together, so their pieces alternate."""
         assert served.generator is not None
         counts_usage = request.stream_options.get("include_usage", False)
         with self.admitted(count):
@@ -211,7 +211,7 @@ class Service:
 
 
 async def _together(streams: Sequence[AsyncGenerator[Answer, None]]) -> AsyncGenerator[tuple[int, Answer], None]:
-    """The pieces of several answers with their numbers, as they come. If one fails the others are cancelled."""
+    """Yield the pieces of several answers with their indices, as they arrive. If one fails, cancel the others."""
     queue: asyncio.Queue[tuple[int, Answer] | BaseException | None] = asyncio.Queue()
 
     async def forward(index: int, stream: AsyncGenerator[Answer, None]) -> None:
@@ -259,7 +259,7 @@ def _choice(request: CompletionRequest | ChatRequest, answer: Answer, delta: boo
 
 
 async def with_errors(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The events; an error after the first becomes the last event, as the status has been sent."""
+    """Yield the events. An error after the first becomes the last event, because the status has been sent."""
     try:
         yield first
         async for more in events:

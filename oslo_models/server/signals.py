@@ -1,4 +1,4 @@
-"""What signals ask of the server, in the order in which they come."""
+"""Turns signals into orders for the server, in order of arrival."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ RELOAD = "reload"
 
 
 class Orders:
-    """Installs handlers of signals until it is left; to be made in the main thread.
+    """Context manager that installs signal handlers. Create it in the main thread.
 
-    The first SIGTERM or Ctrl-C ends the server when the running requests are answered, the second one at once. While
-    `next` has not been called, the first one raises ``SystemExit``.
+    The first SIGTERM or Ctrl-C ends the server after the running requests are answered; the second ends it at once.
+    Before the first call of `next`, the first signal raises ``SystemExit``.
 
     Args:
-        reloads: whether SIGHUP is for reloading; otherwise it ends the server, as that of a closed terminal should.
+        reloads: SIGHUP reloads the keys. Otherwise it ends the server, as a closed terminal should.
     """
 
     def __init__(self, reloads: bool) -> None:
@@ -47,19 +47,19 @@ class Orders:
         self._orders.put(RELOAD)
 
     def give_up(self, reason: str) -> None:
-        """End with this reason; from any thread."""
+        """End the server for this reason. Callable from any thread."""
         self._orders.put(reason)
 
     def server_ended(self) -> None:
-        """The server does not listen any more; from any thread."""
+        """Report that the server has stopped listening. Callable from any thread."""
         self._ended.set()
         self._orders.put("the server has ended by itself")
 
     def next(self) -> str | None:
-        """Wait for an order: `RELOAD`, ``None`` to end, or the reason of an end that is an error."""
+        """Wait for an order: `RELOAD`, ``None`` for a regular end, or the reason for an end with an error."""
         self._loading = False
         return self._orders.get()
 
     def wait_for_server(self, seconds: float) -> None:
-        """Wait until it has ended, for so many seconds at most."""
+        """Wait until the server has ended, but at most ``seconds``."""
         self._ended.wait(seconds)

@@ -1,4 +1,4 @@
-"""What the output of a request has to be: its format, or a call of a tool."""
+"""Structured output of a request: a response format, or a tool call."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 _DATA = ("const", "enum", "default", "examples")
-"""Keywords of schemas whose values are not schemas."""
+"""Schema keywords with plain data as values, not schemas."""
 
 
 def of_format(wanted: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    """The grammar of ``response_format``, if it has one, for `Grammar.compiled`. Raises ``ValueError``."""
+    """Return the grammar of ``response_format``, if any, for `Grammar.compiled`. Raises ``ValueError``."""
     if wanted is None:
         return []
     kind = wanted.get("type")
     if kind == "json_object":
         return [("json", {"type": "object"})]
-    # OpenAI's chats have the schema inside `json_schema`, its responses beside the type
+    # OpenAI's chat API has the schema inside `json_schema`; the responses API has it beside the type.
     schema = (wanted.get("json_schema") or {}).get("schema") if isinstance(wanted.get("json_schema"), dict) else None
     schema = schema if schema is not None else wanted.get("schema")
     if kind == "json_schema" and isinstance(schema, dict):
@@ -25,7 +25,7 @@ def of_format(wanted: dict[str, Any] | None) -> list[tuple[str, Any]]:
 
 
 def of_structured(wanted: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    """The grammars of vLLM's ``structured_outputs``, for `Grammar.compiled`. Raises ``ValueError``."""
+    """Return the grammars of vLLM's ``structured_outputs``, for `Grammar.compiled`. Raises ``ValueError``."""
     kinds = {"json": (dict,), "regex": (str,), "choice": (list,), "grammar": (str,)}
     for key, value in (wanted or {}).items():
         if key not in kinds or not isinstance(value, kinds[key]):
@@ -36,7 +36,7 @@ def of_structured(wanted: dict[str, Any] | None) -> list[tuple[str, Any]]:
 
 
 def tool_name(tool: dict[str, Any]) -> str:
-    """The name of a tool's function. Raises ``ValueError`` if it has none."""
+    """Return the name of a tool's function. Raise ``ValueError`` if it has no name."""
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
@@ -45,9 +45,9 @@ def tool_name(tool: dict[str, Any]) -> str:
 
 
 def calls_schema(functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The JSON schema of a call of one of these functions.
+    """Return the JSON schema of a call of one of these functions.
 
-    The parameters of each are a definition, to which the references within them are directed.
+    The parameters of each function become a definition. References inside the parameters point into this definition.
     """
     calls, definitions = [], {}
     for number, function in enumerate(functions):
@@ -59,7 +59,7 @@ def calls_schema(functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _redirected(schema: Any, place: str) -> Any:
-    """A schema whose references to its root lead to this place instead."""
+    """Return a copy of a schema, with references to its root redirected to ``place``."""
     if isinstance(schema, list):
         return [_redirected(each, place) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Restarts the workers of a model that have died, a limited number of times."""
+"""Restarts dead workers of a model, a limited number of times."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ log = logging.getLogger("oslo_models.server")
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When the workers of a model are started again.
+    """Limits and delays for restarts of a model's workers.
 
     Attributes:
-        restarts: within ``window`` at most; one more death, and the server ends.
-        window: seconds.
-        first_delay: seconds before the second restart within ``window``; they double with each further one, up to
-            ``longest_delay``. The first one is made at once.
-        silence: seconds after which workers that live but do not answer are ended too.
-        interval: seconds between two looks.
+        restarts: limit of restarts within ``window``; after one more death, the server ends.
+        window: length of the window in seconds.
+        first_delay: seconds before the second restart within ``window``. The delay doubles with each further restart,
+            up to ``longest_delay``. The first restart has no delay.
+        silence: seconds without an answer after which live workers are ended too.
+        interval: seconds between two checks.
     """
 
     restarts: int = 3
@@ -34,19 +34,19 @@ class RestartPolicy:
     interval: float = 1.0
 
     def delay(self, past: int) -> float | None:
-        """Seconds to wait after so many restarts within the window; ``None``: there are too many."""
+        """Return the delay in seconds after ``past`` restarts within the window; ``None`` beyond the limit."""
         if past >= self.restarts:
             return None
         return min(self.longest_delay, self.first_delay * 2 ** min(past - 1, 30)) if past else 0.0
 
 
 class Supervisor:
-    """Watches deployed models, each in a thread of its own.
+    """Watches deployed models, with one thread per model.
 
     Args:
-        models: by their names.
-        restarted: called with the name of a model before its workers are started again.
-        give_up: called once with the reason when there were too many restarts.
+        models: the models by name.
+        restarted: called with the name of a model before its workers restart.
+        give_up: called once, with the reason, after too many restarts.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Supervisor:
             threading.Thread(target=self._watch, args=(name, model), daemon=True, name="oslo-supervisor").start()
 
     def stop(self) -> None:
-        """Restart nothing any more. A restart that is under way ends when its model is closed."""
+        """Make no further restarts. A running restart ends when its model is closed."""
         self._stopped.set()
 
     def _watch(self, name: str, model: Any) -> None:
@@ -83,7 +83,7 @@ class Supervisor:
             self._restart(name, model)
 
     def _failure(self, model: Any) -> str | None:
-        """Wait until the workers have died or are silent for too long: the reason. ``None``: `stop` was called."""
+        """Wait until the workers die or are silent for too long. Return the reason, or ``None`` after `stop`."""
         heard = time.monotonic()
         while not self._stopped.wait(self._policy.interval):
             state = model.health()

@@ -1,4 +1,4 @@
-"""Text from tokens as they come, and where it has to stop."""
+"""Incremental detokenization, and the search for stop strings."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 _MOST_PENDING = 16
-"""Tokens that a slow tokenizer may leave without text before they are given up, so that decoding stays linear."""
+"""Limit of pending tokens without text from a slow tokenizer. The limit keeps decoding linear."""
 _CONTEXT = 8
-"""Tokens before an answer that are decoded with it; a character has four at most."""
+"""Number of prompt tokens to decode together with an answer. A character has at most four tokens."""
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -18,14 +18,14 @@ class TokenDecoder(Protocol):
     """Decodes tokens one by one."""
 
     def step(self, token: int) -> str:
-        """The text that a token completes; empty while a character is incomplete."""
+        """Return the text that a token completes; empty while a character is incomplete."""
 
 
 def prompt_context(tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
-    """The last tokens of a prompt that the decoding of its continuation depends on.
+    """Return the last tokens of a prompt, which affect the decoding of its continuation.
 
-    Many tokenizers write the first token of a text without its leading space. Empty if no text precedes, or a part of a
-    character.
+    Many tokenizers write the first token of a text without its leading space. Return an empty list if the prompt has no
+    text, or ends inside a character.
     """
     for context in (list(prompt[-_CONTEXT:]), list(prompt)):
         if text := tokenizer.decode(context, skip_special_tokens=skip_special_tokens):
@@ -34,7 +34,7 @@ def prompt_context(tokenizer: Any, prompt: Sequence[int], skip_special_tokens: b
 
 
 def decode_after(tokenizer: Any, context: Sequence[int], tokens: Sequence[int], skip_special_tokens: bool) -> str:
-    """The text that tokens add to their context."""
+    """Return the text that tokens add to their context."""
     whole = tokenizer.decode([*context, *tokens], skip_special_tokens=skip_special_tokens)
     if not context:
         return whole
@@ -46,7 +46,7 @@ def decode_after(tokenizer: Any, context: Sequence[int], tokens: Sequence[int], 
 
 
 def token_decoder(tokenizer: Any, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> TokenDecoder:
-    """A decoder for any tokenizer of transformers; it gives the text after the context."""
+    """Return a decoder for any transformers tokenizer. It returns the text after the context."""
     if hasattr(tokenizer, "_tokenizer"):
         return _FastDecoder(tokenizer._tokenizer, skip_special_tokens, context)
     return _SlowDecoder(tokenizer, skip_special_tokens, context)
@@ -64,12 +64,12 @@ class _FastDecoder:
 
 
 class _SlowDecoder:
-    """Decodes a window of the last tokens with and without the new ones, and passes on what these add."""
+    """Decodes a window of the last tokens with and without the new tokens, and returns the difference."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool, context: Sequence[int]) -> None:
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._ids = list(context)
-        self._passed = len(context)  # tokens of the window whose text has been passed on
+        self._passed = len(context)  # number of tokens in the window that have been returned as text
 
     def step(self, token: int) -> str:
         self._ids.append(token)
@@ -86,12 +86,14 @@ class _SlowDecoder:
 
 
 class StopAutomaton:
-    """Finds stop strings in time linear in the text, whatever their number; any number of texts can share it.
+    """Finds stop strings in time linear in the text, for any number of stop strings. Several texts can share it.
 
-    Of Aho and Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975. State 0 is the start.
+    State 0 is the start.
+
+    Source: Aho and Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975.
 
     Attributes:
-        depth: by state, how many characters at the end of the text may begin a stop string.
+        depth: by state, the number of last characters of the text that may begin a stop string.
         found: by state, the length of the longest stop string that ends there, or 0.
     """
 
@@ -114,7 +116,7 @@ class StopAutomaton:
         self.found[state] = len(stop)
 
     def _fallbacks(self) -> list[int]:
-        """The state of the longest proper suffix, by state."""
+        """Return the state of the longest proper suffix, by state."""
         fall, left = [0] * len(self._next), deque(self._next[0].values())
         while left:
             state = left.popleft()
@@ -128,21 +130,21 @@ class StopAutomaton:
         return fall
 
     def step(self, state: int, char: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         while state and char not in self._next[state]:
             state = self._fall[state]
         return self._next[state].get(char, 0)
 
 
 class StopStrings:
-    """Passes text on up to the first stop string; holds back an end that may become one.
+    """Passes text on up to the first stop string. Holds back the end of a text if it may begin a stop string.
 
-    The first is the one that is complete first, so that the result does not depend on how the text is cut; of several
-    that end at the same character the longest.
+    The first stop string is the first to be complete, so the result does not depend on the pieces of the text. If
+    several end at the same character, the longest counts.
 
     Attributes:
         hit: a stop string has been found.
-        held: what is held back.
+        held: the text held back.
     """
 
     def __init__(self, automaton: StopAutomaton) -> None:
@@ -150,7 +152,7 @@ class StopStrings:
         self._automaton, self._state = automaton, 0
 
     def feed(self, text: str) -> str:
-        """What can be passed on after this text has come."""
+        """Add text. Return the text that can be passed on."""
         state, held, step, found = self._state, self.held, self._automaton.step, self._automaton.found
         for at, char in enumerate(text, 1):
             state = step(state, char)

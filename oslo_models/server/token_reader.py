@@ -1,4 +1,4 @@
-"""The tokens of one call of `generate` as they come: their text, reasoning, tool calls and log-probabilities."""
+"""Reads the tokens of one `generate` call as they arrive: text, reasoning, tool calls and log-probabilities."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """What makes the tokens, and counts them.
+    """The model, tokenizer and metrics behind a stream of tokens.
 
     Attributes:
-        ends: tokens that end a text.
-        texts: of single tokens.
+        ends: the end tokens.
+        texts: the texts of single tokens.
     """
 
     model: Any
@@ -38,7 +38,7 @@ class TokenSource:
     texts: TokenTexts
 
     def items(self, job: GenerationJob) -> ResponseItems:
-        """What parses the answer of a chat."""
+        """Return the parser for the answer of a chat."""
         return ResponseItems(self.model, self.tokenizer, job.ids, self.ends)
 
 
@@ -47,21 +47,21 @@ _NO_STOPS = StopAutomaton(())
 
 @dataclass
 class GenerationJob:
-    """One call of `generate` to be made.
+    """The arguments for one `generate` call.
 
     Attributes:
         ids: the tokens of the prompt.
-        max_new_tokens: of the answer.
+        max_new_tokens: limit of tokens in the answer.
         settings: further arguments of `generate`.
-        stops: the answer ends before the first of these strings; ``None`` if there are none.
-        stop_tokens: and before these tokens.
-        decoding: penalties, grammar and log-probabilities; ``None`` if none is asked for.
-        chat: whether reasoning and tool calls are parsed from the text.
+        stops: the answer ends before the first of these strings; ``None`` for no stop strings.
+        stop_tokens: the answer also ends before these tokens.
+        decoding: penalties, grammar and log-probabilities; ``None`` without any of them.
+        chat: parse reasoning and tool calls from the text.
         forced_tool: the text is a tool call in JSON.
-        single_tool: tool calls after the first are dropped.
-        skip_special_tokens: in the text.
-        context: the last tokens of the prompt, if the text continues it.
-        adapter: its name in the model; ``None``: none.
+        single_tool: drop tool calls after the first.
+        skip_special_tokens: leave special tokens out of the text.
+        context: the last tokens of the prompt, if the text continues the prompt.
+        adapter: the adapter's name in the model; ``None`` without an adapter.
     """
 
     ids: list[int]
@@ -80,10 +80,10 @@ class GenerationJob:
 
 
 class TokenReader:
-    """The streamer of a call: makes text of its tokens, in the thread of the call, and ends it at a stop string.
+    """Streamer of a call: decodes its tokens in the thread of the call, and ends the call at a stop string.
 
     Args:
-        deliver: takes the pieces of the answer.
+        deliver: receives the pieces of the answer.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class TokenReader:
         self._tokens, self._tools, self._offset = 0, 0, 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._scores: list[TokenScore] = []
-        self.waiting = True  # for the prompt, which is the first value
-        self._times = [time.monotonic()]  # when it was asked for, when each token came
+        self.waiting = True  # until `put` gets the first value, the prompt
+        self._times = [time.monotonic()]  # the time of the request, then the time of each token
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has been found."""
+        """Whether the text has reached a stop string."""
         return self._stops.hit
 
     def put(self, value: torch.Tensor | Scored) -> None:
@@ -135,7 +135,7 @@ class TokenReader:
             raise CallCancelled("a stop string was generated")
 
     def end(self) -> None:
-        """The rest is known once the call has returned; see `last`."""
+        """Do nothing: the rest of the text is known after the call has returned, see `last`."""
 
     def _read(self, text: str) -> None:
         if not text or self.stopped:
@@ -162,10 +162,10 @@ class TokenReader:
         return Answer(**parts, scores=scores)
 
     def last(self, ended: tuple[list[int], str] | None) -> Answer:
-        """The last piece.
+        """Return the last piece.
 
         Args:
-            ended: the new tokens of the call and its finish reason; ``None`` if a stop string has ended it.
+            ended: the new tokens of the call and its finish reason; ``None`` if a stop string ended the call.
         """
         if self._tokens > 1:
             average = (self._times[-1] - self._times[1]) / (self._tokens - 1)
@@ -194,7 +194,7 @@ class TokenReader:
         return self._piece(content=rest, reasoning=reasoning, tool_calls=late, tokens=self._tokens, finish=finish)
 
     def _forced(self, text: str, finish: str) -> Answer:
-        """The tool call that the text is; the text itself if it was cut off."""
+        """Parse the text as a tool call. Return a truncated text as content."""
         try:
             call = json.loads(text)
             tool = ToolCall(call["name"], json.dumps(call["arguments"]))

@@ -15,11 +15,11 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenText(NamedTuple):
-    """A token by itself.
+    """The text of a single token.
 
     Attributes:
-        text: unlike `bytes` readable; as OpenAI writes it, a part of a character is ``bytes:`` with escaped bytes.
-        bytes: the part of the answer that the token makes, with its leading space.
+        text: readable form. As in OpenAI's API, a part of a character is ``bytes:`` with escaped bytes.
+        bytes: the token's part of the answer, with its leading space.
     """
 
     text: str
@@ -27,7 +27,7 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """Looks up tokens of one tokenizer. Unlike ``decode`` it keeps leading spaces and parts of characters."""
+    """Looks up tokens of one tokenizer. Unlike ``decode``, it keeps leading spaces and parts of characters."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -55,7 +55,7 @@ class TokenTexts:
 
 
 def _conversion(tokenizer: Any) -> Callable[[int], bytes]:
-    """The function from tokens to bytes, by the decoder of the tokenizer."""
+    """Return the function from tokens to bytes for the tokenizer's decoder."""
     name = tokenizer.convert_ids_to_tokens
     if isinstance(tokenizer, ByT5Tokenizer):
         return lambda token: name(token).encode("latin-1")
@@ -86,7 +86,7 @@ def _conversion(tokenizer: Any) -> Callable[[int], bytes]:
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a decoder in the format of tokenizers."""
+    """Return the steps of a decoder in the ``tokenizers`` format."""
     if decoder is None:
         return []
     if decoder["type"] != "Sequence":

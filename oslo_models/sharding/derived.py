@@ -1,4 +1,4 @@
-"""Entries of derived plans: layers whose outputs are right for any code that calls them."""
+"""Entries of derived plans. Their layers give correct outputs to any calling code."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from oslo_models.sharding.plan import ColumnParallel, Replicated, RowParallel, V
 
 @dataclass(frozen=True, init=False)
 class GatheredColumn(ColumnParallel):
-    """A linear layer with sharded outputs, which are gathered where they are needed in full.
+    """Linear layer with sharded output features. The output is gathered when an operation needs it in full.
 
     Args:
-        units: how many indivisible units (attention heads) a matrix consists of; ``None``: each feature by itself. Over
-            more ranks than units, features are split as if by ``None``, and the output is gathered at once.
-        parts: how many matrices of equal size the weight concatenates.
-        lazy: the output stays sharded, as a `ShardedActivation`, until an operation needs it in full.
-        transposed: as of `ColumnParallel`.
+        units: number of indivisible units (attention heads) of each matrix. ``None`` splits single features. With more
+            ranks than units, single features are split too, and the output is gathered at once.
+        parts: number of matrices of equal size that the weight concatenates.
+        lazy: keep the output sharded, as a `ShardedActivation`, until an operation needs it in full.
+        transposed: see `ColumnParallel`.
     """
 
     units: int | None = None
@@ -29,28 +29,28 @@ class GatheredColumn(ColumnParallel):
         object.__setattr__(self, "lazy", lazy)
 
     def is_lazy(self, n: int) -> bool:
-        """Whether the output stays sharded over ``n`` ranks."""
+        """Return whether the output stays sharded over ``n`` ranks."""
         return self.lazy and (self.units is None or self.units >= n)
 
     def split(self, size: int, n: int) -> EvenSplit:
-        """How each matrix of a weight with ``size`` features in all is split over ``n`` ranks."""
+        """Return the split over ``n`` ranks of each matrix of a weight with ``size`` features in total."""
         inner = size // self.parts
         units = inner if self.units is None or self.units < n else self.units
         return EvenSplit(units, inner // units)
 
     def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
         if shape[dim] // self.parts < n:
-            return Layout(shape)  # such as a head with two classes over three ranks
+            return Layout(shape)  # such as a classifier of two classes over three ranks
         return Layout.sharded(shape, dim, (self.split(shape[dim], n),) * self.parts, n)
 
 
 @dataclass(frozen=True, init=False)
 class SlicedRow(RowParallel):
-    """A linear layer with sharded inputs. A full input is sliced first.
+    """Linear layer with sharded input features. A full input is sliced first.
 
     Args:
-        units: how many indivisible units its input consists of, as those of the `GatheredColumn` before it.
-        transposed: as of `ColumnParallel`.
+        units: number of indivisible units of the input, equal to ``units`` of the preceding `GatheredColumn`.
+        transposed: see `ColumnParallel`.
     """
 
     units: int | None = None
@@ -60,7 +60,7 @@ class SlicedRow(RowParallel):
         object.__setattr__(self, "units", units)
 
     def split(self, size: int, n: int) -> EvenSplit:
-        """How a weight with ``size`` input features is split over ``n`` ranks."""
+        """Return the split over ``n`` ranks of a weight with ``size`` input features."""
         return GatheredColumn(self.units).split(size, n)
 
     def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
@@ -69,10 +69,10 @@ class SlicedRow(RowParallel):
 
 @dataclass(frozen=True)
 class GatheredConvolution(Replicated):
-    """A convolution with sharded output channels, which are gathered at once.
+    """Convolution with sharded output channels, which are gathered at once.
 
     Args:
-        transposed: the weight is stored ``[in, out, ...]``, as those of transposed convolutions.
+        transposed: the weight is stored ``[in, out, ...]``, as in transposed convolutions.
     """
 
     transposed: bool = False
@@ -84,7 +84,7 @@ class GatheredConvolution(Replicated):
 
 @dataclass(frozen=True)
 class SummedEmbedding(VocabParallel):
-    """An embedding with sharded rows, whose outputs are summed over the ranks."""
+    """Embedding with sharded rows and all-reduced outputs."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         return Layout(shape) if shape[0] < n else super().layout(leaf, shape, n)
@@ -92,7 +92,7 @@ class SummedEmbedding(VocabParallel):
 
 @dataclass(frozen=True)
 class SplitHeads(Replicated):
-    """An ``nn.MultiheadAttention`` whose heads are sharded; over more ranks than heads it is replicated.
+    """``nn.MultiheadAttention`` with sharded heads. It is replicated if there are more ranks than heads.
 
     Args:
         heads: the heads.
@@ -108,7 +108,7 @@ class SplitHeads(Replicated):
 
 @dataclass(frozen=True, init=False)
 class HeadsRow(SlicedRow):
-    """The last layer of an ``nn.MultiheadAttention``, which sums over the heads."""
+    """Output projection of an ``nn.MultiheadAttention``, which sums over the heads."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         return Layout(shape) if (self.units or 0) < n else super().layout(leaf, shape, n)

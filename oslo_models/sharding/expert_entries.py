@@ -1,4 +1,4 @@
-"""Entries of the sharding plan for experts whose parameters no stack ``gate_up_proj``, ``down_proj`` holds."""
+"""Plan entries for experts without stacked ``gate_up_proj`` and ``down_proj`` parameters."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from oslo_models.sharding.plan import LocalValue, Replicated, SummedModule
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts(SummedModule):
-    """A module called with hidden states, each token's experts and their weights, that loops over ``num_experts``.
+    """Module that takes hidden states, each token's experts and their weights, and loops over ``num_experts``.
 
-    Its parameters have entries of their own, with an `ExpertWidth` for each expert.
+    Its parameters have separate entries, with an `ExpertWidth` for each expert.
 
     Args:
-        attributes: as of `LocalModule`; values are those of a rank among the ranks that share the width of its experts.
-        groups: over how many groups of consecutive ranks they are divided.
+        attributes: see `LocalModule`. Values count ranks within the group that shares the width of an expert.
+        groups: number of groups of consecutive ranks over which the experts are divided.
     """
 
     groups: int = 1
@@ -28,13 +28,13 @@ class RoutedExperts(SummedModule):
 
 @dataclass(frozen=True)
 class StackedColumnParallel(Replicated):
-    """A module with one linear layer per expert, ``weight [experts, out, in]``, whose outputs are sharded.
+    """Module with one linear layer per expert, ``weight [experts, out, in]``, and sharded output features.
 
-    It is called with inputs in the order of their experts, and with how many each of its ``num_experts`` has.
+    Its forward takes the inputs sorted by expert and the number of inputs per expert (``num_experts`` numbers).
 
     Args:
-        parts: how many matrices of equal size each layer concatenates.
-        groups: over how many groups of consecutive ranks the experts are divided.
+        parts: number of matrices of equal size that each layer concatenates.
+        groups: number of groups of consecutive ranks over which the experts are divided.
     """
 
     parts: int = 1
@@ -55,17 +55,17 @@ class StackedColumnParallel(Replicated):
 
 @dataclass(frozen=True)
 class StackedRowParallel(StackedColumnParallel):
-    """As `StackedColumnParallel`, with sharded inputs, whose outputs are summed over the ranks."""
+    """Like `StackedColumnParallel`, with sharded input features. The outputs are all-reduced."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         return self._sharded(shape, 2, n)
 
 
 class SeparateExperts(SummedModule):
-    """A container of one MLP per expert, called with hidden states and what a router says of them.
+    """Container of one MLP per expert. Its forward takes hidden states and the outputs of a router.
 
-    The outputs of all MLPs are summed over the ranks once. The first layer of each is a `ColumnParallel`, the last one
-    a `RowParallel` without bias, both with an `ExpertWidth`: of an expert on other ranks, a rank holds nothing.
+    The outputs of all MLPs are all-reduced together. The first layer of each MLP is a `ColumnParallel`, the last layer
+    a `RowParallel` without bias. Both have an `ExpertWidth`, so a rank stores no elements of remote experts.
     """
 
 

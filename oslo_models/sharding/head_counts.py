@@ -1,4 +1,4 @@
-"""The numbers of heads that a configuration states, for messages."""
+"""Head counts in a configuration, for error messages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def attribute_of_heads(config: Any, count: int) -> str:
-    """Return the attribute by which a configuration states this number of heads, or "" if it states another one.
+    """Return the configuration attribute that equals this number of heads, or "" if there is none.
 
-    Attributes of query heads come first. An entry of a list and a configuration inside of another are named too, as in
+    Attributes of query heads come first. Names include list indices and nested configurations, as in
     ``"num_attention_heads_per_layer[1]"`` and ``"text_config.num_attention_heads"``.
     """
     names = [name for name, value in _head_counts(config) if value == count]
@@ -22,7 +22,7 @@ def _rank(name: str) -> tuple[int, bool, bool, str]:
 
 
 def _head_counts(config: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """The numbers of heads in a configuration, in its lists, in its layers, and in configurations inside of it."""
+    """Yield the head counts in a configuration, in its lists, in its layers, and in nested configurations."""
     for name in sorted(vars(config).keys() | getattr(config, "attribute_map", {}).keys()):
         if name.startswith("_"):
             continue
@@ -34,7 +34,7 @@ def _head_counts(config: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _values(config: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The values of an attribute, which may be a list or differ from layer to layer."""
+    """Yield the values of an attribute, which may be a list or differ from layer to layer."""
     try:
         value = getattr(config, name, None)
     except RuntimeError:  # transformers refuses to read it from the configuration of all layers

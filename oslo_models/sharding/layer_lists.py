@@ -1,8 +1,8 @@
-"""The values of a configuration that have one entry per layer, such as the types of the layers.
+"""Configuration lists with one entry per layer, such as the types of the layers.
 
-They follow the layers: the forward of a pipeline stage reads the entries of its own blocks, and a copy of a model with
-fewer layers needs shorter lists. A list counts as one if its name speaks of layers and its length is their number.
-Names decide too, because another list may have as many entries by chance.
+The forward of a pipeline stage reads the entries of its local blocks, and a copy of a model with fewer layers needs
+shorter lists. A list is a layer list if its name mentions layers and its length is the number of layers. The name is
+checked because an unrelated list may have the same length by chance.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _NAME = re.compile(r"(^|_)(layers?|blocks?)(_|$)|_(types|modes)$")
 
 
 def is_layer_list(name: str) -> bool:
-    """Whether a list of this name has one entry per layer, if it has as many entries as there are layers."""
+    """Return whether a list of this name has one entry per layer, provided that its length is the number of layers."""
     return _NAME.search(name) is not None
 
 
 def layer_lists(config: Any, count: int) -> dict[str, Sequence[Any]]:
-    """Return the values of a configuration that have one entry for each of ``count`` layers, by name."""
+    """Return the layer lists of a configuration with ``count`` layers, by name."""
     kind: Any = type(config)
     names = [name for name in vars(config) if is_layer_list(name)]
     values = {name: getattr(config, name, None) for name in (*names, *_computed_lists(kind))}
@@ -31,14 +31,14 @@ def layer_lists(config: Any, count: int) -> dict[str, Sequence[Any]]:
 
 @cache
 def _computed_lists(kind: type) -> tuple[str, ...]:
-    """The names of properties that may compute such lists."""
+    """Return the names of properties that may compute layer lists."""
     found = {name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, property)}
     return tuple(sorted(name for name in found if is_layer_list(name) and name != "per_layer_config"))
 
 
 @contextmanager
 def replaced_values(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block, let a configuration have other values, of attributes and of properties, unchecked."""
+    """Override attributes and properties of a configuration within the block, without validation."""
     attributes = vars(config)
     kind: Any = type(config)
     before = {name: attributes[name] for name in values if name in attributes}
@@ -56,6 +56,6 @@ def replaced_values(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 @cache
 def _with_values(kind: type, names: tuple[str, ...], values: tuple[Any, ...]) -> type:
-    """A class of configurations in which properties have fixed values."""
+    """Return a subclass of ``kind`` with fixed values in place of properties."""
     lists = {name: list(value) for name, value in zip(names, values, strict=True)}
     return type(kind.__name__, (kind,), {**lists, "__module__": kind.__module__})

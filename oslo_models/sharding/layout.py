@@ -1,6 +1,6 @@
-"""How one tensor is sharded over the ranks of an axis. Pure functions of shapes, without communication.
+"""Layouts of tensors that are sharded over the ranks of an axis. Pure functions of shapes, without communication.
 
-For every layout, writing the shards of all ranks into one tensor restores the full tensor bit for bit.
+For every layout, the shards of all ranks restore the full tensor bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Index = tuple[slice, ...]
 
 
 def even_ranges(count: int, n: int) -> tuple[Range, ...]:
-    """Split ``count`` items into ``n`` ranges whose sizes differ by at most one; the larger ranges come first."""
+    """Split ``count`` items into ``n`` ranges. Sizes differ by at most one, and larger ranges come first."""
     size, extra = divmod(count, n)
     starts = [rank * size + min(rank, extra) for rank in range(n + 1)]
     return tuple(zip(starts[:-1], starts[1:], strict=True))
@@ -26,51 +26,51 @@ def even_ranges(count: int, n: int) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """Splits a dimension that consists of ``count`` indivisible units of ``width`` elements, as evenly as possible."""
+    """Splits a dimension of ``count`` indivisible units of ``width`` elements as evenly as possible."""
 
     count: int
     width: int = 1
 
     def max_ranks(self) -> int:
-        """The largest number of ranks that the dimension can be split over."""
+        """Return the largest number of ranks that can share the dimension."""
         return self.count
 
     def extent(self) -> int:
-        """The full size of the dimension, in elements."""
+        """Return the full size of the dimension, in elements."""
         return self.count * self.width
 
     def unit_ranges(self, n: int) -> tuple[Range, ...]:
-        """The range of units of each of ``n`` ranks. Ranges overlap where key-value heads are replicated."""
+        """Return the range of units of each of ``n`` ranks. Ranges overlap if key-value heads are replicated."""
         return even_ranges(self.count, n)
 
     def ranges(self, n: int) -> tuple[Range, ...]:
-        """The range of elements of each of ``n`` ranks."""
+        """Return the range of elements of each of ``n`` ranks."""
         return tuple((start * self.width, stop * self.width) for start, stop in self.unit_ranges(n))
 
     def local_count(self, n: int, rank: int) -> int:
-        """The number of units on ``rank``."""
+        """Return the number of units on ``rank``."""
         start, stop = self.unit_ranges(n)[rank]
         return stop - start
 
     def local_extent(self, n: int, rank: int) -> int:
-        """The number of elements on ``rank``."""
+        """Return the number of elements on ``rank``."""
         return self.local_count(n, rank) * self.width
 
     def over_experts(self, groups: int) -> EvenSplit:
-        """The split where experts are divided over so many groups of ranks: the same, but for those of experts."""
+        """Return a copy with experts divided over ``groups`` groups of ranks. Other splits return ``self``."""
         return self
 
 
 @dataclass(frozen=True)
 class ExpertWidth(EvenSplit):
-    """Splits the width of one of several experts, which may be divided over groups of consecutive ranks.
+    """Splits the width of one expert. The experts may be divided over groups of consecutive ranks.
 
-    The ranks of a group share the width of its experts; the other ranks hold nothing of them.
+    The ranks of a group share the width of its experts. The other ranks have empty ranges.
 
     Attributes:
-        expert: the number of the expert.
-        experts: how many there are.
-        groups: over how many groups of ranks they are divided.
+        expert: number of the expert.
+        experts: number of all experts.
+        groups: number of groups of ranks over which the experts are divided.
     """
 
     expert: int = 0
@@ -92,7 +92,7 @@ class ExpertWidth(EvenSplit):
 
 
 def check_groups(groups: int, experts: int, n: int) -> None:
-    """Raise ``ValueError`` if so many experts cannot be divided over so many groups of ``n`` ranks."""
+    """Raise ``ValueError`` if the experts cannot be divided over ``groups`` groups of ``n`` ranks."""
     if groups > experts:
         raise ValueError(f"expert_parallel_size={groups} is more than {experts}, the number of experts")
     if groups > n:
@@ -104,11 +104,11 @@ def check_groups(groups: int, experts: int, n: int) -> None:
 
 @dataclass(frozen=True)
 class GroupedHeads:
-    """Splits the heads of grouped-query attention, where ``query_heads / kv_heads`` query heads share a key-value head.
+    """Splits the heads of grouped-query attention: ``query_heads / kv_heads`` query heads share a key-value head.
 
-    With at least as many key-value heads as ranks, each rank gets complete groups. With fewer, each key-value head is
-    replicated on several ranks, which split the query heads of its group among them. So the ratio of query to
-    key-value heads is an integer on every rank, as attention implementations expect.
+    If there are enough key-value heads, each rank gets complete groups. With more ranks than key-value heads, each
+    key-value head is replicated on several ranks, and these split the query heads of its group. So the ratio of query
+    to key-value heads is an integer on every rank, as attention implementations require.
 
     Source: Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models", 2023.
     """
@@ -119,22 +119,22 @@ class GroupedHeads:
 
     @property
     def group(self) -> int:
-        """The number of query heads that share one key-value head."""
+        """Number of query heads that share one key-value head."""
         return self.query_heads // self.kv_heads
 
     @property
     def query(self) -> EvenSplit:
-        """The split of a query projection."""
+        """Split of a query projection."""
         return _Heads(self.query_heads, self.head_dim, groups=self, kv=False)
 
     @property
     def key_value(self) -> EvenSplit:
-        """The split of a key or a value projection."""
+        """Split of a key or a value projection."""
         return _Heads(self.kv_heads, self.head_dim, groups=self, kv=True)
 
     @property
     def interleaved(self) -> tuple[EvenSplit, ...]:
-        """The splits of a fused matrix that holds for each group its query heads, then its key and its value head."""
+        """Splits of a fused matrix that stores query heads, key head and value head of each group in this order."""
         splits: list[EvenSplit] = []
         for group in range(self.kv_heads):
             query = _Heads(self.group, self.head_dim, groups=self, kv=False, first=group * self.group)
@@ -142,7 +142,7 @@ class GroupedHeads:
         return tuple(splits)
 
     def head_ranges(self, n: int) -> tuple[tuple[Range, Range], ...]:
-        """For each rank the range of its query heads and the range of its key-value heads."""
+        """Return, for each rank, its range of query heads and its range of key-value heads."""
         if n <= self.kv_heads:
             kv = even_ranges(self.kv_heads, n)
             return tuple(((a * self.group, b * self.group), (a, b)) for a, b in kv)
@@ -153,14 +153,14 @@ class GroupedHeads:
         return tuple(pairs)
 
     def local_ratio(self, n: int, rank: int) -> int:
-        """Query heads per key-value head on ``rank`` (``num_key_value_groups`` of an attention module)."""
+        """Return the query heads per key-value head on ``rank`` (``num_key_value_groups`` of an attention module)."""
         (q_start, q_stop), (kv_start, kv_stop) = self.head_ranges(n)[rank]
         return (q_stop - q_start) // (kv_stop - kv_start)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Heads(EvenSplit):
-    """Query heads, or key-value heads, from number ``first`` on; empty on ranks that hold none of them."""
+    """Splits query or key-value heads from number ``first`` on. Ranks without these heads have empty ranges."""
 
     groups: GroupedHeads
     kv: bool
@@ -176,11 +176,11 @@ class _Heads(EvenSplit):
 
 @dataclass(frozen=True, kw_only=True)
 class Window(EvenSplit):
-    """The split of a dimension that is a part of one split elsewhere: a rank has those elements of its own in it.
+    """Splits a part of a larger dimension. Each rank holds the intersection of its range with the part.
 
     Attributes:
-        whole: the split of the larger dimension.
-        first: the first element of the part, which has ``count`` elements.
+        whole: split of the larger dimension.
+        first: first element of the part. The part has ``count`` elements.
     """
 
     whole: EvenSplit
@@ -195,22 +195,22 @@ class Window(EvenSplit):
 
 
 def _clipped(ranges: Sequence[Range], count: int) -> tuple[Range, ...]:
-    """What each range has of the first ``count`` indices."""
+    """Intersect each range with ``[0, count)``."""
     clipped = [(max(start, 0), min(stop, count)) for start, stop in ranges]
     return tuple((start, stop) if start < stop else (0, 0) for start, stop in clipped)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which elements of a full tensor each rank holds.
+    """Layout of a full tensor over ranks: the elements of each local shard.
 
     Attributes:
-        shape: the full (global) shape.
-        dim: the sharded dimension, or ``None`` if the tensor is replicated.
-        ranges: for each rank, the ranges of ``dim`` that it holds, in the order of its local tensor. Empty if ``dim``
-            is ``None``. A rank has several ranges where a weight concatenates several matrices (fused query-key-value).
-        first_ranges: for each rank, the ranges of dimension 0 that it holds, where that is sharded beside ``dim``:
-            experts over groups of ranks, and the width of each over the ranks of a group.
+        shape: full (global) shape.
+        dim: sharded dimension, or ``None`` if the tensor is replicated.
+        ranges: for each rank, its ranges of ``dim`` in the order of the local shard. Empty if ``dim`` is ``None``.
+            A rank has several ranges if a weight concatenates several matrices (fused query-key-value).
+        first_ranges: for each rank, its ranges of dimension 0 if that dimension is sharded beside ``dim``. Experts are
+            sharded over groups of ranks, and the width of each expert over the ranks of a group.
     """
 
     shape: tuple[int, ...]
@@ -244,7 +244,7 @@ class Layout:
         """Shard ``dim`` over ``n`` ranks.
 
         Args:
-            splits: the splits of the matrices that are concatenated along ``dim``.
+            splits: one split per matrix that is concatenated along ``dim``.
 
         Raises:
             ValueError: the extents of the splits do not add up to the size of ``dim``.
@@ -262,11 +262,11 @@ class Layout:
         return cls(shape, dim, tuple(tuple(r for r in local if r[0] < r[1]) or local[:1] for local in per_rank))
 
     def over_groups(self, firsts: Sequence[Range], share: int) -> Layout:
-        """The layout over groups of ``share`` ranks, which shard a range of dimension 0 each as this layout shards all.
+        """Return the layout over groups of ranks. Each group shards a range of dimension 0 like this layout.
 
         Args:
             firsts: the range of each group.
-            share: over how many ranks this layout is.
+            share: number of ranks of this layout, and of each group.
         """
         own = tuple((first,) for first in firsts for _ in range(share))
         if share == 1 or self.dim is None:
@@ -274,7 +274,7 @@ class Layout:
         return replace(self, ranges=self.ranges * len(firsts), first_ranges=own)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the local tensor of ``rank``."""
+        """Return the shape of the local shard of ``rank``."""
         if self.dim is None:
             return self.shape
         shape = list(self.shape)
@@ -284,16 +284,16 @@ class Layout:
         return tuple(shape)
 
     def first_of(self, rank: int) -> int:
-        """The first index of dimension 0 that ``rank`` holds, of one range."""
+        """Return the first index of dimension 0 on ``rank``, which has a single range of it."""
         if self.first_ranges:
             return self.first_ranges[rank][0][0]
         return self.ranges[rank][0][0] if self.dim == 0 else 0
 
     def shard_indices(self, rank: int) -> Iterator[tuple[Index, Index]]:
-        """For each range of ``rank``, its index in the full tensor and its index in the local tensor.
+        """Yield, for each range of ``rank``, its index in the full tensor and its index in the local shard.
 
-        With ``first_ranges``, for each pair of ranges. A replicated tensor is one range. An index has a slice with both
-        bounds for every dimension.
+        With ``first_ranges``, yield them for each pair of ranges. A replicated tensor is one range. An index has a
+        slice with both bounds for every dimension.
         """
         everything = tuple(slice(0, size) for size in self.shape)
         if self.dim is None:
@@ -308,7 +308,10 @@ class Layout:
                 yield tuple(there), tuple(here)
 
     def owned_indices(self, rank: int) -> list[tuple[Index, Index]]:
-        """Those `places` of ``rank`` that no earlier rank holds: over all ranks, every element appears once."""
+        """Return the `shard_indices` of ``rank`` that no earlier rank holds.
+
+        Over all ranks, every element appears once.
+        """
         if self.dim is None:
             return [*self.shard_indices(rank)] if rank == 0 else []
         earlier = {piece for other in range(rank) for piece in self._pieces(other)}
@@ -316,7 +319,7 @@ class Layout:
         return [place for piece, place in pairs if piece not in earlier]
 
     def _pieces(self, rank: int) -> list[tuple[Range | None, Range]]:
-        """The pairs of ranges of `shard_indices`, in the same order."""
+        """Return the pairs of ranges of `shard_indices`, in the same order."""
         return [*product(self._firsts[rank] or (None,), self.ranges[rank])]
 
     @property
@@ -327,7 +330,7 @@ class Layout:
         return len(set(pieces)) < len(pieces)
 
     def shard(self, full: Tensor, rank: int) -> Tensor:
-        """The shard of ``rank``, cut out of the full tensor."""
+        """Slice the local shard of ``rank`` out of the full tensor."""
         parts = [full[index] for index, _ in self.shard_indices(rank)]
         if len(parts) == 1:
             return parts[0]
@@ -336,13 +339,13 @@ class Layout:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def write_shard(self, full: Tensor, local: Tensor, rank: int) -> None:
-        """Write the shard ``local`` of ``rank`` into ``full``."""
+        """Write the local shard of ``rank`` into ``full``."""
         for full_index, local_index in self.shard_indices(rank):
             full[full_index].copy_(local[local_index])
 
 
 def _slices(ranges: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
-    """For each of a rank's ranges of a dimension, its slice of the full tensor and its slice of the local tensor."""
+    """Yield, for each range of a dimension, its slice of the full tensor and its slice of the local shard."""
     offset = 0
     for start, stop in ranges:
         yield slice(start, stop), slice(offset, offset := offset + stop - start)

@@ -1,4 +1,4 @@
-"""A configuration as one rank or one stage sees it."""
+"""Configuration with the local values of one rank or pipeline stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class LocalConfig:
-    """A configuration with some values replaced by those of one rank or stage; the rest is read from the model's."""
+    """Configuration with overrides for one rank or stage. Other values are read from the full configuration."""
 
     def __init__(self, full: Any, **local: Any) -> None:
         self._full = full

@@ -1,4 +1,4 @@
-"""The sharding plan of an architecture: how each of its modules is sharded. Data only, without communication."""
+"""Sharding plan of an architecture: one entry per sharded module. Data only, without communication."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from oslo_models.sharding.head_counts import attribute_of_heads
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, even_ranges
 
 LocalValue = Callable[[int, int], int]
-"""``(number of ranks, rank) -> value`` of an attribute that counts the heads or elements of one rank."""
+"""``(number of ranks, rank) -> value`` of an attribute that counts local heads or elements."""
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the full module, including its submodules, and computes the same with it."""
+    """Replicated module. Every rank holds it in full, with its submodules, and computes the same output."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        """The layout over ``n`` ranks of the parameter ``leaf`` (its last name, such as ``"weight"``)."""
+        """Return the layout of the parameter ``leaf`` (its last name, such as ``"weight"``) over ``n`` ranks."""
         return Layout(shape)
 
     def max_ranks(self) -> int | None:
-        """The largest number of ranks that the entry allows; ``None``: any."""
+        """Return the largest number of ranks that the entry allows, or ``None`` for any number."""
         return None
 
     def over_experts(self, groups: int) -> Replicated:
-        """The entry with experts divided over so many groups of ranks; itself if it is of no experts."""
+        """Return a copy with experts divided over ``groups`` groups of ranks. Other entries return ``self``."""
         return self
 
 
 @dataclass(frozen=True)
 class Norm(Replicated):
-    """A normalisation, replicated. A separate entry, so that sequence parallelism can shard it."""
+    """Replicated norm. The separate entry allows sequence parallelism to shard it."""
 
 
 @dataclass(frozen=True)
 class HeadNorm(Norm):
-    """A normalisation of each attention head by itself, applied to the heads of this rank.
+    """Norm of each attention head by itself, applied to the local heads.
 
     Args:
-        split: which rows of the weight belong to which heads; without it, all heads share the full weight, and its
-            gradient is summed over the ranks.
+        split: assigns the rows of the weight to heads. Without it, all heads share the full weight, and its gradient
+            is all-reduced.
     """
 
     split: EvenSplit | None = None
@@ -52,15 +52,15 @@ class HeadNorm(Norm):
 
 @dataclass(frozen=True)
 class WidthNorm(HeadNorm):
-    """A root-mean-square normalisation over a sharded dimension: the mean is taken over all ranks."""
+    """RMS norm over a sharded dimension. The mean is taken over all ranks."""
 
 
 @dataclass(frozen=True)
 class HeadNorms(Norm):
-    """A list ``norms`` with one normalisation per head. Every rank holds all of them and applies those of its heads.
+    """List ``norms`` with one norm per head. Every rank holds all norms and applies them to its local heads.
 
     Args:
-        heads: how the heads are split over the ranks.
+        heads: the split of the heads over the ranks.
     """
 
     heads: EvenSplit
@@ -68,9 +68,9 @@ class HeadNorms(Norm):
 
 @dataclass(frozen=True)
 class GroupWidthNorm(HeadNorm):
-    """A root-mean-square normalisation of each group of heads, whose input may be gated: see `StateSpace`.
+    """RMS norm of each group of heads, with an optional gate on its input. See `StateSpace`.
 
-    Where a group is on several ranks, the mean is taken over these.
+    If several ranks hold parts of a group, the mean is taken over these ranks.
 
     Args:
         groups: the number of groups.
@@ -81,13 +81,13 @@ class GroupWidthNorm(HeadNorm):
 
 @dataclass(frozen=True)
 class ColumnParallel(Replicated):
-    """Shard the outputs of a linear layer: ``y_local = x @ W_local``. Its input is replicated.
+    """Shard the output features of a linear layer: ``y_local = x @ W_local``. The input is replicated.
 
     Args:
-        splits: one split per matrix that the weight concatenates; without any, the output features are split evenly.
-        parts: without splits, how many matrices of equal size the weight concatenates.
+        splits: one split per matrix that the weight concatenates. Without splits, output features are split evenly.
+        parts: number of matrices of equal size that the weight concatenates. Read only without splits.
         transposed: the weight is stored ``[in, out]`` (``Conv1D``) rather than ``[out, in]`` (``nn.Linear``).
-        dim: of a bare parameter or a buffer, the dimension that is sharded.
+        dim: sharded dimension of a bare parameter or a buffer.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
@@ -120,7 +120,7 @@ class ColumnParallel(Replicated):
 
 
 class RowParallel(ColumnParallel):
-    """Shard the inputs of a linear layer; its partial outputs are all-reduced, then the bias is added.
+    """Shard the input features of a linear layer. Partial outputs are all-reduced, then the bias is added.
 
     Args and source: as for ``ColumnParallel``.
     """
@@ -131,13 +131,14 @@ class RowParallel(ColumnParallel):
 
 @dataclass(frozen=True)
 class InnerRowParallel(RowParallel):
-    """A row-parallel layer between sharded ones: each rank uses the full output for its own part of what follows.
+    """Row-parallel linear layer between sharded layers. Each rank uses the full output for its local computation.
 
-    So the gradient of the output is summed over the ranks. Norms of it are a `HeadNorm`.
+    So the gradient of the output is all-reduced. A norm of the output is a `HeadNorm`.
 
     Args:
-        splits: as for ``ColumnParallel``. Inputs that several ranks hold (of key-value heads) count once.
-        outputs: which outputs belong to which rank, that keeps its own of the sum; without it, each keeps all.
+        splits: as for ``ColumnParallel``. Input features of replicated key-value heads count once.
+        outputs: assigns output features to ranks. Each rank keeps its features of the sum. Without it, each rank keeps
+            all features.
     """
 
     outputs: EvenSplit | None = None
@@ -149,18 +150,19 @@ class InnerRowParallel(RowParallel):
 
 @dataclass(frozen=True)
 class Experts(Replicated):
-    """Stacked gated experts: a rank holds a slice of the width of every expert or, under expert parallelism, full ones.
+    """Stacked gated experts. A rank holds a slice of every expert's width or, under expert parallelism, full experts.
 
-    Their parameters are ``gate_up_proj [experts, 2 * width, hidden]`` and ``down_proj [experts, hidden, width]``, and
-    may be ``gate_up_proj_bias`` and ``down_proj_bias``. Those without gates have ``up_proj [experts, width, hidden]``.
+    Parameters are ``gate_up_proj [experts, 2 * width, hidden]`` and ``down_proj [experts, hidden, width]``, optionally
+    with ``gate_up_proj_bias`` and ``down_proj_bias``. Experts without gates have ``up_proj [experts, width, hidden]``.
 
     Args:
         transposed: the last two dimensions of the projections are exchanged.
         interleaved: rows of gate and up projection alternate.
-        groups: over how many groups of consecutive ranks the experts are divided (expert parallelism). The ranks of
-            a group share the width of its experts. More groups than ranks are over as many ranks of several replicas.
-        shared: the name beside them of a gated MLP whose output is added to theirs, if there is one.
-        identities: how many further experts return their input. They have rows in ``gate_up_proj`` that nothing reads.
+        groups: number of groups of consecutive ranks over which the experts are divided (expert parallelism). The ranks
+            of a group share the width of its experts. If there are more groups than tensor-parallel ranks, each
+            group is one rank, and the groups span several replicas.
+        shared: name of the sibling gated MLP that adds its output to the routed output. Empty without shared experts.
+        identities: number of further experts that return their input. Their rows in ``gate_up_proj`` are never read.
     """
 
     transposed: bool = False
@@ -179,7 +181,7 @@ class Experts(Replicated):
         share = n // self.groups  # ranks of a group
         width = self._over_width(leaf, shape, share)
         *before, (start, _) = even_ranges(count, self.groups)
-        return width.over_groups((*before, (start, shape[0])), share)  # with the rows that nothing reads
+        return width.over_groups((*before, (start, shape[0])), share)  # include the unread rows of identity experts
 
     def over_experts(self, groups: int) -> Replicated:
         return replace(self, groups=groups)
@@ -200,10 +202,10 @@ class Experts(Replicated):
 
 @dataclass(frozen=True)
 class DenseExperts(Experts):
-    """Stacked gated experts that all compute every token, weighted by the router before (Llama 4).
+    """Stacked gated experts that all compute every token. The router weights the tokens before (Llama 4).
 
-    Their input has the tokens of a batch once for each expert. So no token is sent to an expert, and expert parallelism
-    divides them over the ranks of one replica only.
+    The input repeats the tokens of the batch for each expert, and no token is dispatched. So expert parallelism divides
+    the experts over the ranks of one replica only.
     """
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
@@ -217,10 +219,10 @@ class DenseExperts(Experts):
 
 @dataclass(frozen=True)
 class Latent(Replicated):
-    """A replicated projection to a latent for all heads, and to the rotary part of a key that all heads share.
+    """Replicated projection to a latent for all heads and to the rotary part of a key that all heads share.
 
     Args:
-        rotary: the number of its last outputs that are the rotary part.
+        rotary: size of the rotary part, the last output features.
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 (multi-head latent attention).
     """
@@ -230,10 +232,10 @@ class Latent(Replicated):
 
 @dataclass(frozen=True)
 class GroupedHeadsProjection(Replicated):
-    """The weight ``[groups * out, heads of a group * head_dim]`` that projects each group of heads by itself.
+    """Weight ``[groups * out, heads of a group * head_dim]`` that projects each group of heads by itself.
 
-    A rank has the rows of its groups. Where it has some of the heads of one group, it has the columns of these, and its
-    outputs are partial sums: the layer after it is row-parallel over the groups.
+    A rank holds the rows of its groups. If several ranks share a group, each holds the columns of its local heads, and
+    its outputs are partial sums. The next layer is row-parallel over the groups.
 
     Args:
         heads: the heads, with groups in place of key-value heads.
@@ -257,13 +259,13 @@ class GroupedHeadsProjection(Replicated):
 
 @dataclass(frozen=True)
 class SharedOutput(Replicated):
-    """A replicated module whose output the ranks use for different heads: its gradient is summed over the ranks."""
+    """Replicated module with an all-reduced output gradient: each rank uses the output for its local heads."""
 
 
 def _aligned(width: int, n: int) -> EvenSplit:
-    """The split of the width of an expert in units that grouped products can address, if there are enough of them.
+    """Return the split of an expert's width into units that grouped GEMMs can address, if there are enough units.
 
-    ``torch._grouped_mm`` wants strides of 16 bytes: 8 elements of two bytes, 4 of four.
+    ``torch._grouped_mm`` requires strides of 16 bytes: 8 elements of 2 bytes, or 4 elements of 4 bytes.
     """
     unit = next((unit for unit in (16, 8, 4) if width % unit == 0 and width // unit >= n), 1)
     return EvenSplit(width // unit, unit)
@@ -271,11 +273,11 @@ def _aligned(width: int, n: int) -> EvenSplit:
 
 @dataclass(frozen=True)
 class EinsumHeads(Replicated):
-    """An attention whose weights are parameters ``[..., heads, head_dim]`` of its own, applied by ``einsum``.
+    """Attention with weight parameters ``[..., heads, head_dim]`` that its forward applies with ``einsum``.
 
     Args:
-        heads: its heads, of width 1.
-        attributes: as of `LocalModule`.
+        heads: the split of the heads, of width 1.
+        attributes: see `LocalModule`.
     """
 
     heads: EvenSplit
@@ -290,7 +292,7 @@ class EinsumHeads(Replicated):
 
 @dataclass(frozen=True)
 class VocabParallel(Replicated):
-    """Shard the rows of an embedding, of a language-model head or of its bias: one row per token of the vocabulary."""
+    """Shard the rows of an embedding, an LM head or its bias: one row per token of the vocabulary."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         if shape[0] < n:
@@ -303,38 +305,38 @@ class VocabParallel(Replicated):
 
 @dataclass(frozen=True)
 class ReplicatedEmbedding(Replicated):
-    """A replicated token embedding."""
+    """Replicated token embedding."""
 
 
 @dataclass(frozen=True)
 class GlobalMinMax(Replicated):
-    """A module that takes the minimum and maximum of a sharded activation, which are reduced over the ranks."""
+    """Module that takes the minimum and maximum of a sharded activation. Both are all-reduced."""
 
 
 @dataclass(frozen=True)
 class GlobalMoments(Replicated):
-    """A module that takes mean and standard deviation of a sharded activation, over the features of all ranks."""
+    """Module that takes mean and standard deviation of a sharded activation over the features of all ranks."""
 
 
 @dataclass(frozen=True)
 class ReplicatedDropout(Replicated):
-    """A dropout between sharded layers whose input is replicated: all ranks have to draw the same mask."""
+    """Dropout with a replicated input between sharded layers. All ranks must draw the same mask."""
 
 
 @dataclass(frozen=True)
 class LocalModule(Replicated):
-    """A module whose code counts heads or elements: on each rank, it has to count those of that rank.
+    """Module with attributes that count heads or elements. Each rank sets them to its local counts.
 
-    Its parameters need entries of their own.
+    The parameters of the module need separate entries.
 
     Args:
-        attributes: integer attributes of the module, or of its ``config`` (``"config.num_heads"``). Those that the
+        attributes: integer attributes of the module, or of its ``config`` (``"config.num_heads"``). Attributes that the
             module lacks are ignored.
-        per_head: arguments of its forward that have an entry for each head, such as ALiBi biases. Shape
-            ``[heads, ...]`` or ``[rows * heads, ...]``, with four dimensions ``[rows, heads, ...]``.
+        per_head: arguments of the forward with an entry for each head, such as ALiBi biases. Shape ``[heads, ...]`` or
+            ``[rows * heads, ...]``; with four dimensions ``[rows, heads, ...]``.
         width: the heads of an attention that reshapes their outputs to the hidden size.
-        shared: parameters of the module itself that its heads share: every rank holds them in full, and their
-            gradients are summed over the ranks.
+        shared: direct parameters of the module that all heads share. Every rank holds them in full, and their gradients
+            are all-reduced.
     """
 
     attributes: Mapping[str, LocalValue] = field(default_factory=dict)
@@ -345,18 +347,18 @@ class LocalModule(Replicated):
 
 @dataclass(frozen=True)
 class SummedModule(LocalModule):
-    """A module with sharded parameters, of entries of their own, whose output is a partial sum on each rank.
+    """Module with a partial sum as output on each rank. Its sharded parameters have separate entries.
 
-    Its inputs are replicated, such as the hidden states and router weights of experts.
+    Inputs are replicated, such as the hidden states and router weights of experts.
     """
 
 
 @dataclass(frozen=True)
 class GroupMeans(LocalModule):
-    """A module that takes means over the query heads of each key-value head: of all of them, whatever rank they are on.
+    """Module that takes the mean over all query heads of each key-value head, across ranks.
 
     Args:
-        heads: its heads.
+        heads: the split of the heads.
     """
 
     heads: GroupedHeads = field(kw_only=True)
@@ -364,9 +366,9 @@ class GroupMeans(LocalModule):
 
 @dataclass(frozen=True)
 class VectorExperts(LocalModule):
-    """A mixture whose experts are pairs of vectors, with one feature between them: a rank has a part of each vector.
+    """Mixture of experts with one pair of vectors per expert and one feature between them. Ranks shard each vector.
 
-    The vectors are rows of two embeddings ``down_embed`` and ``up_embed``, which have entries of their own.
+    The vectors are rows of two embeddings ``down_embed`` and ``up_embed``, which have separate entries.
 
     Source: He, "Mixture of a Million Experts", 2024.
     """
@@ -374,11 +376,11 @@ class VectorExperts(LocalModule):
 
 @dataclass(frozen=True)
 class ShortConvolution(LocalModule):
-    """A module that applies the filters of a depthwise convolution inside it by itself, to a sharded activation.
+    """Module that reads the filters of its depthwise convolution and applies them to a sharded activation directly.
 
     Args:
-        attributes: as of `LocalModule`.
-        convolution: the name of the convolution, whose parameters have entries of their own.
+        attributes: see `LocalModule`.
+        convolution: name of the convolution. Its parameters have separate entries.
     """
 
     convolution: str = "conv1d"
@@ -386,12 +388,12 @@ class ShortConvolution(LocalModule):
 
 @dataclass(frozen=True)
 class StateSpace(ShortConvolution):
-    """A state-space mixer, over its heads. What a group of heads shares is on every rank that has some of them.
+    """State-space mixer, sharded over its heads. Parameters of a group are replicated on the ranks with its heads.
 
     Args:
-        attributes: as of `LocalModule`.
-        convolution: as of `ShortConvolution`.
-        scales: the name of a buffer ``[..., features]`` that scales the outputs of its ``in_proj``, if there is one.
+        attributes: see `LocalModule`.
+        convolution: see `ShortConvolution`.
+        scales: name of a buffer ``[..., features]`` that scales the outputs of ``in_proj``. Empty without this buffer.
 
     Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor parallelism).
     """
@@ -401,13 +403,13 @@ class StateSpace(ShortConvolution):
 
 @dataclass(frozen=True)
 class RecurrentState(LocalModule):
-    """A recurrent mixer that is called with its states, tensors ``[rows, heads, ...]`` with an entry for every head.
+    """Recurrent mixer that takes its states as arguments: tensors ``[rows, heads, ...]`` with an entry for every head.
 
-    Its forward takes hidden states and a list of states or ``None``, and returns its output and the new states.
+    The forward takes hidden states and a list of states or ``None``. It returns its output and the new states.
 
     Args:
-        heads: its heads, or channels, of width 1.
-        replicated: how many of the first states are of hidden states, and the same on every rank.
+        heads: the split of the heads or channels, of width 1.
+        replicated: number of leading states that store hidden states and are replicated on every rank.
     """
 
     heads: EvenSplit = field(kw_only=True)
@@ -416,11 +418,11 @@ class RecurrentState(LocalModule):
 
 Entries = Mapping[str, Replicated]
 InputPositions = Callable[[Mapping[str, Any]], tuple[int, int]]
-"""``arguments of a forward -> (rows, positions)`` of the hidden states that they are embedded into."""
+"""``arguments of a forward -> (rows, positions)`` of the embedded hidden states."""
 
 
 def entry_of(parameter: str, entries: Entries) -> str | None:
-    """The name of the entry for a parameter: its own, that of its module, or of a replicated module around it."""
+    """Return the name of the entry for a parameter: the parameter, its module, or a replicated module around it."""
     module = parameter.rpartition(".")[0]
     for name in (parameter, module):
         if name in entries and not isinstance(entries[name], LocalModule):
@@ -433,36 +435,36 @@ def entry_of(parameter: str, entries: Entries) -> str | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one architecture is sharded. Module names are those of transformers' base model.
+    """How one architecture is sharded. Names are module paths in transformers' base model.
 
     Attributes:
         embed: the modules before the blocks.
-        blocks: for each stack of blocks (its ``ModuleList``), the modules of one block, by their name inside it.
+        blocks: for each stack of blocks (its ``ModuleList``), the modules of one block by their name inside the block.
         head: the modules after the blocks.
         on_every_stage: modules outside the blocks that every pipeline stage needs.
-        block_overrides: for each stack whose blocks differ, the entries of each block, by its number, beside or
-            in place of those in ``blocks``.
-        optional: names among the entries whose modules only some heads, configurations or blocks have.
-        replicated_attentions: the outputs of the model that are attention weights of all heads on every rank; other
-            attention weights are gathered.
-        single_rank_reason: why no layer can be sharded, if none can.
+        block_overrides: for each stack with heterogeneous blocks, the entries of each block by its number. They extend
+            or replace the entries in ``blocks``.
+        optional: names of entries for modules that only some task heads, configurations or blocks have.
+        replicated_attentions: model outputs that hold the attention weights of all heads on every rank. Other attention
+            weights are gathered.
+        single_rank_reason: why no layer can be sharded. Empty if layers can be sharded.
         embedding_dropouts: the dropouts between the embeddings and the first block.
-        disabled_after_first_stage: attributes by which the base model (or, ``"decoder.dropout"``, a module of it, or
-            ``"config.mup_enabled"``, its configuration)
-            changes the embedded tokens, or arguments by which it has them changed, with the values that disable this.
-        copied_from_first_block: names among the entries of a block that only the first block has, and of which the
-            first block of every pipeline stage needs a copy.
-        input_positions: for each stack that embeds images or audio, the size that these have when embedded.
-        early_outputs: modules before the blocks whose output the model returns too, with the width of it: it is sent
-            to the last pipeline stage.
-        continued_blocks: for each stack, the numbers of blocks that read what the block before them has computed beside
-            the hidden states: no pipeline stage begins with one.
+        disabled_after_first_stage: attributes or arguments that make the base model change the embedded tokens, with
+            the values that disable the change. Attributes may belong to a submodule (``"decoder.dropout"``) or to the
+            configuration (``"config.mup_enabled"``).
+        copied_from_first_block: names of entries that only the first block of a stack has. The first block of every
+            pipeline stage needs a copy of these modules.
+        input_positions: for each stack that embeds images or audio, the size of the embedded input.
+        early_outputs: modules before the blocks that compute a further output of the model, with its width. The output
+            is sent to the last pipeline stage.
+        continued_blocks: for each stack, the numbers of blocks that read further outputs of the previous block beside
+            the hidden states. No pipeline stage begins with such a block.
         outputs_per_block: modules among ``on_every_stage`` that output a tuple with an entry per block, with the stack
-            of these blocks: a stage reads the entries of its own blocks.
-        cache_layers_per_block: how many layers of a key-value cache each block fills: one for each of its attentions.
-        keeps_layer_numbers: whether blocks keep their numbers on every pipeline stage: their cache makes a layer when
-            its block uses it, and counts the positions in the first one.
-        single_stage_reason: why the blocks cannot be split into pipeline stages, if they cannot.
+            of these blocks. A stage reads the entries of its local blocks.
+        cache_layers_per_block: number of key-value cache layers that each block fills, one per attention.
+        keeps_layer_numbers: whether blocks keep their numbers on every pipeline stage. Their cache creates a layer when
+            its block uses it, and counts the positions in the first layer.
+        single_stage_reason: why the blocks cannot be split into pipeline stages. Empty if they can be split.
     """
 
     embed: Entries
@@ -487,7 +489,7 @@ class Plan:
     single_stage_reason: str = ""
 
     def with_experts_over(self, groups: int) -> Plan:
-        """The plan with expert parallelism: each of so many groups of ranks holds some of the experts."""
+        """Return the plan with expert parallelism: ``groups`` groups of ranks share the experts."""
 
         def over(entries: Entries) -> Entries:
             return {name: entry.over_experts(groups) for name, entry in entries.items()}
@@ -497,17 +499,17 @@ class Plan:
         return replace(self, blocks=blocks, block_overrides=overrides)
 
     def entries_of_blocks(self, stack: str, indices: Sequence[str]) -> Iterator[tuple[str, Entries]]:
-        """The entries of some blocks of ``stack``.
+        """Yield the number and the entries of some blocks of ``stack``. Call it on the plan of the full model.
 
         Args:
-            indices: their numbers as strings, as in the full model, whose plan this has to be.
+            indices: the block numbers in the full model, as strings.
         """
         overrides = self.block_overrides.get(stack)
         for index in indices:
             yield index, self.blocks[stack] if overrides is None else {**self.blocks[stack], **overrides[int(index)]}
 
     def kinds_of_blocks(self) -> list[Entries]:
-        """The entries of each kind of block."""
+        """Return the entries of each kind of block."""
         return [
             kind
             for stack, entries in self.blocks.items()
@@ -515,22 +517,22 @@ class Plan:
         ]
 
     def expert_entries(self, stack: str) -> dict[str, Experts]:
-        """The entries of the experts inside a block of ``stack``, if it has any."""
+        """Return the entries of the experts inside a block of ``stack``, if it has any."""
         kinds = [self.blocks[stack], *self.block_overrides.get(stack, ())]
         return {name: entry for kind in kinds for name, entry in kind.items() if isinstance(entry, Experts)}
 
     def has_experts(self) -> bool:
-        """Whether some blocks have a mixture of experts."""
+        """Return whether some blocks have a mixture of experts."""
         entries = [entry for kind in self.kinds_of_blocks() for entry in kind.values()]
         return any(entry.over_experts(2) is not entry for entry in entries)
 
     def max_ranks(self) -> int | None:
-        """The largest tensor_parallel_size that every entry allows; ``None``: any."""
+        """Return the largest tensor_parallel_size that every entry allows, or ``None`` for any size."""
         limits = [entry.max_ranks() for entries in self.kinds_of_blocks() for entry in entries.values()]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_ranks(self, name: str, config: Any, count: int) -> None:
-        """Raise ``ValueError`` if the model ``name``, with a ``config``, cannot be sharded over ``count`` ranks."""
+        """Raise ``ValueError`` if the model ``name`` with this ``config`` cannot be sharded over ``count`` ranks."""
         limit, more = self.max_ranks(), f"tensor_parallel_size={count} is more than"
         if count > 1 and self.single_rank_reason:
             raise ValueError(f"{more} 1, all that {name} allows: {self.single_rank_reason}")
@@ -539,7 +541,10 @@ class Plan:
             raise ValueError(f"{more} {self._limiting_heads(config, limit)} of {type(config).__name__}; use {allowed}")
 
     def _limiting_heads(self, config: Any, limit: int) -> str:
-        """Which heads allow at most ``limit`` ranks. State-space and linear-attention layers have an ``A_log``."""
+        """Describe the heads that allow at most ``limit`` ranks, for a message.
+
+        An ``A_log`` parameter identifies state-space and linear-attention layers.
+        """
         modules = {
             (name.split(".")[0], f"{name.split('.')[0]}.A_log" in entries)
             for entries in self.kinds_of_blocks()
@@ -561,7 +566,7 @@ class Plan:
             )
 
     def under(self, prefix: str) -> Plan:
-        """The plan of a model in which the names of the base model's modules begin with ``prefix``."""
+        """Return the plan of a model that nests the base model under ``prefix``."""
         by_name = ["embed", "blocks", "head", "on_every_stage", "block_overrides"]
         by_name += ["disabled_after_first_stage", "input_positions", "early_outputs", "continued_blocks"]
         renamed: dict[str, Any] = {
@@ -571,7 +576,7 @@ class Plan:
         return replace(self, **renamed, embedding_dropouts=[prefix + key for key in self.embedding_dropouts])
 
     def inside(self, prefix: str) -> tuple[Plan, Entries]:
-        """The inverse of `under`: the plan of the base model, and the entries of modules outside of it."""
+        """Invert `under`: return the plan of the base model, and the entries of modules outside of it."""
         outside: dict[str, Replicated] = {}
         renamed: dict[str, Any] = {}
         for each in ("embed", "blocks", "head", "on_every_stage"):
@@ -590,7 +595,7 @@ class Plan:
         return replace(self, **renamed, embedding_dropouts=dropouts), outside
 
     def __or__(self, other: Plan) -> Plan:
-        """The plan of a model that runs the blocks of this plan and then those of another."""
+        """Return the plan of a model that runs the blocks of this plan and then the blocks of ``other``."""
         both: dict[str, Any] = {}
         for each in fields(self):
             one, two = getattr(self, each.name), getattr(other, each.name)

@@ -1,4 +1,4 @@
-"""For tests of your own architecture: whether a model that is sharded by a plan computes what the full one does."""
+"""For tests of your own architecture: compares a sharded model with the full model."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def assert_same_as_one_process(
     tensor_parallel_size: int = 2,
     tolerance: float = 1e-6,
 ) -> None:
-    """Compare outputs and gradients of a sharded model with those of the full one, in float64 and without a launcher.
+    """Compare outputs and gradients of a sharded model and the full model, in float64 and without a launcher.
 
     Ranks are threads of this process (`tensor_parallel`), on the CPU. Both models get the weights of ``model`` plus
-    noise, so that no mistake hides behind biases of zero; dropout is off.
+    noise, because errors could hide behind zero biases. Dropout is off.
 
     Args:
         model: a small full model on the CPU; it is not changed.
         batch: arguments of its ``forward``, preferably with labels.
-        plan: as of `initialize`.
-        tensor_parallel_size: the number of ranks; one that does not divide the sizes of the model shows the most.
-        tolerance: the largest difference. transformers computes some steps in float32 whatever the dtype, so that even
+        plan: as with `initialize`.
+        tensor_parallel_size: the number of ranks. A number that does not divide the sizes of the model tests the most.
+        tolerance: the largest allowed difference. transformers computes some steps in float32 for every dtype, so even
             equal models differ by 1e-8.
 
     Raises:
-        AssertionError: an output or gradient differs; the message has the largest difference of each.
+        AssertionError: an output or gradient differs. The message lists the largest difference of each.
         ValueError: the plan does not fit the model.
     """
     full = copy.deepcopy(model).to(torch.float64).eval()
@@ -62,7 +62,7 @@ def assert_same_as_one_process(
 
 
 def _step(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The outputs of a forward pass, after a backward pass from the loss or, without one, from all outputs."""
+    """Run a forward and a backward pass, from the loss if any, else from all outputs. Return the outputs."""
     output = model(**batch)
     found = dict(_tensors(output))
     loss = output.get("loss") if isinstance(output, Mapping) else None
@@ -75,7 +75,7 @@ def _step(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating tensors of an output, with the way to each."""
+    """Yield the floating-point tensors of a nested output, each with its path."""
     if _is_floating(output):
         yield path, output
     elif isinstance(output, (Mapping, tuple, list)):
@@ -88,7 +88,7 @@ def _is_floating(value: Any) -> bool:
 
 
 def _difference(found: Tensor | None, expected: Tensor | None) -> float:
-    """The largest difference of two tensors; infinite if one is absent or of another shape."""
+    """Return the largest difference of two tensors; infinity if one is missing or the shapes differ."""
     if found is None or expected is None:
         return 0.0 if found is expected else float("inf")
     if found.shape != expected.shape:

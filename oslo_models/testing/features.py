@@ -17,7 +17,7 @@ from oslo_models import registry
 from oslo_models.testing.running import Feature
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""Relative to the largest element. transformers computes some steps in float32 whatever the dtype."""
+"""Tolerances relative to the largest element. transformers computes some steps in float32 for every dtype."""
 VOCAB, NEW_TOKENS = 64, 6
 _DECODER = {
     "vocab_size": VOCAB,
@@ -61,11 +61,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 0,
     },
 }
-"""The options of the configurations of tiny models."""
+"""Configuration options of the tiny models."""
 
 
 def plain_model(name: str, **changes: Any) -> Any:
-    """Return a model of transformers with the same random weights on every rank; no bias is zero."""
+    """Return a transformers model with the same random weights on every rank. No bias is zero."""
     cls = getattr(transformers, name)
     model = cls(cls.config_class(**{**MODELS[name], **changes})).to(_dtype(name)).eval()
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +90,7 @@ def parallel_model(name: str, folder: Path, plain: Any, tp: int = 1, pp: int = 1
 
 
 def batch() -> dict[str, Tensor]:
-    """Two rows of tokens, one with padding on the left."""
+    """Return two rows of tokens, one with padding on the left."""
     tokens = torch.randint(2, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[1, :3] = 0
@@ -125,7 +125,7 @@ def check_step(model: Any, plain: Any, micro_batches: Callable[[Mapping[str, Ten
 
 
 def check_tokens(model: Any, plain: Any, **options: Any) -> None:
-    """Raise if greedy generation, with a cache and padding, gives other tokens."""
+    """Raise if greedy generation, with a cache and padding, returns different tokens."""
     given = {key: value for key, value in batch().items() if key != "labels"}
     limits = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     expected = plain.generate(**given, **limits)
@@ -157,7 +157,7 @@ def _for_each_model(test: Any, folder: Path, names: tuple[str, ...] = tuple(MODE
 
 
 def parity(folder: Path, tp: int = 1, pp: int = 1) -> None:
-    """Forward, backward and greedy generation of every model."""
+    """Check forward, backward and greedy generation of every model."""
 
     def check(name: str, folder: Path) -> None:
         plain = plain_model(name)
@@ -167,7 +167,7 @@ def parity(folder: Path, tp: int = 1, pp: int = 1) -> None:
 
 
 def checkpoints(folder: Path) -> None:
-    """A model over two tensor-parallel ranks, saved split and merged; loaded on two stages and by transformers."""
+    """Save a tensor-parallel model split and merged. Load it on two pipeline stages, and with transformers."""
 
     def check(name: str, folder: Path) -> None:
         plain = plain_model(name)
@@ -187,7 +187,7 @@ def checkpoints(folder: Path) -> None:
 
 
 def fusion(folder: Path, tp: int = 1) -> None:
-    """The same after ``fuse()``."""
+    """Check every model after ``fuse()``."""
 
     def check(name: str, folder: Path) -> None:
         plain = plain_model(name)
@@ -199,7 +199,7 @@ def fusion(folder: Path, tp: int = 1) -> None:
 
 
 def compilation(folder: Path) -> None:
-    """A training step that torch traces and then runs by its eager kernels."""
+    """Check a training step under ``torch.compile``, traced and then run with eager kernels."""
     plain = plain_model("LlamaForCausalLM", num_hidden_layers=1)
     model = parallel_model("LlamaForCausalLM", folder, plain, tp=2)
     forward = torch.compile(model.forward, backend="aot_eager")
@@ -207,7 +207,7 @@ def compilation(folder: Path) -> None:
 
 
 def deployment(folder: Path) -> None:
-    """Worker processes, two unless there is one GPU, which generate for this one."""
+    """Check generation by worker processes: two, or one on a host with a single GPU."""
     plain = plain_model("LlamaForCausalLM")
     plain.save_pretrained(folder / "deployed")
     cls: Any = registry.find("LlamaForCausalLM")
@@ -218,7 +218,7 @@ def deployment(folder: Path) -> None:
 
 
 def trainer(folder: Path) -> None:
-    """A step of transformers' Trainer over two tensor-parallel ranks."""
+    """Check a step of transformers' Trainer on two tensor-parallel ranks."""
     from oslo_models.integrations import Trainer
 
     plain = plain_model("GPT2LMHeadModel").train()

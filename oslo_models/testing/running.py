@@ -19,19 +19,19 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 TIMEOUT = 180.0
-"""Seconds after which the processes of a feature are ended."""
+"""Time limit in seconds for the processes of a feature."""
 PATIENCE = 5.0
-"""Seconds for the other ranks to end after the first error or the last result."""
+"""Seconds for the other ranks to finish after the first error or the last result."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Part of the self-test.
+    """A part of the self-test.
 
     Attributes:
         test: runs on every rank with a directory that all ranks share; raises if the feature fails.
         ranks: the size of the process group; 0 for one process without a group.
-        needs: libraries without which the feature is skipped.
+        needs: required libraries. The feature is skipped if one is missing.
     """
 
     name: str
@@ -67,7 +67,7 @@ def run_feature(feature: Feature, timeout: float = TIMEOUT) -> str:
 
 
 def _receive(readers: list[Connection], timeout: float) -> dict[int, str]:
-    """Return the error of each rank that answers, or an empty text; other ranks may wait for one that has failed."""
+    """Return the error of each rank that answers, empty on success. Other ranks may wait for a failed rank."""
     errors: dict[int, str] = {}
     deadline = time.monotonic() + timeout
     while len(errors) < len(readers):
@@ -87,7 +87,7 @@ def _receive(readers: list[Connection], timeout: float) -> dict[int, str]:
 
 
 def _end(process: BaseProcess) -> None:
-    """Wait for a process, or kill it together with all it has started."""
+    """Wait for a process. If it does not end, kill it and all processes that it started."""
     process.join(PATIENCE)
     if process.is_alive() and process.pid is not None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -100,7 +100,7 @@ def _run_rank(feature: Feature, rank: int, folder: Path, writer: Connection) -> 
     import transformers
 
     os.setpgid(0, 0)
-    # all output stays out of the table; the error says what failed
+    # Keep all output out of the table; the error describes the failure.
     output = os.open(folder / f"output-{rank}.txt", os.O_WRONLY | os.O_CREAT)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -122,7 +122,7 @@ def _run_rank(feature: Feature, rank: int, folder: Path, writer: Connection) -> 
 
 
 def _join_group(rank: int, ranks: int, store: Path) -> None:
-    """Join a group of gloo alone, so that models stay on CPUs, and set the variables that accelerate expects."""
+    """Join a gloo process group, so that models stay on CPUs, and set the variables that accelerate expects."""
     import torch.distributed as dist
 
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}

@@ -194,7 +194,7 @@ def test_documentation_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_figures_of_the_readme_are_of_the_latest_rows() -> None:
-    """Tokens per second, seconds, and GB of what rows have in MB; not batches, sizes of models, numbers of clients."""
+    """Tokens per second, seconds, and GB where rows have MB; not batch sizes, model sizes or numbers of clients."""
     rows = table.latest(RESULTS)
     values = {row["value"] for row in rows}
     values |= {f"{float(row['value']) / 1000:.1f}" for row in rows if row["unit"] == "MB"}

@@ -22,7 +22,7 @@ def figures(value: float) -> Figures:
     "factor, unit, verdict", [(1.0, "tokens/s", "noise"), (1.2, "tokens/s", "better"), (1.2, "ms", "WORSE")]
 )
 def test_change_is_told_from_noise_of_a_drifting_machine(factor: float, unit: str, verdict: str) -> None:
-    """The machine becomes three times as slow; runs differ by 4 %, which pairs cancel but for their own noise."""
+    """The machine becomes three times as slow; pairs cancel the drift, but not the noise of 4 % of single runs."""
     draw, runs = random.Random(3), iter(range(1000))
 
     def measure(folder: Path, case: str) -> Figures:

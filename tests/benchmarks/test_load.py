@@ -1,4 +1,4 @@
-"""The load and soak commands: what they draw, measure and write; a server answers them."""
+"""The load and soak commands: their random requests, measurements and output, with a server that answers them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_load_of_a_running_server_is_reported(tmp_path: Path, fails: bool, capsy
 
 
 def test_soak_clients_notice_the_answer_of_another(tmp_path: Path) -> None:
-    """A server that answers what was asked before is found out."""
+    """The client detects a server that answers an earlier request."""
     prompts = [soak_clients.Prompt([10 + i, 20 + i], [30 + i] * 48, [40 + i] * 8) for i in range(5)]
     client = soak_clients.Client(0, "m", prompts, {}, 0)
     client._require(soak_clients.text([0, 31, 2]), "w31 c")
@@ -75,7 +75,7 @@ def test_soak_clients_notice_the_answer_of_another(tmp_path: Path) -> None:
 
 
 def test_soak_clients_ask_and_misbehave() -> None:
-    """Every kind of request, of a server that computes nothing but a fixed token."""
+    """Send every kind of request to a server that always generates a fixed token."""
     words = tokenizer()
     words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     prompt = soak_clients.Prompt([5, 6], [5] * 48, [5] * 8)

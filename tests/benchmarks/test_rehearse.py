@@ -1,4 +1,4 @@
-"""The rehearsal for a GPU runs without one, keeps every result whatever a case does, and reports what was measured."""
+"""The GPU rehearsal runs without a GPU, keeps all results when a case fails, and reports the measurements."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_weights_that_a_token_is_multiplied_with_are_counted(name: str, low: flo
 
 
 class FakeCuda:
-    """What the timer needs of ``torch.cuda``: its clock advances with the calls of `work`."""
+    """Stand-in for ``torch.cuda`` in the timer: its clock advances with the calls of `work`."""
 
     def __init__(self) -> None:
         self.now, self.graphs, self.capturing = 0.0, 0, False

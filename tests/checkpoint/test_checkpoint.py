@@ -52,7 +52,7 @@ from support.pool import Pool
 @given(st.data(), st.sampled_from(["bin", "safetensors"]))
 @settings(max_examples=60)
 def test_any_layout_reads_from_any_saved_layout(data: st.DataObject, suffix: str) -> None:
-    # a manifest holds one range of dimension 0 beside those of another: adapters, which have several, are saved whole
+    # beside another dimension, a manifest holds one range of dimension 0; adapters with several are saved whole
     saved, saved_ranks = data.draw(layouts().filter(lambda case: all(len(own) == 1 for own in case[0].first_ranges)))
     wanted, wanted_ranks = data.draw(layouts().filter(lambda case: case[0].dim is None or case[0].shape == saved.shape))
     if wanted.dim is None:
@@ -267,7 +267,7 @@ def old_layout(name: str, shapes: list[tuple[int, ...]]) -> Layout:
 
 
 def write_old(folder: Path, tp: int, pp: int, spelling: str = "=", **kwargs: Any) -> dict[str, Tensor]:
-    """Every stage's file holds every layer, and those of other stages are stale."""
+    """Write files of OSLO 1: every stage's file holds all layers, and layers of other stages are stale."""
     tensors, cut = model(tp)
     for t in range(tp):
         for p in range(pp):

@@ -314,12 +314,12 @@ FAILING = ["fresh merged bin", "sharded over split"]
     ("disturbance", "drawn"), [("kill", 3), pytest.param("kill", None, marks=pytest.mark.zoo), ("fail", 1)]
 )
 def test_save_survives_a_crash_at_every_file_system_call(disturbance: str, drawn: int | None, seed: int) -> None:
-    """Death, or a failure of the file system, at every single change of it: the old or the new is there, whole."""
+    """Kill or fail the save at every file-system change: the old or the new checkpoint remains complete."""
     if sys.platform != "linux":
         pytest.skip("needs Linux's ptrace")
     script = ROOT / "tests" / "support" / "checkpoint_faults.py"
     both = "two ranks, second killed"
-    # Failures need fewer scenarios: what they leave behind is cleaned up in one place.
+    # Failures need fewer scenarios: one function cleans up after all of them.
     others = sorted(checkpoint_faults.SCENARIOS.keys() - {both}) if disturbance == "kill" else FAILING
     scenarios = [] if drawn is None else [*random.Random(seed).sample(others, drawn), both]
     command = [sys.executable, str(script), disturbance, *scenarios]

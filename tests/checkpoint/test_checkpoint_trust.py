@@ -1,4 +1,4 @@
-"""What the author of a checkpoint, or another user of the machine, cannot do to whoever reads or saves one."""
+"""Malicious checkpoints, and other users of the machine, cannot harm processes that read or save checkpoints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_manifest(path: Path, **content: Any) -> None:
 
 
 def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of generation 0, and one of generation 1 whose save was interrupted after its commit."""
+    """Save a checkpoint of generation 0; interrupt the save of generation 1 after its commit."""
     save("split", folder)
     (folder / "runs").mkdir()
     with monkeypatch.context() as patch:

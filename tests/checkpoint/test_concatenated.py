@@ -1,4 +1,4 @@
-"""Checkpoints that hold in parts what is one tensor of the model, such as filters, or as one what are several."""
+"""Checkpoints that split a model tensor, such as filters, into several tensors, or concatenate several into one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support import zoo
     ],
 )
 def test_parts_that_do_not_fit_are_refused_by_name(tmp_path: Path, part: torch.Tensor | None, says: str) -> None:
-    """Otherwise integers would be read as if they were filters."""
+    """Without the check, integers would be read as filters."""
     zoo.original("OlmoHybridForCausalLM")(zoo.config("olmo_hybrid")).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = next(key for key in tensors if key.endswith("k_conv1d.weight"))

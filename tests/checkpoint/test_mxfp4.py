@@ -1,4 +1,4 @@
-"""Experts in mxfp4, as gpt-oss has them: each rank's shard is bit for bit that of transformers' dequantisation."""
+"""gpt-oss experts in mxfp4: each rank's shard equals the dequantised weights of transformers bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = [(2, 1), (3, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.zoo)]
 
 
 def write_checkpoint(directory: Path, seed: int) -> None:
-    """A gpt-oss with random experts in mxfp4; two ranks have shards of them that end within blocks."""
+    """Write a gpt-oss with random mxfp4 experts; the shards of two ranks end within blocks."""
     torch.manual_seed(seed)
     config = GptOssConfig(
         **{**quantized.SIZES, "hidden_size": 64, "intermediate_size": 96},

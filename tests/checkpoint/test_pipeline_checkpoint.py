@@ -22,11 +22,11 @@ VARIANTS = [
     *("bert", "gpt2", "gpt_neo", "gptj", "llama", "t5"),
     *("bert-untied", "gpt2-untied", "gpt_neo-untied", "gptj-tied", "llama-untied", "llama-one-kv", "t5-gated-untied"),
 ]
-SIZES = [(1, 4), (3, 1)]  # those of tensor parallelism alone: test_resharding
+SIZES = [(1, 4), (3, 1)]  # test_resharding covers tensor parallelism alone
 
 
 def save_whole(name: str, config: PreTrainedConfig, seed: int, folder: Path) -> dict[str, Tensor]:
-    """A checkpoint that transformers writes, none of whose tensors is as it was initialised; its parameters."""
+    """Save a transformers checkpoint with random changes to all initial parameters; return its parameters."""
     torch.manual_seed(seed)
     model = zoo.original(name)(config)
     for param in model.parameters():
@@ -36,7 +36,7 @@ def save_whole(name: str, config: PreTrainedConfig, seed: int, folder: Path) -> 
 
 
 def differ_from_whole(model: Any, weights: dict[str, Tensor]) -> list[str]:
-    """Names of parameters of this rank that are not, bit for bit, its parts of the full ones."""
+    """Return the names of local parameters that differ from their shards of the full parameters in any bit."""
     return [
         name
         for name, param in stage_parameters(model).items()

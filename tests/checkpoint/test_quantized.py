@@ -1,4 +1,4 @@
-"""Quantised checkpoints: each rank's shard is bit for bit that of the weights that one process dequantises."""
+"""Quantised checkpoints: each rank's shard equals the weights dequantised in one process bit for bit."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def _formats() -> dict[str, tuple[dict[str, Any], Any]]:
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", _formats())
 def test_weights_stay_quantized(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
-    """Shards of three ranks end within words, groups and blocks: those that contain them are held."""
+    """Shards of three ranks end within words, groups and blocks; the ranks hold these whole."""
     settings, make = _formats()[name]
     model = quantized.write_checkpoint(tmp_path, seed, settings, make())
     for tp, pp in ((3, 1), (2, 2)):
@@ -337,7 +337,7 @@ def test_weights_stay_quantized(pool: Pool, tmp_path: Path, seed: int, name: str
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["gptq", "fp8"])
 def test_adapters_train_over_quantized_weights(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
-    """As over the dequantised weights of one process, in float64."""
+    """Training matches training over dequantised weights in one process, in float64."""
     peft = pytest.importorskip("peft")
     settings, make = _formats()[name]
     base = quantized.write_checkpoint(tmp_path, seed, settings, make())
@@ -347,7 +347,7 @@ def test_adapters_train_over_quantized_weights(pool: Pool, tmp_path: Path, seed:
         pool.run(tp * pp, qlora.train_on_ranks, run, tp, pp, 1e-10)
 
 
-# ---- what is read
+# ---- reading
 
 
 @pytest.mark.parametrize("name", ["fp8", "gptq", "awq", "pack-quantized", "bitsandbytes"])

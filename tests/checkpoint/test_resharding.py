@@ -19,13 +19,13 @@ from support.pool import Pool
 VARIANTS = ["bert", "gpt2", "gpt_neo", "gptj", "llama", "llama-9-heads", "llama-one-kv", "t5", "t5-gated-untied"]
 
 WIDTHS = {"deepseek_v4": {"moe_intermediate_size": 16}}
-"""Of experts, of whose parts grouped products in float32 can address the rows."""
+"""Expert widths: grouped products in float32 can address the rows of their shards."""
 
 
 def load_and_save(
     source: Path, tp: int, names: list[str], split: Path | None = None, merged: Path | None = None
 ) -> None:
-    """Load these classes from ``source``, compare with the original, and save below the folders that are given."""
+    """Load these classes from ``source``, compare with the original, and save below the given folders."""
     for name in names:
         cls = registry.find(name)
         model = cls.from_pretrained_with_parallel(source / name, tensor_parallel_size=tp)  # type: ignore[attr-defined]

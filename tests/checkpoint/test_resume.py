@@ -62,7 +62,7 @@ def check_resume(config: PreTrainedConfig, tp: int, pp: int, fsdp: bool, batches
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     model = GPT2LMHeadModel.from_config_with_parallel(config, seed=0, **sizes)
     wrapped, optimizer, scheduler = training(model, fsdp)
-    torch.manual_seed(7 + model.mesh.dp.rank)  # replicas draw dropout masks of their own
+    torch.manual_seed(7 + model.mesh.dp.rank)  # replicas draw different dropout masks
     own = [{key: value[model.mesh.dp.rank :: model.mesh.dp.size] for key, value in batch.items()} for batch in batches]
     train(model, wrapped, optimizer, scheduler, own[:STEPS])
     model.save_pretrained_with_parallel(folder)
@@ -100,11 +100,11 @@ def test_resumed_training_equals_uninterrupted_training(pool: Pool, sizes: str, 
     ]
     bytes_of_adamw = sum(2 * 4 * param.numel() for param in GPT2LMHeadModel(config).parameters())
     total = sum((folder / name).stat().st_size for name in files)
-    # once in all, and not once for each replica; what is replicated or tied counts on each rank, beside random states
+    # saved once, not once per replica; each rank adds replicated and tied parameters, and random states
     assert bytes_of_adamw < total < 1.5 * bytes_of_adamw + 40_000 * len(files)
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 def small(tp: int = 1, pp: int = 1, seed: int = 0) -> tuple[Any, Any]:
@@ -261,7 +261,7 @@ def run_script(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    """The losses in the order in which they were written, those of repeated steps twice."""
+    """Return the losses in the order of writing; repeated steps occur twice."""
     return [tuple(json.loads(line)) for line in (folder / "losses.jsonl").read_text().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""The arguments of transformers' `save_pretrained`, and those of OSLO in their order, for merged and split files."""
+"""The arguments of transformers' `save_pretrained`, and OSLO's arguments in their order, for both file layouts."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def load(target: Path, url: str, expected: dict[str, Tensor]) -> None:
 def test_checkpoints_are_uploaded_to_a_hub(
     pool: Pool, checkpoint: tuple[Path, dict[str, Tensor]], tmp_path: Path
 ) -> None:
-    """Split and merged files, from which ranks load again; what a commit replaces is deleted in it."""
+    """Upload split and merged files, and load them on ranks again. A commit deletes the files that it replaces."""
     full, expected = checkpoint
     with hub_server() as hub:
         pool.run(2, push, full, tmp_path, hub.url)

@@ -1,4 +1,4 @@
-"""Models without a written plan: a derived one shards them, and they compute, train and save as one process does."""
+"""Models without a written plan: a derived plan shards them; they compute, train and save as one process does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 def train_both(model: nn.Module, other: Any, inputs: Tensor, seed: int, steps: int = 2) -> None:
-    """Steps of SGD with dropout, then inference: outputs, weights and buffers are those of one process."""
+    """SGD steps with dropout, then inference: outputs, weights and buffers match one process."""
     optimizers = [torch.optim.SGD(each.parameters(), 0.001) for each in (model, other)]
     for step in range(steps):
         values = []
@@ -126,7 +126,7 @@ def test_layers_of_one_sequential_work_in_pairs(seed: int) -> None:
 
 
 class Attends(nn.Module):
-    """Attention of torch in all its ways."""
+    """Uses torch's attention in all supported ways."""
 
     def __init__(self, batch_first: bool, **options: Any) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def test_layers_that_are_used_otherwise_stay_replicated(seed: int) -> None:
 
 
 class Surprises(nn.Module):
-    """Does what no rule knows with what lies between two layers."""
+    """Applies an operation without a sharding rule between two layers."""
 
     def __init__(self, way: int) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Surprises(nn.Module):
 
 
 class Scale(torch.autograd.Function):
-    """A function with a gradient of its own, which sees the shards themselves."""
+    """Custom autograd function; it sees the shards themselves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def test_what_no_rule_knows_is_computed_in_full(way: int, seed: int) -> None:
 
 
 class TakesOtherWays(nn.Module):
-    """In evaluation mode it takes a way that training did not show."""
+    """Takes a branch that the traced call did not show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ def test_ways_that_no_call_showed_are_right_too(seed: int) -> None:
 
 
 class LooksAtClasses(nn.Module):
-    """Its result depends on the class of a layer, which no derivation can know."""
+    """Its result depends on the class of a layer, which no derived plan can know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ def test_a_plan_that_computes_something_else_is_refused_before_the_model_is_shar
 
 
 def test_the_trial_notices_a_wrong_plan(seed: int) -> None:
-    """Gradients that are summed too often, and Megatron's layers alone, of whose shards other code knows nothing."""
+    """One plan sums gradients too often; the other has a column-parallel layer that later code does not expect."""
     model, inputs = derived_models.plain("nanogpt", seed)
     model.eval()
     calls = [lambda model: model(inputs)]
@@ -355,7 +355,7 @@ def lifted_call(model: Any, inputs: dict[str, Tensor]) -> Any:
 
 
 def architecture(name: str, seed: int) -> tuple[Any, Any, dict[str, Tensor]]:
-    """A class, its configuration and a batch."""
+    """Return a class, its configuration and a batch."""
     torch.manual_seed(seed)
     cls, config = ARCHITECTURES[name]()
     for key, value in vars(config).items():
@@ -396,7 +396,7 @@ def test_architectures_that_the_zoo_lacks_train_as_on_one_process(name: str, see
 
 
 def with_code(folder: Path, model: Any) -> Any:
-    """The model again, made by transformers from code beside its checkpoint, which ``auto_map`` names."""
+    """Load the model again through transformers, from ``auto_map`` code beside its checkpoint."""
     model.save_pretrained(folder)
     shutil.copy(derived_models.__file__, folder / "modeling_tiny.py")
     cls, config = type(model).__name__, folder / "config.json"
@@ -409,7 +409,7 @@ def with_code(folder: Path, model: Any) -> Any:
 
 
 def test_code_of_an_encoder(tmp_path: Path, seed: int) -> None:
-    """With torch's attention, convolutions and a fused gate; a padded batch."""
+    """An encoder with torch's attention, convolutions and a fused gate, on a padded batch."""
     torch.manual_seed(seed)
     full = with_code(tmp_path, randomized(derived_models.GatedForTokenClassification, derived_models.GatedConfig()))
     ids, mask = torch.randint(3, 41, (3, 7)), torch.ones(3, 7)
@@ -430,7 +430,7 @@ def test_code_of_an_encoder(tmp_path: Path, seed: int) -> None:
 
 
 def test_code_of_a_checkpoint(tmp_path: Path, seed: int) -> None:
-    """A model that transformers makes from code beside the checkpoint, which ``auto_map`` names."""
+    """transformers makes this model from ``auto_map`` code beside the checkpoint."""
     torch.manual_seed(seed)
     model = randomized(derived_models.TinyForCausalLM, derived_models.TinyConfig())
     full = with_code(tmp_path, model)
@@ -446,7 +446,7 @@ def test_code_of_a_checkpoint(tmp_path: Path, seed: int) -> None:
 
 
 class MyGPT2(hf.GPT2LMHeadModel):
-    """A user's subclass of a class that the zoo has, with a head of its own."""
+    """User's subclass of a supported class, with an extra head."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -469,7 +469,7 @@ def test_a_subclass_of_a_class_of_the_zoo(seed: int) -> None:
 
 
 def parallel_state(cls: Any, config: Any, weights: Any, inputs: Any, how: str, n: int) -> dict[str, Tensor]:
-    """Logits, and the full weights after a step, on a rank."""
+    """Return logits, and the full weights after a step, on a rank."""
     if how == "initialize":
         model = cls(config).double()
         model.load_state_dict(weights)
@@ -519,7 +519,7 @@ def test_ranks_of_a_launcher_train_as_one_process(
 
 
 def parallel_module(name: str, seed: int, n: int) -> dict[str, Tensor]:
-    """The weights of a plain module, initialised on the ranks of a launcher, after a step with dropout."""
+    """Shard a plain module on the ranks of a launcher; return its weights after a step with dropout."""
     model, inputs = derived_models.plain(name, seed)
     config = {"model_parallelism": {"tensor_parallel_size": n}}
     with pytest.raises(ValueError, match="pass plan="):

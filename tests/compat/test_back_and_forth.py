@@ -1,4 +1,4 @@
-"""A model that was sharded or served, and is full again, is as it was: it can be sharded again, in any way."""
+"""A model that is full again after sharding or serving is unchanged, and can be sharded again in any way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MORE = ("gpt_neo", "gptj", "opt", "bloom", "falcon", "gpt_neox", "codegen", "lla
 
 
 class Before:
-    """What a model is before it is sharded."""
+    """State of a model before sharding."""
 
     def __init__(self, model: Any) -> None:
         self.cls, self.names = type(model), vars(model).keys() - {"_oslo"}
@@ -37,7 +37,7 @@ class Before:
         self.training = model.training
 
     def check(self, model: Any) -> None:
-        """The model is that again, to the bit."""
+        """Check that the model equals the earlier state bit for bit."""
         assert type(model) is self.cls and vars(model).keys() == self.names
         assert [type(module) for module in model.modules()] == self.classes
         for expected, found in ((self.state, model.state_dict()), (self.buffers, dict(model.named_buffers()))):
@@ -57,7 +57,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 
 def through(door: str, model: Any, ids: Tensor, expected: Tensor) -> None:
-    """Through one of the doors and back, in one process."""
+    """Shard the model through one entry point and back, in one process."""
     if door == "initialize":
         assert oslo_models.initialize(model, {"model_parallelism": {"tensor_parallel_size": 1}}) is model
         torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=TOLERANCE)
@@ -77,7 +77,7 @@ def through(door: str, model: Any, ids: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama"])
 def test_model_goes_through_the_front_doors_in_any_order(forked: None, variant: str, seed: int) -> None:
-    """In one process: three times through each, and through each after each other one."""
+    """In one process: three times through each entry point, and through each after every other."""
     model = reference_model(zoo.lm_head(variant), zoo.config(variant), seed).eval()
     model.get_input_embeddings().weight.requires_grad_(False)
     ids = torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed))
@@ -90,7 +90,7 @@ def test_model_goes_through_the_front_doors_in_any_order(forked: None, variant: 
 
 
 def test_model_made_at_size_one_is_sharded_later(forked: None, seed: int) -> None:
-    """A parallel model that has all its weights is served, initialised and sharded over devices like a full one."""
+    """A parallel model with all its weights is served, initialised and sharded over devices like a full model."""
     config = zoo.config("gpt2")
     model = oslo_models.GPT2LMHeadModel.from_config_with_parallel(config, seed=seed, dtype=torch.float64).eval()
     ids = torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed))

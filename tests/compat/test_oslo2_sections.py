@@ -22,7 +22,7 @@ CHECKPOINTING = ("partitioned_checkpointing", "contiguous_checkpointing", "cpu_c
 
 
 def check_checkpointed_step(variant: str, seed: int, partitioned: bool) -> tuple[int, int]:
-    """Gradients are those of one process; returns how many hidden states were kept in parts, and of how many blocks."""
+    """Check gradients against one process; return the numbers of partitioned hidden states and of blocks."""
     name = zoo.lm_head(variant)
     model = reference_model(name, zoo.config(variant), seed)
     batch, kept = zoo.batch(name, model.config, seed), []
@@ -87,7 +87,7 @@ class Update(Column):
 
 
 def initialize_by_mapping(seed: int) -> None:
-    """On each rank: a class that the zoo lacks."""
+    """On each rank: a class without a plan in the library."""
     sizes = {"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 6}
     config = hf.EsmConfig(**sizes, vocab_size=50, max_position_embeddings=32, mask_token_id=4, pad_token_id=1)
     torch.manual_seed(seed)

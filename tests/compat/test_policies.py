@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
 
 
 def random(make: Callable[[], Any], seed: int) -> tuple[Any, dict[str, Any]]:
-    """A model in float64 none of whose weights is zero or one, and a batch."""
+    """Return a batch and a float64 model without weights of exactly zero or one."""
     torch.manual_seed(seed)
     model = make().double().eval()
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_a_model_with_a_policy_answers_as_before(case: str, seed: int) -> None:
     model, batch = random(make, seed)
     options = {} if case == "own" else {"output_attentions": True}
     if options:
-        model.set_attn_implementation("eager")  # others give no attention weights
+        model.set_attn_implementation("eager")  # other implementations return no attention weights
     with torch.no_grad():
         expected = model(**batch, **options)
         tokens = model.generate(**batch, max_new_tokens=5, do_sample=False) if model.can_generate() else None
@@ -96,11 +96,11 @@ def test_replaced_methods_run_with_the_group_of_the_ranks(seed: int) -> None:
         expected = louder(**batch).logits
     with oslo_models.parallelize(model, num_gpus=2, custom_policies=LouderPolicy):
         torch.testing.assert_close(model(**batch).logits, expected, rtol=0, atol=1e-10)
-    assert NoteAttention.forward.__qualname__ == "NoteAttention.forward"  # of the application, as before
+    assert NoteAttention.forward.__qualname__ == "NoteAttention.forward"  # the application's class is unchanged
 
 
 def test_the_plan_of_a_policy() -> None:
-    """Heads are split as heads; what the policy does not name is replicated; values depend on the ranks."""
+    """Heads are split as heads, modules that the policy does not name are replicated, values depend on the ranks."""
     plan = PlanOfPolicies(hf.GPT2LMHeadModel, (GPT2Policy,))
     made = pickle.loads(pickle.dumps(plan))(zoo.config("gpt2"))
     block = made.blocks["transformer.h"]

@@ -97,11 +97,11 @@ def test_clip_grad_norm_counts_each_parameter_once(seed: int) -> None:
             own = {key: param.grad for key, param in part.named_parameters(remove_duplicate=False)}
             assert not shard_differences(
                 part, "gradient of", own, expected, 1e-7
-            )  # torch adds 1e-6 to a norm of its own
+            )  # torch's clipping adds 1e-6 to its norm
 
 
 class RecorderOfThreads(Recorder):
-    """Notes the masks of each thread apart."""
+    """Records the masks of each thread separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class RecorderOfThreads(Recorder):
 
 @pytest.mark.parametrize("variant", ["gpt2", "t5"])
 def test_tensor_parallel_dropout_matches_a_replay_of_its_masks(variant: str, seed: int) -> None:
-    """Masks of what is replicated are equal, others differ; and the step is that of one process with these masks."""
+    """Masks of replicated activations are equal, others differ; the step matches one process with these masks."""
     model = transformers_model(variant, seed, RATE, attn_implementation="eager")
     other, batch = tensor_parallel_model(model), zoo.batch(zoo.lm_head(variant), model.config, seed)
     torch.manual_seed(seed)
@@ -153,7 +153,7 @@ def test_activation_checkpointing_draws_the_same_dropout_masks(seed: int) -> Non
 
 
 def test_wav2vec2_numpy_masks_match_transformers(seed: int) -> None:
-    """Of Wav2Vec2 in training: those of transformers."""
+    """Wav2Vec2 draws the same masks as transformers in training."""
     masks = {"mask_time_prob": 0.3, "mask_time_length": 2, "mask_feature_prob": 0.2, "mask_feature_length": 2}
     config = zoo.config("wav2vec2", apply_spec_augment=True, **masks)
     model = reference_model("Wav2Vec2Model", config, seed)
@@ -169,7 +169,7 @@ def test_wav2vec2_numpy_masks_match_transformers(seed: int) -> None:
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "t5"])
 def test_tensor_parallel_generation_matches_transformers(variant: str, seed: int) -> None:
-    """Tokens and their scores, of left-padded prompts; a cache of one's own; and the random state after sampling."""
+    """Compare tokens and scores of left-padded prompts, a static cache, and the random state after sampling."""
     name = zoo.lm_head(variant)
     model = transformers_model(variant, seed).eval()
     other, batch = tensor_parallel_model(model, 3), zoo.batch(name, model.config, seed)
@@ -197,7 +197,7 @@ def test_tensor_parallel_generation_matches_transformers(variant: str, seed: int
 
 
 def test_key_value_cache_is_passed_between_calls(seed: int) -> None:
-    """A cache goes from call to call; one of another model is refused."""
+    """Calls pass a cache on; a cache of another model is refused."""
     model = transformers_model("llama", seed).eval()
     other, ids = (
         tensor_parallel_model(model),
@@ -218,7 +218,7 @@ def test_key_value_cache_is_passed_between_calls(seed: int) -> None:
 
 
 def test_rank_threads_inherit_autocast_and_inference_mode(seed: int) -> None:
-    """Autocast and inference mode hold for all ranks."""
+    """Autocast and inference mode apply to all ranks."""
     model = transformers_model("gpt2", seed, dtype=torch.float32).eval()
     other, ids = (
         tensor_parallel_model(model),
@@ -237,7 +237,7 @@ def test_rank_threads_inherit_autocast_and_inference_mode(seed: int) -> None:
 
 
 def test_in_place_changes_of_inputs_are_seen_by_the_caller(seed: int) -> None:
-    """Each rank changes its own, and that of the first is the caller's."""
+    """Each rank changes its copy of the input; the first rank's copy is the caller's tensor."""
     model = transformers_model("gpt2", seed).eval()
     other, ids = (
         tensor_parallel_model(model),
@@ -251,7 +251,7 @@ def test_in_place_changes_of_inputs_are_seen_by_the_caller(seed: int) -> None:
     assert torch.equal(given, ids + 1)
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
+# Failures -------------------------------------------------------------------------------------------------------------
 
 
 class _Broken(Exception):
@@ -268,7 +268,7 @@ def _interrupt(*_: Any) -> None:
 
 @pytest.fixture(scope="module")
 def broken_now_and_then(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
-    """Calls a model with something wrong, and then as it should be; no thread may be left."""
+    """Return a check: a wrong call raises, the next call is right, and no extra thread remains."""
     seed = request.config.option.seed
     model = transformers_model("gpt2", seed)
     other, batch = tensor_parallel_model(model, 3), zoo.batch("GPT2LMHeadModel", model.config, seed)
@@ -306,7 +306,7 @@ def test_model_works_after_bad_input(broken_now_and_then: Any) -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_model_works_after_an_exception_on_one_rank(broken_now_and_then: Any, rank: int) -> None:
-    """In the middle of a forward or backward pass, where the others wait for it."""
+    """In the middle of a forward or backward pass, while other ranks wait for it."""
     block = broken_now_and_then.model.parts[rank].transformer.h[1]
     broken_now_and_then(_Broken, block.mlp.register_forward_hook(_raise))
     broken_now_and_then(_Broken, block.mlp.c_fc.weight.register_hook(_raise))
@@ -319,7 +319,7 @@ def test_call_inside_a_forward_is_rejected(broken_now_and_then: Any) -> None:
 
 
 def test_keyboard_interrupt_ends_a_call(broken_now_and_then: Any) -> None:
-    """Ctrl-C while the thread that called waits for others."""
+    """Ctrl-C while the calling thread waits for other ranks."""
     block = broken_now_and_then.model.parts[1].transformer.h[1]
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
@@ -329,7 +329,7 @@ def test_keyboard_interrupt_ends_a_call(broken_now_and_then: Any) -> None:
 
 
 def test_rank_thread_that_ends_releases_waiting_ranks() -> None:
-    """A rank that ends while others wait in a collective ends them, too."""
+    """A rank that ends while other ranks wait in a collective ends them, too."""
     threads = ThreadGroup([torch.device("cpu")] * 3)
     for leaving in range(3):
         with pytest.raises(RuntimeError, match="rank"):

@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Written by hand; its head is tied to the embedding."""
+    """Transformer in plain torch, with its head tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
 
 
 def halves(tensor: Tensor, rank: int, n: int) -> Tensor:
-    """A function of the user, which is no action: rows of the ranks in turn."""
+    """User function without an action: interleave the rows over the ranks."""
     return tensor[rank::n]
 
 
@@ -98,7 +98,7 @@ def mlp(seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def mlp_rules(n: int) -> Any:
-    """Of a sharded BatchNorm with its buffers, and a sum of which only rank 0 adds the bias."""
+    """Rules for a sharded BatchNorm with its buffers, and for a sum with the bias of rank 0 only."""
     return tp.Config(
         state_rules={
             r"^[01]\.(?!num)": "split 0",
@@ -113,7 +113,7 @@ def mlp_rules(n: int) -> Any:
 
 
 def step(model: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, list[Tensor | None]]:
-    """Outputs and the gradients of inputs, after a step of Adam, which hides no wrong scale of a stored parameter."""
+    """Return outputs and input gradients after a step of Adam, which reveals a wrong scale of a stored parameter."""
     inputs = tuple(x.clone().requires_grad_(x.is_floating_point()) for x in inputs)
     optimizer = torch.optim.Adam(model.parameters(), 0.01, eps=1e-3)
     output = model(*inputs)
@@ -165,7 +165,7 @@ def test_a_plain_module_is_tried_at_its_first_call_and_saved_in_full(seed: int) 
 
 @pytest.mark.parametrize("options", [{}, {"delay_init": True}, {"delay_init": True, "tensor_parallel_config": None}])
 def test_a_module_without_weights_is_loaded_after_it_is_sharded(options: Any, seed: int) -> None:
-    """By a derived plan, or by rules."""
+    """With a derived plan, or with rules."""
     accelerate = pytest.importorskip("accelerate")
     model, inputs = mlp(seed)
     with accelerate.init_empty_weights():

@@ -20,7 +20,7 @@ from support.float64 import lifted_casts
 from support.reference import TOLERANCE, full_gradients, shard_differences
 from support.tensor_parallel import check_tensor_parallel_step, tensor_parallel_model, transformers_model
 
-# What is not sharded by layers ----------------------------------------------------------------------------------------
+# Parameters outside sharded layers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("variant", "n"), [("gpt2", 3), ("llama-one-kv", 2), ("qwen3", 2), ("bert", 2)])
@@ -30,7 +30,7 @@ def test_sharded_step_matches_transformers(variant: str, n: int, seed: int) -> N
 
 @pytest.mark.parametrize("variant", ["gpt2", "bart"])
 def test_sharded_parameters_exist_once(variant: str, seed: int) -> None:
-    """So all of torch that counts parameters counts right, and a recomputed block reads what it has read before."""
+    """torch therefore counts every parameter once, and a recomputed block reads the same weights again."""
     model = transformers_model(variant, seed)
     other, batch = tensor_parallel_model(model, sharded=True), zoo.batch(zoo.lm_head(variant), model.config, seed)
     assert sum(param.numel() for param in other.parameters()) == sum(param.numel() for param in model.parameters())
@@ -54,7 +54,7 @@ def bytes_of_storages(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("variant", ["llama-one-kv", "gpt2", "qwen3"])
 def test_devices_hold_each_parameter_once(variant: str, seed: int) -> None:
-    """By default, and key-value heads that four devices share too: together they hold what one holds."""
+    """By default, all devices together hold each parameter once, including key-value heads shared by four devices."""
     model = transformers_model(variant, seed)
     assert bytes_of_storages(tensor_parallel_model(model, 4)) == bytes_of_storages(model)
     assert bytes_of_storages(tensor_parallel_model(model, 4, sharded=False)) > bytes_of_storages(model)
@@ -114,7 +114,7 @@ def test_sharded_param_names_selects_parameters(seed: int) -> None:
     assert torch.equal(*found)
 
 
-# Weights that come one by one -----------------------------------------------------------------------------------------
+# Weights loaded one at a time -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sharded", [False, True])

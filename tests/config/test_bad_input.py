@@ -1,4 +1,4 @@
-"""Bad arguments raise on every rank before anything starts, with a message that says what to change."""
+"""Bad arguments raise on every rank before anything starts, with a message that names the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens with a transformers that differs from the checked ones: fused models still compute what it computes."""
+"""Releases of transformers that differ from the checked ones: fused models still compute the same results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def nothing_is_known() -> Iterator[None]:
 
 
 def model_of(variant: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A model whose attention is far from uniform, so that a mistake in it is seen."""
+    """A model with attention far from uniform, so that mistakes in it show."""
     config = zoo.config(variant)
     model = getattr(oslo_models, zoo.lm_head(variant)).from_config_with_parallel(config, seed=0, dtype=dtype, **options)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def tokens_of(model: Any) -> list[list[int]]:
 
 
 def changed(function: Any, *edits: tuple[str, str]) -> Any:
-    """A function of transformers with pieces of its source replaced, whose source can be read as in a release."""
+    """Return a function of transformers with edited source; ``inspect`` can read the edited source."""
     original = inspect.unwrap(function)
     source = textwrap.dedent(inspect.getsource(original))
     for old, new in edits:
@@ -158,7 +158,7 @@ def test_contracts_hold_here() -> None:
 
 
 def without_contracts(patch: Patch) -> None:
-    """Fingerprints that match whatever the source is."""
+    """Make the fingerprints match any source."""
     patch.setattr(known_layers, "changed_layer", lambda *_: None)
 
 
@@ -213,7 +213,7 @@ def test_rounding_is_no_difference(variant: str, backend: str, dtype: torch.dtyp
         warnings.simplefilter("error")
         found = self_check.apply_checked(model, fusion, list(fusion_candidates(model, backend)), None)
     assert len(fusion.swapped()) == sum(each.cls is not None for each in found) > 0
-    if variant != "mixtral":  # whose experts have no product in float64
+    if variant != "mixtral":  # its experts have no product in float64
         assert not any("not checked" in each.reason for each in found)
 
 

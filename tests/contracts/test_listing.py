@@ -91,7 +91,7 @@ def test_unlisted_private_names_are_found() -> None:
 
 
 def modules() -> list[Any]:
-    """The modules of the package whose requirements are installed."""
+    """Return the modules of the package with installed requirements."""
     found = []
     for each in pkgutil.walk_packages(oslo_models.__path__, "oslo_models."):
         if not each.name.endswith("__main__"):

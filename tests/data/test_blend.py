@@ -20,7 +20,7 @@ from support.corpora import write
 
 
 class Numbered(list[tuple[int, int]]):
-    """A dataset whose samples say where they are from."""
+    """A dataset of samples that name their dataset and index."""
 
     def __init__(self, number: int, count: int) -> None:
         super().__init__((number, sample) for sample in range(count))

@@ -23,7 +23,7 @@ from support.pool import Pool
 
 
 def original(lengths: list[int], start: int, stop: int, length: int, seed: int) -> tuple[NDArray[Any], list[Any]]:
-    """The samples of OSLO 1, from what they are: all shuffled documents in a row, cut with an overlap of one."""
+    """The samples of OSLO 1 by their definition: all shuffled documents in a row, cut with an overlap of one token."""
     rng = np.random.RandomState(seed)
     documents = np.arange(start, stop, dtype=np.int32)
     rng.shuffle(documents)
@@ -68,7 +68,7 @@ def test_samples_match_oslo_1(impl: str, written: str, tmp_path: Path, seed: int
 def test_split_holds_the_tokens_of_its_documents_only(
     lengths: list[int], cuts: list[float], length: int, seed: int
 ) -> None:
-    """Every token of a split's documents is in its samples (but what is too little for one more), none of others."""
+    """Samples hold every token of their split's documents, except a remainder too short for a sample, and no others."""
     bounds = [0.0, *sorted(set(cuts) - {0.0, 1.0}), 1.0]
     count, ends = len(lengths), np.cumsum([0, *lengths])
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +93,7 @@ def test_split_holds_the_tokens_of_its_documents_only(
 
 
 def test_splits_of_one_name_have_separate_indices(tmp_path: Path) -> None:
-    """OSLO 1 took the index of one split for another with the same name, and one of older data for new."""
+    """OSLO 1 confused indices of splits with the same name, and indices of old and new data."""
     write(tmp_path / "a", [5] * 100)
     common = {"max_seq_length": 4, "split_type": "valid"}
     valid = DatasetForCausalLM(tmp_path / "a", start_weight=0.8, end_weight=0.9, **common)
@@ -103,7 +103,7 @@ def test_splits_of_one_name_have_separate_indices(tmp_path: Path) -> None:
     orders = set((tmp_path / "a.index").iterdir())
     write(tmp_path / "a", [5] * 99 + [4])
     DatasetForCausalLM(tmp_path / "a", start_weight=0.8, end_weight=0.9, **common)
-    assert set((tmp_path / "a.index").iterdir()) == orders  # what it depends on is the same
+    assert set((tmp_path / "a.index").iterdir()) == orders  # its documents are unchanged
     other = DatasetForCausalLM(tmp_path / "a", start_weight=0.9, end_weight=1.0, **common)
     assert len(set((tmp_path / "a.index").iterdir()) - orders) == 1
     assert max(int(token) for sample in other for token in sample) < 499
@@ -153,7 +153,7 @@ def test_labels_position_ids_and_attention_mask_reset_at_documents(tmp_path: Pat
 
 
 def test_reset_mask_and_positions_isolate_documents(tmp_path: Path) -> None:
-    """With the mask and the positions, logits of a document are those that it has by itself."""
+    """With the mask and the positions, the logits of a document equal its logits alone."""
     import transformers as hf
 
     write(tmp_path / "a", [7, 6, 9, 8])
@@ -192,7 +192,7 @@ def test_concurrent_processes_build_one_index(pool: Pool, tmp_path: Path, monkey
     found = pool.run(4, _build_together, tmp_path / "a")
     assert len({tuple(sums) for sums, _ in found}) == 1
     assert len(list((tmp_path / "a.index").iterdir())) == 1
-    # where a file system knows no locks, one of those that built wins
+    # without file-system locks, one of the building processes wins
     order, answers = next((tmp_path / "a.index").iterdir()), [False, False]
 
     def exists(path: Path) -> bool:

@@ -84,7 +84,7 @@ def test_every_format_and_dtype_is_read_by_every_implementation(
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_megatron_core_reads_and_writes_the_same_files(tmp_path: Path) -> None:
-    """In a process of its own: importing Megatron takes seconds."""
+    """Run in a separate process, because importing Megatron takes seconds."""
     for dtype in CODES:
         write(tmp_path / f"ours-{dtype}", [3, 0, 5, 2], dtype, ends=[0, 2, 4])
     script = f"""

@@ -81,7 +81,7 @@ def test_eod_token_outside_the_vocabulary_is_rejected() -> None:
 
 
 def test_tokenizer_may_be_given_by_its_name(tmp_path: Path) -> None:
-    """Of a directory, a file or on the hub; anything else is told what is wanted. OSLO 1's chunksize is understood."""
+    """Accept a directory, a file or a hub name; errors list the valid kinds. OSLO 1's ``chunksize`` still works."""
     tok = tokenizer()
     tok.save_pretrained(tmp_path / "tok")
     for name in (tmp_path / "tok", str(tmp_path / "tok"), tmp_path / "tok" / "tokenizer.json"):
@@ -139,7 +139,7 @@ def test_bpe_cache_is_not_used_for_other_tokenizers(tmp_path: Path, seed: int) -
     plain = PreTrainedTokenizerFast(tokenizer_object=made, sep_token="[SEP]")
     assert find_pattern(Encoder(plain, None, "int32")._spec) is None
 
-    class Own(PreTrainedTokenizerFast):  # cannot be sent to a process by its name, and has a method of its own
+    class Own(PreTrainedTokenizerFast):  # cannot be pickled by its name, and overrides a method
         def encode(self, *args: Any, **kwargs: Any) -> list[int]:
             return super().encode(*args, **kwargs)[::-1]
 
@@ -263,7 +263,7 @@ DatasetPreprocessor(tokenizer(), 16, num_workers=2).preprocess(slowly(), sys.arg
 
 
 def test_preprocess_resumes_after_a_kill_and_leaves_no_process(tmp_path: Path, seed: int) -> None:
-    """No process outlives the one that started it, and what was written is used."""
+    """Worker processes end with their parent, and a new run reuses the written documents."""
     name, tok = tmp_path / "a", tokenizer()
     process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(name), str(seed)], env=ENVIRONMENT)
     state, inputs = tmp_path / "a.partial/progress.json", 0

@@ -27,7 +27,7 @@ def model(stand: faults.Stand) -> Any:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Any, Any]]:
-    """A GPT-2 in float64 whose tokens depend on all that came before, and the same in plain transformers."""
+    """A float64 GPT-2 with tokens that depend on the whole context, and the same model in plain transformers."""
     torch.manual_seed(0)
     config = deployment.SENSITIVE
     model: Any = GPT2LMHeadModel.from_config_with_parallel(config, dtype=torch.float64).eval()

@@ -1,4 +1,4 @@
-"""Rows whose tokens are drawn together get the tokens that each would get by itself, and the host waits once."""
+"""Rows sampled together get the same tokens as rows sampled alone, and the host waits once."""
 
 from __future__ import annotations
 

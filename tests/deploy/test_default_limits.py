@@ -64,5 +64,5 @@ def test_bytes_are_those_that_the_cache_has(pair: Any) -> None:
 
 @pytest.mark.parametrize(("variant", "rows"), [("gemma4_text", 64), ("mamba", 8), ("t5", 64), ("bert", 64)])
 def test_every_model_has_limits(variant: str, rows: int) -> None:
-    """Those whose blocks have no keys the smallest ones."""
+    """Models with blocks that cache no keys get the smallest limits."""
     assert default_limits(zoo.config(variant), 100, 1).rows == rows

@@ -38,7 +38,7 @@ from support.waiting import LIMIT, wait_until
 TYPES = [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64]
 
 
-# What it answers ------------------------------------------------------------------------------------------------------
+# Answers --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.stacks
@@ -170,7 +170,7 @@ def test_generate_raises_after_its_timeout(model: Any, seed: int) -> None:
 def test_generation_options_out_of_range_are_rejected(
     model: Any, options: dict[str, Any], text: str, seed: int
 ) -> None:
-    """Refused here: what is drawn from NaN ends a GPU's process."""
+    """The application refuses them, because sampling from NaN ends a GPU's process."""
     with pytest.raises(ValueError, match=text):
         model.generate(**prompt(seed), max_new_tokens=3, do_sample=True, **options)
     if options.keys() & {"timeout", "seed"}:
@@ -230,7 +230,7 @@ def test_fault_while_the_caller_polls_raises_and_ends_all_workers(
 def test_exception_of_a_signal_handler_leaves_the_deployment_working(
     model: Any, whole: Any, seed: int, awake: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the handler of a signal raises while a call waits is the caller's; the model answers on."""
+    """A signal handler's exception during a call reaches the caller, and the model keeps answering."""
     monkeypatch.setattr(model._engine, "_spin_seconds", awake)
     slow = {"max_new_tokens": 400, "min_new_tokens": 400, "logits_processor": [deployment.Trouble("sleep", 0)]}
 

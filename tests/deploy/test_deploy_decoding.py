@@ -53,7 +53,7 @@ def test_streamer_gets_log_probabilities_of_the_raw_logits(model: Any, whole: An
 
     options = {"do_sample": True, "temperature": 0.3, "top_k": 5, "seed": 3, "max_new_tokens": 6, "min_new_tokens": 6}
     found = model.generate(**batch, **options, streamer=Reader(), decoding=Decoding(logprobs=4))
-    assert torch.equal(found, model.generate(**batch, **options))  # the tokens are those without log-probabilities
+    assert torch.equal(found, model.generate(**batch, **options))  # log-probabilities do not change the tokens
     assert torch.equal(read[0], batch["input_ids"]) and all(isinstance(each, Scored) for each in read[1:])
     assert [each.token for each in read[1:]] == found[0, 7:].tolist()
     for at, scored in enumerate(read[1:]):

@@ -62,7 +62,7 @@ def stranger(says: bytes) -> Iterator[int]:
 
 
 def attacked(mark: Path, how: str, secret: str | None) -> str:
-    """Rank 0 is the attacker, who has nothing but the store; what the other process says in the end."""
+    """Rank 0 attacks through the store alone; return the error of the other process."""
     rank = int(os.environ["RANK"])
     if secret is not None:
         os.environ["LOCAL_WORLD_SIZE"] = "1"
@@ -97,7 +97,7 @@ def test_worker_start_through_a_forged_store_executes_nothing(
 
 
 def launched_with_attacker(address: Any, checkpoint: Path, prompt: Any, mark: Path, secret: str | None) -> Any:
-    """A script that a launcher starts, while somebody connects to all that the application tells the store of."""
+    """A launched script, while strangers connect to every address that the application puts into the store."""
     deployment.use_server(address)
     torchrun.start_worker = deployment.start_forked_worker
     if secret is not None:
@@ -115,7 +115,7 @@ def launched_with_attacker(address: Any, checkpoint: Path, prompt: Any, mark: Pa
             listened.append(address)
             body = pickle.dumps(Attack(mark))
             strangers = (b"", bytes(32), len(body).to_bytes(4, "big") + body, bytes(32) + body)
-            # Only processes of this host can connect to the Unix socket, and the kernel says whose they are.
+            # Only processes of this host can connect to the Unix socket, and the kernel reports their user.
             for said in () if self.loopback else strangers:
                 connected = socket.create_connection(("127.0.0.1", address[1]))
                 connected.sendall(said)
@@ -149,7 +149,7 @@ def test_deployment_serves_while_strangers_connect(
 
 
 def both(accept: Callable[[socket.socket], Any], dial: Callable[[socket.socket], Any]) -> list[type | None]:
-    """What the two ends of a TCP connection raise."""
+    """Return the exception types of both ends of a TCP connection."""
     raised: list[type | None] = [None, None]
 
     def run(index: int, end: Callable[[socket.socket], Any], connected: socket.socket) -> None:
@@ -174,7 +174,7 @@ def test_handshake_requires_the_secret_on_both_ends() -> None:
     assert both(lambda end: handshake.accept(end, one), lambda end: handshake.dial(end, f"{one}\n")) == [None, None]
     refused = both(lambda end: handshake.accept(end, one), lambda end: handshake.dial(end, other))
     assert None not in refused and handshake.HandshakeError in refused
-    for role in (handshake.accept, handshake.dial):  # who sends back what it gets has proved nothing
+    for role in (handshake.accept, handshake.dial):  # an echo of the received bytes proves nothing
         refused = both(lambda end, role=role: role(end, one), echo)
         assert refused[0] is handshake.HandshakeError
 
@@ -262,7 +262,7 @@ def test_start_messages_must_be_json() -> None:
 
 
 def test_ranks_on_one_host_meet_in_a_private_directory(stand: faults.Stand) -> None:
-    """No store listens on a port, and what the ranks use instead is gone with them."""
+    """No store listens on a port, and the directory disappears with the ranks."""
     stand.answers()
     directory = Path(stand.model._engine._directory.name)
     assert directory.stat().st_mode & 0o777 == 0o700 and list(directory.glob("key-*"))
@@ -290,7 +290,7 @@ def test_directory_that_others_can_enter_is_no_store(tmp_path: Path, monkeypatch
 
 
 def exchange(mark: Path, keys: list[bytes | None], forges: bool) -> str:
-    """The error of an exchange between two ranks, one of which may send something forged."""
+    """Exchange objects between two ranks; rank 1 may forge its object. Return the result or the error."""
     axis = mesh.world_axis()
     if (key := keys[axis.rank]) is not None:
         object_exchange.authenticate_objects(key)

@@ -1,4 +1,4 @@
-"""The server that forks workers: a copy of the application or a process of its own, and how both end."""
+"""The server that forks workers: a copy of the application or a new process, and how both end."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def parent(pid: int) -> int:
 
 
 def test_fork_server_is_a_copy_of_an_application_that_has_imported_only(stand: faults.Stand, tmp_path: Path) -> None:
-    """And it has nothing of it: open files, what they have yet to write, handlers of signals. It ends with it."""
+    """It inherits no open files, no unflushed output and no signal handlers, and ends with the application."""
     stand.model.save_pretrained_with_parallel(tmp_path / "model")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     script = tmp_path / "app.py"
@@ -93,7 +93,7 @@ def test_fork_server_is_a_copy_of_an_application_that_has_imported_only(stand: f
         server = {parent(int(pid)) for pid in pids}
         (copy,) = server
         assert parent(copy) == app.pid and os.listdir(f"/proc/{copy}/task") == [str(copy)]
-        assert str(script) in Path(f"/proc/{copy}/cmdline").read_text()  # it was forked, not started
+        assert str(script) in Path(f"/proc/{copy}/cmdline").read_text()  # forked, not started
         app.stdout.readline()
         assert (tmp_path / "file").read_text() == "once"
         os.kill(int(pids[0]), signal.SIGTERM)
@@ -115,7 +115,7 @@ def test_process_that_has_counted_gpus_is_usable_without_a_driver(
 
 
 def test_workers_survive_the_server_that_forked_them(stand: faults.Stand) -> None:
-    """They answer, they are ended, and another server forks those that are started next."""
+    """The workers answer and can be ended, and another server forks the next workers."""
     stand.answers()
     before, server = stand.pids, parent(stand.pids[0])
     assert server == parent(before[1]) != os.getpid() and os.listdir(f"/proc/{server}/task") == [str(server)]

@@ -20,10 +20,10 @@ GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token
 
 
 class Prepared:
-    """Prepares calls of a model with the settings that are known, and compares them with those that `generate` gives.
+    """Prepares calls with `PlainSettings`, and compares the rows with the rows that `generate` prepares.
 
     Attributes:
-        count: of the rows that `generate` has prepared.
+        count: number of rows that `generate` has prepared.
     """
 
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ class Prepared:
         monkeypatch.setattr(model, "generate", generate)
 
     def __call__(self, ids: list[list[int]], mask: list[list[int]] | None = None, **options: Any) -> int:
-        """How many rows of the call were prepared by `generate`."""
+        """Return the number of rows of the call that `generate` prepared."""
         given = {"input_ids": torch.tensor(ids), **GREEDY, **options}
         if mask is not None:
             given["attention_mask"] = torch.tensor(mask)
@@ -49,7 +49,7 @@ class Prepared:
 
 
 def describe(row: Row) -> list[Any]:
-    """What a row is and does."""
+    """Return the attributes of a row for a comparison."""
     ends = [row._ends._length, row._ends._tokens, len(row._ends._others)]
     return [row.number, row.seed, row.prompt, row.ids_BL.tolist(), row.pad, row.is_plain, len(row._processors), *ends]
 

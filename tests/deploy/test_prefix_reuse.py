@@ -21,7 +21,7 @@ from support import deployment
 
 
 class Row:
-    """A row without a model, whose new tokens are given."""
+    """A row with given new tokens, without a model."""
 
     def __init__(self, number: int, prompt: list[int], answer: list[int]) -> None:
         self.number, self.prompt, self.answer = number, prompt, answer
@@ -34,7 +34,7 @@ class Row:
 
 
 class Slots:
-    """A follower: the tokens whose keys and values each slot holds, by the steps alone."""
+    """A follower rank: derives the tokens cached in each slot from the steps alone."""
 
     def __init__(self, slots: int) -> None:
         self.held: list[list[int]] = [[] for _ in range(slots)]
@@ -69,7 +69,7 @@ CALLS = st.lists(st.tuples(TOKENS, TOKENS, st.integers(0, 12), st.integers(0, 25
 
 @given(CALLS, st.integers(1, 4), st.integers(1, 3))
 def test_what_is_reused_is_what_the_prompt_begins_with(calls: list[Any], slots: int, least: int) -> None:
-    """Whatever joins, leaves, is cancelled or displaced; nothing that is there and worth it is computed again."""
+    """Rows join, leave, are cancelled or displaced. No cached prefix of ``least`` tokens or more is recomputed."""
     scheduler, follower = Scheduler(slots, 3, Prefixes(slots, least)), Slots(slots)
     arrivals = [(when, Row(number, prompt, answer)) for number, (prompt, answer, when, _) in enumerate(calls)]
     cancelled = {number: at for number, (*_, at) in enumerate(calls)}
@@ -93,7 +93,7 @@ def test_what_is_reused_is_what_the_prompt_begins_with(calls: list[Any], slots: 
         joined = range(follower.rows - step.joining, follower.rows)
         assert all(follower.held[slot] == scheduler.rows[slot].prompt for slot in joined)
         prompts = [calls[prompt.number][0] for prompt in step.whole]
-        for index, prompt in enumerate(prompts):  # none of them begins with what is there, or with one before it
+        for index, prompt in enumerate(prompts):  # no prompt begins with a cached prefix or with an earlier prompt
             there = [*before, *prompts[:index]]
             assert not any(len(held) >= least and prompt[:-1][:least] == held[:least] for held in there if slots == 1)
             assert not any(prompt[:-1][:least] == each[:least] for each in prompts[:index] if len(prompt) > least)
@@ -105,14 +105,14 @@ def test_least_recently_used_is_lost_and_contained_ones_first() -> None:
     prefixes = Prefixes(4, least=2)
     for slot in (2, 3, 1):
         prefixes.keep(slot, [slot, slot, slot, slot])
-    assert prefixes.find([2, 2, 2, 2], []) == (2, 3)  # the last token is computed
-    assert prefixes.find([3, 9, 9], []) == (0, 0)  # one token is not worth it
-    assert prefixes.find([1, 1, 9, 9], [[0], [1, 1, 9]]) == (1, 3)  # of a row
-    assert prefixes.displace(0, [7, 7]) == -1  # nothing is in the slot
-    assert prefixes.displace(1, [7, 7]) == 3  # the others are full: what was in 3 is lost
+    assert prefixes.find([2, 2, 2, 2], []) == (2, 3)  # the last token is always computed
+    assert prefixes.find([3, 9, 9], []) == (0, 0)  # one token is below the minimum
+    assert prefixes.find([1, 1, 9, 9], [[0], [1, 1, 9]]) == (1, 3)  # a running row has the longest prefix
+    assert prefixes.displace(0, [7, 7]) == -1  # the slot is empty
+    assert prefixes.displace(1, [7, 7]) == 3  # the others are full: the prefix in slot 3 is lost
     assert prefixes.find([3, 3, 3], []) == (0, 0) and prefixes.find([1, 1, 1], []) == (3, 2)
     prefixes.keep(1, [5, 5])
-    assert prefixes.displace(1, [1, 1, 1, 1, 4]) == 3  # what was in 3 is in the row
+    assert prefixes.displace(1, [1, 1, 1, 1, 4]) == 3  # the row contains the prefix in slot 3
     assert prefixes.find([1, 1, 1], []) == (0, 0) and prefixes.find([5, 5, 5], []) == (3, 2)
     assert prefixes.displace(2, [7, 7]) == -1  # the others are newer
     assert prefixes.find([2, 2, 2], []) == (0, 0)

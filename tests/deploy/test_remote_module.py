@@ -1,4 +1,4 @@
-"""A deployed model answers as the model would: attributes, methods of its own code, copies of its weights."""
+"""A deployed model answers like a local model: attributes, custom methods, copies of its weights."""
 
 from __future__ import annotations
 

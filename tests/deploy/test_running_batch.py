@@ -1,4 +1,4 @@
-"""The running batch: every call gets the tokens that it would get by itself, whatever its company."""
+"""The running batch: every call gets the same tokens as alone, for any other calls in the batch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_decoders_of_the_zoo_get_their_own_tokens(
 
 
 def test_every_decoder_of_the_zoo_joins_or_has_a_reason() -> None:
-    """Those join whose cache, as transformers makes it, has keys and values only, unless the table says why not."""
+    """Decoders join if their cache in transformers has keys and values only, unless the table gives a reason."""
     plain = {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer}  # one of these reads the keys of another block
     excluded = set()
     for variant in DECODERS:
@@ -140,7 +140,7 @@ def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: 
 
 
 def kept_logits(folder: Any) -> list[tuple[int, ...]]:
-    """On a rank: the shapes of the logits of a prompt and of a row, after a comparison with those that all get."""
+    """On a rank, compare kept logits with shared logits; return the shapes for a prompt and for a row."""
     model: Any = registry.find("LlamaForCausalLM").from_pretrained_with_parallel(  # type: ignore[attr-defined]
         folder, dtype=torch.float64, pipeline_parallel_size=2
     )
@@ -161,7 +161,7 @@ def test_logits_stay_on_the_last_stage(pool: Pool, tmp_path: Path, seed: int) ->
 
 
 def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: list[Any]) -> list[Any]:
-    """On a rank: what it sends for calls in groups, during which a stage fails, and for one after that."""
+    """On a rank, return its messages for grouped calls during which a stage fails, and for one later call."""
     rank, sent = torch.distributed.get_rank(), list[Any]()
     model: Any = registry.find("LlamaForCausalLM").from_pretrained_with_parallel(  # type: ignore[attr-defined]
         folder, dtype=torch.float64, pipeline_parallel_size=stages
@@ -212,7 +212,7 @@ def test_stage_that_fails_ends_the_calls_and_no_others(
     (_, number, result), failed = last[-1], last[:-1]
     assert number == 5 and torch.equal(result, expected[0])
     assert [kind for kind, *_ in failed] == [Failure] * 5 and {number for _, number, _ in failed} == set(range(5))
-    for rank, sent in enumerate(others):  # those from the one that fails on tell of the calls that they compute
+    for rank, sent in enumerate(others):  # the failing stage and later stages report their calls
         assert all(kind is Failure for kind, *_ in sent) and bool(sent) is (rank >= failing)
 
 

@@ -25,7 +25,7 @@ from support.pool import Pool
 
 
 def always(patch: Patch) -> None:
-    """Take the faster products for all weights: those of tests are too small, and of float64, which oneDNN lacks."""
+    """Use the faster products for all weights. Test weights are too small, and in float64, which oneDNN lacks."""
     patch.setattr(head_product, "_fits", lambda *args: True)
     patch.setattr(
         head_product, "by_onednn", lambda x, weight, bias=None: x @ weight.t() + (0 if bias is None else bias)
@@ -98,7 +98,7 @@ def test_head_of_a_busy_machine_is_left_to_torch(seed: int) -> None:
 
 
 class Packed(nn.Parameter):
-    """As a quantised weight, whose class computes the product."""
+    """Like a quantised weight: its class computes the product."""
 
 
 def test_weights_of_other_classes_and_gradients_are_left_to_torch() -> None:

@@ -1,4 +1,4 @@
-"""The loop of the running batch, in this process: what it sends for calls that come, fail and leave at chosen steps."""
+"""The loop of the running batch, in this process: its messages for calls that join, fail and leave at chosen steps."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LIMITS = BatchLimits(3, 64, 4)
 
 
 class Application:
-    """The other end of a batch on one rank: its messages arrive after so many steps with tokens.
+    """The other end of a batch on one rank: its messages arrive after given numbers of steps with tokens.
 
     Attributes:
         sent: the messages of the batch.
-        at: for each of them, the steps before it.
-        rows: after each step, the calls that its rows are of.
+        at: for each message, the number of steps before it.
+        rows: after each step, the call numbers of the rows.
     """
 
     def __init__(self, model: Any, limits: BatchLimits = LIMITS, groups: int = 1) -> None:
@@ -51,7 +51,7 @@ class Application:
         self._later.append((step, lambda: self.cancelled.add(number)))
 
     def run(self) -> None:
-        """Until everything is answered, as a worker does."""
+        """Run until everything is answered, like a worker."""
         self._later.sort(key=lambda each: each[0])
         while self._later or not self._inbox.empty():
             if self._inbox.empty():
@@ -381,7 +381,7 @@ def test_admission_looks_at_all_configurations() -> None:
 
 
 def after(ids_BL: Tensor, seed: int, new: int = 6, length: int = 3, **options: Any) -> dict[str, Any]:
-    """A call whose prompt goes on from other tokens."""
+    """A call with a prompt that continues other tokens."""
     call = greedy(seed, new, length, **options)
     ids = torch.cat([ids_BL, call["input_ids"]], 1)
     return {**call, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -392,14 +392,14 @@ def reused(application: Application) -> list[int]:
 
 
 def without_chance(calls: dict[int, dict[str, Any]]) -> bool:
-    """No two prompts go on alike after their common part."""
+    """Whether all prompts differ directly after their common prefix."""
     lasts = [tuple(call["input_ids"][0, -3:].tolist()) for call in calls.values()]
     return len({last[0] for last in lasts}) == len(lasts)
 
 
 @pytest.mark.parametrize("reuses", [True, False])
 def test_shared_prefixes_are_computed_once(pair: Any, seed: int, reuses: bool) -> None:
-    """Of a row that goes on, of one that has ended, of all of a former prompt and answer; with tokens as if alone."""
+    """Reuse prefixes of running rows, of ended rows, and of a full prompt and answer; tokens stay the same."""
     model, whole = pair
     system = prompt(seed, 1, 20)["input_ids"]
     calls = {number: after(system, seed + number) for number in (0, 1)}
@@ -412,14 +412,14 @@ def test_shared_prefixes_are_computed_once(pair: Any, seed: int, reuses: bool) -
     application.run()
     for number, call in calls.items():
         assert application.answer(number).result.tolist() == alone(whole, call)
-    # of the answer the last token was not computed; of the same prompt again, the last token is
+    # the last token of an answer was not computed; the last token of a repeated prompt is computed again
     if reuses and without_chance({number: calls[number] for number in range(3)}):
         assert reused(application) == [20, 20, 23 + 5, 29 + 3 - 1]
     assert bool(reused(application)) is reuses is bool(application.batch.runners[0].rows.kept)
 
 
 def test_row_that_ends_first_changes_places_with_the_last(pair: Any, seed: int) -> None:
-    """The others go on; the next turn of it, whose prompt is longer than theirs, takes over what it has computed."""
+    """The other rows continue. The next turn of its chat, with the longest prompt, reuses its cached prefix."""
     model, whole = pair
     first = greedy(seed, 4, 10)
     turn = after(torch.tensor(alone(whole, first)), seed + 9, length=40)
@@ -436,7 +436,7 @@ def test_row_that_ends_first_changes_places_with_the_last(pair: Any, seed: int) 
 
 @pytest.mark.parametrize("rows", [2, 3, 5])
 def test_prefixes_stay_while_rows_come_and_memory_grows(pair: Any, seed: int, rows: int) -> None:
-    """Conversations in turns: each goes on from its last answer, in whatever slot that has come to lie."""
+    """Chats in turns: each turn continues the last answer, in any slot that holds its prefix now."""
     model, whole = pair
     rng, application = random.Random(seed), Application(model, BatchLimits(rows, 120, 7))
     said = {chat: prompt(seed + chat, 1, 9)["input_ids"] for chat in range(4)}
@@ -456,7 +456,7 @@ def test_prefixes_stay_while_rows_come_and_memory_grows(pair: Any, seed: int, ro
 
 
 def test_prefixes_are_forgotten_when_the_model_changes(pair: Any, seed: int) -> None:
-    """Also those of rows that are computed at that time."""
+    """This includes prefixes of rows that are computed at that time."""
     model, whole = pair
     call, application = greedy(seed, 6, 20), Application(model)
     forgets = iter((True, True, False))

@@ -57,7 +57,7 @@ def watched(compute: Compute) -> Compute:
 
 
 class Both:
-    """A runner with steps of fixed shapes beside one without, whose logits it has to compute."""
+    """A runner with steps of fixed shapes, and an eager runner as the reference for its logits."""
 
     def __init__(self, model: Any, limits: BatchLimits) -> None:
         self.model, self.eager, self.static = model, StepRunner(model, limits), static_runner(model, limits)
@@ -98,7 +98,7 @@ def shorten_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_padded_steps_compute_the_logits_of_the_eager_ones(
     tmp_path: Path, seed: int, variant: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And so the tokens that transformers generates for each call by itself."""
+    """The tokens of each call equal the tokens that transformers generates for the call alone."""
     shorten_buckets(monkeypatch)
     name, calls, expected = running.checked(variant, tmp_path, seed, 12)
     cls: Any = registry.find(name)
@@ -121,7 +121,7 @@ def test_padded_steps_compute_the_logits_of_the_eager_ones(
 
 
 def test_step_sees_no_more_than_its_bucket(pair: Any, seed: int) -> None:
-    """Other columns and rows of padding may contain anything; nothing but one column of each row changes."""
+    """Other columns and padding rows may contain anything; only one column of each row changes."""
     model, _ = pair
     runner = static_runner(model, BatchLimits(4, 500, 4096), static_step.run_eagerly)
     rng = random.Random(seed)
@@ -145,7 +145,7 @@ def test_step_sees_no_more_than_its_bucket(pair: Any, seed: int) -> None:
 
 
 def test_columns_of_a_row_that_joins_are_zeros(pair: Any, seed: int) -> None:
-    """What a former row has left behind, such as infinities, is multiplied with zero, which has to be a number."""
+    """Leftover values of a former row, such as infinities, are multiplied by zero and must not become NaN."""
     model, _ = pair
     runner = static_runner(model, BatchLimits(2, 100, 4096), static_step.run_eagerly)
     with torch.no_grad():
@@ -265,7 +265,7 @@ def test_models_without_graphs_are_named(
 
 
 class FakeCuda:
-    """In place of ``torch.cuda``: streams and graphs that record what is done with them.
+    """Stand-in for ``torch.cuda``: streams and graphs that record their calls.
 
     Attributes:
         log: the calls, in order.
@@ -335,7 +335,7 @@ class FakeGraph:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_capture_is_warmed_up_on_its_stream_and_shares_memory(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    """What a stand-in shows: the order of calls. That a GPU accepts them, the rehearsal shows."""
+    """The stand-in checks the order of calls. The rehearsal checks that a GPU accepts them."""
     cuda = FakeCuda(fails)
     for name in ("device", "Stream", "CUDAGraph", "current_stream", "set_stream", "stream", "graph"):
         monkeypatch.setattr(graphs.torch.cuda, name, getattr(cuda, name))

@@ -148,14 +148,14 @@ def test_listener_leaves_the_messages_of_short_calls_to_the_main_thread(
 
 
 class Received:
-    """A channel that counts what is received from it."""
+    """A channel that counts received messages."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def recv_bytes(self) -> bytes:
         self.count += 1
-        return b"\0" * 16  # a message that cannot be decoded, which is for the main thread
+        return b"\0" * 16  # an undecodable message, which is for the main thread
 
     def send_bytes(self, data: bytes, /) -> None:
         raise AssertionError("nothing is sent")

@@ -1,4 +1,4 @@
-"""Process groups are made in one module and collectives of torch.distributed are called in one module."""
+"""One module makes process groups, and one module calls collectives of torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLLECTIVES = {
 
 
 def calls_of_torch_distributed(source: str) -> Iterator[str]:
-    """The names of the functions of torch.distributed that a module calls, under whichever name it imports them."""
+    """Yield the torch.distributed functions that a module calls, under any imported name."""
     tree = ast.parse(source)
     modules, functions = {"torch.distributed"}, {}
     for node in ast.walk(tree):
@@ -39,7 +39,7 @@ def calls_of_torch_distributed(source: str) -> Iterator[str]:
 
 
 def callers(names: set[str]) -> dict[str, set[str]]:
-    """Which modules of the library call some of these functions; the self-test is a program of its own."""
+    """Return the modules of the library that call these functions. The self-test is a separate program."""
     package = ROOT / "oslo_models"
     found = {
         str(path.relative_to(package)): names & set(calls_of_torch_distributed(path.read_text()))

@@ -1,4 +1,4 @@
-"""Collectives: values and gradients, and that a model makes no more of them than Megatron.
+"""Collectives: values, gradients, and no more calls per model than in Megatron.
 
 B batch size, L sequence length, D hidden size, V vocabulary size.
 """
@@ -28,7 +28,7 @@ from oslo_models.distributed.object_exchange import agree, require_equal
 from support import zoo
 from support.pool import Pool
 
-# How often, and how much ----------------------------------------------------------------------------------------------
+# Counts and sizes -----------------------------------------------------------------------------------------------------
 
 COLLECTIVES = [
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list"),
@@ -36,12 +36,12 @@ COLLECTIVES = [
     *("all_to_all_single", "send", "recv", "isend", "irecv", "barrier"),
 ]
 Counts = dict[tuple[str, int], int]
-"""How often a collective was called with a first tensor of so many elements."""
+"""Number of calls by collective and by number of elements in the first tensor."""
 
 
 @contextmanager
 def counting() -> Iterator[Counter[tuple[str, int]]]:
-    """Count the calls of ``torch.distributed``'s collectives by name and elements of what this rank contributes."""
+    """Count the calls of ``torch.distributed``'s collectives by name and by number of elements that this rank sends."""
     counts: Counter[tuple[str, int]] = Counter()
 
     def counted(name: str, function: Any) -> Any:
@@ -60,7 +60,7 @@ def counting() -> Iterator[Counter[tuple[str, int]]]:
 
 
 def count_step(name: str, config: PreTrainedConfig, n: int, seed: int, checkpointing: bool | None) -> list[Counts]:
-    """The collectives of a forward and of a backward pass. ``checkpointing``: whether reentrant, `None` without."""
+    """Count the collectives of a forward and a backward pass. ``checkpointing``: reentrant or not; `None`: without."""
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tensor_parallel_size=n, seed=seed, check_inputs=False)
     if checkpointing is not None:
@@ -74,27 +74,27 @@ def count_step(name: str, config: PreTrainedConfig, n: int, seed: int, checkpoin
 
 
 def plain_batch(name: str, config: PreTrainedConfig, seed: int) -> dict[str, Tensor]:
-    """Without types of tokens, which GPT-2 looks up in its divided embedding."""
+    """Return a batch without token types, which GPT-2 looks up in its sharded embedding."""
     batch = zoo.batch(name, config, seed, torch.float32)
     batch.pop("token_type_ids", None)
     return batch
 
 
 def sizes(config: PreTrainedConfig, name: str) -> tuple[int, int, int]:
-    """(B, L, D) of the batch."""
+    """Return (B, L, D) of the batch."""
     rows, length = zoo.batch(name, config, 0)["input_ids"].shape
     return rows, length, config.hidden_size
 
 
 def expected_step(variant: str, shared_norm: bool = False) -> list[Counts]:
-    """What Megatron's scheme needs: one sum per divided region and direction, and nothing else but a small loss."""
+    """Megatron's scheme: one all-reduce per sharded region and direction, plus small all-reduces of the loss."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     B, L, D = sizes(config, name)
     blocks = config.num_hidden_layers
     tokens = B * L
     if config.is_encoder_decoder:
-        # Two embeddings; two regions per block of the encoder and three per block of the decoder, all of whose
-        # cross-attentions share one sum of the gradient of what the encoder returns.
+        # Two embeddings; two regions per encoder block and three per decoder block. All cross-attentions share
+        # one sum of the gradient of the encoder output.
         forward, backward = 2 + 5 * blocks, 5 * blocks + 1 + 1
     else:
         forward, backward = 1 + 2 * blocks, (1 if shared_norm else 2) * blocks + 1
@@ -107,7 +107,7 @@ def expected_step(variant: str, shared_norm: bool = False) -> list[Counts]:
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("variant", ["gpt2", "gpt2-untied", "gpt_neo", "gptj", "llama-untied", "bert", "t5"])
 def test_training_step_makes_two_all_reduces_per_block(pool: Pool, variant: str, n: int, seed: int) -> None:
-    """No all-gather, and per block two sums of B x L x D each way (GPT-J: one back, its regions share their input)."""
+    """No all-gather; per block, two all-reduces of B x L x D each way (GPT-J: one back, its regions share an input)."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     expected = expected_step(variant, shared_norm=variant == "gptj")
     for counts in pool.run(n, count_step, name, config, n, seed, None):
@@ -126,7 +126,7 @@ def test_training_step_sums_gradients_of_replicated_key_value_heads(pool: Pool, 
 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe"])
 def test_shared_and_routed_experts_are_summed_over_the_ranks_together(pool: Pool, model_type: str, seed: int) -> None:
-    """Two sums per block in the forward pass, as without shared experts."""
+    """Two all-reduces per block in the forward pass, as without shared experts."""
     name, config = zoo.lm_head(model_type), zoo.config(model_type, intermediate_size=32, moe_intermediate_size=32)
     B, L, D = sizes(config, name)
     for forward, _ in pool.run(2, count_step, name, config, 2, seed, None):
@@ -136,7 +136,7 @@ def test_shared_and_routed_experts_are_summed_over_the_ranks_together(pool: Pool
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("variant", ["gpt2", "llama-untied"])
 def test_checkpointed_step_repeats_forward_all_reduces(pool: Pool, variant: str, reentrant: bool, seed: int) -> None:
-    """The blocks' forward sums are made again; not the last of each block where recomputation stops early."""
+    """Recomputation repeats the blocks' forward all-reduces, except the last of each block when it stops early."""
     name, config = zoo.lm_head(variant), zoo.config(variant, use_cache=False)
     forward, backward = expected_step(variant)
     B, L, D = sizes(config, name)
@@ -175,7 +175,7 @@ def test_generation_makes_one_all_gather_per_token(pool: Pool, variant: str, bea
             assert counts["all_reduce", B * beams * D] == sums * (tokens - 1)
 
 
-# What they compute ----------------------------------------------------------------------------------------------------
+# Values and gradients -------------------------------------------------------------------------------------------------
 
 
 def axis_of(n: int) -> Axis:
@@ -183,12 +183,12 @@ def axis_of(n: int) -> Axis:
 
 
 def own_weights(axis: Axis, *shape: int) -> Tensor:
-    """Different on each rank."""
+    """Return weights that differ on each rank."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(axis.rank))
 
 
 def check_gradients(n: int) -> None:
-    """Functions from replicated to replicated tensors: the gradient is the numerical one, on every rank."""
+    """For functions from replicated to replicated tensors, gradients match numerical gradients on every rank."""
     axis = axis_of(n)
     x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)  # the same on every rank
     parts = [5 - n + 1, *[1] * (n - 1)]
@@ -248,7 +248,7 @@ def check_values(n: int) -> None:
 
 
 def check_shared_copies(n: int) -> None:
-    """Those who read the same tensor share a copy, unless it has changed or belongs to another axis."""
+    """Readers of the same tensor share a copy, unless it has changed or belongs to another axis."""
     mesh = ParallelMesh(n)
     x = torch.ones(4, requires_grad=True) * 1
     first = copy_to(mesh.tp, x)
@@ -285,7 +285,7 @@ def check_shared_copies(n: int) -> None:
 
 
 def check_one_rank() -> None:
-    """On an axis of one rank nothing happens at all."""
+    """Collectives on an axis of one rank do nothing."""
     axis = axis_of(1)
     x = torch.ones(3, requires_grad=True)
     with counting() as counts:
@@ -316,7 +316,7 @@ def test_collectives_on_one_rank_are_identities(pool: Pool) -> None:
 
 
 class _Strange(OSError):
-    """Cannot be made of one message."""
+    """Exception with a constructor of two arguments."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(f"{one} and {two}")
@@ -334,7 +334,7 @@ def fail_on(ranks: list[int], error: Exception | None) -> str:
 
 
 def test_agree_raises_on_all_ranks_and_names_the_failed_one(pool: Pool) -> None:
-    """The rank that failed raises its own exception, the others one of its type that names the rank."""
+    """The failed rank raises its own exception; other ranks raise the same type with the rank's number."""
     assert pool.run(3, fail_on, [], ValueError("no")) == ["done"] * 3
     raised = pool.run(3, fail_on, [1], ValueError("no key"), expect=ValueError)
     assert [str(error) for error in raised] == [
@@ -349,7 +349,7 @@ def test_agree_raises_on_all_ranks_and_names_the_failed_one(pool: Pool) -> None:
 
 
 def interrupted() -> None:
-    """What is not an error, such as Ctrl-C, is not held back by a talk with the others."""
+    """An interrupt such as Ctrl-C is no error; the rank raises it without asking the others."""
     with agree(ParallelMesh(2).world, "waiting"):
         raise KeyboardInterrupt
 
@@ -367,7 +367,7 @@ def compare_arguments(different: bool) -> None:
 
 
 def test_require_equal_names_values_that_differ(pool: Pool) -> None:
-    """All ranks raise, and hear which values differ where."""
+    """All ranks raise an error with the differing values and their ranks."""
     pool.run(3, compare_arguments, False)
     messages = {str(error) for error in pool.run(3, compare_arguments, True, expect=ValueError)}
     assert messages == {

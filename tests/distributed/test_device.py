@@ -22,7 +22,7 @@ from oslo_models.modeling import construction
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Four GPUs, of which the user has chosen the third, and a running process group."""
+    """Four GPUs with the third selected by the user, and a running process group."""
     state = {"current": 2, "count": 4}
     stand_ins: dict[str, Any] = {
         "is_available": lambda: True,
@@ -70,7 +70,7 @@ def test_device_without_local_rank_is_the_current_one(
 def test_device_with_local_rank_is_that_of_the_launcher(
     gpus: dict[str, int], count: int, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where each process sees fewer GPUs than there are ranks."""
+    """Also if each process sees fewer GPUs than the number of ranks."""
     gpus["count"] = count
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert start_process_group() == torch.device("cuda", index)
@@ -79,7 +79,7 @@ def test_device_with_local_rank_is_that_of_the_launcher(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_ranks_broadcast_the_states_of_generators_in_one_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the addresses of the generators: a set would have an order of its own on each rank."""
+    """The order does not depend on the generators' addresses: a set would iterate differently on each rank."""
     axis: Any = SimpleNamespace(size=2)
     orders = set()
     for _ in range(20):
@@ -102,7 +102,7 @@ def test_ranks_broadcast_the_states_of_generators_in_one_order(device: str, monk
 
 
 def test_torch_names_its_default_backends() -> None:
-    """What the stand-ins pretend is how torch names it."""
+    """torch names its backends as the stand-ins do."""
     config = dist.distributed_c10d.BackendConfig(dist.Backend("cuda:nccl,cpu:gloo"))
     assert set(str(config).split(",")) == {"cuda:nccl", "cpu:gloo"}
     assert "cuda:nccl" not in str(dist.distributed_c10d.BackendConfig(dist.Backend("gloo")))

@@ -37,7 +37,7 @@ VICTIM = 2
 
 
 def live(rank: int, story: Callable[..., Any], port: int, folder: Path, *args: Any) -> None:
-    """A rank of three, of which one fails; tells which ones its error names, and what else it may have to say."""
+    """Run one of three ranks while one fails; write the ranks that its error names, or another outcome."""
     torch.set_num_threads(1)
     said: Any = "nothing was raised"
     try:
@@ -73,7 +73,7 @@ def survivors_say(folder: Path, story: Callable[..., Any], *args: Any, seconds: 
 
 
 def make_mesh(rank: int, port: int, moment: str) -> None:
-    """As a launcher's script does; one dies when it has met the others and is about to connect to them."""
+    """Make a mesh as in a launcher's script; one rank dies between the rendezvous and the connections."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3")
 
@@ -87,12 +87,12 @@ def make_mesh(rank: int, port: int, moment: str) -> None:
 
 @pytest.mark.parametrize("moment", ["init_process_group", "new_group"])
 def test_rank_killed_while_groups_are_made_is_named(pool: Pool, tmp_path: Path, moment: str) -> None:
-    """There, gloo raises ``Gloo connectFullMesh failed`` or ``wait timeout after``, which name nobody, or waits on."""
+    """Here gloo raises ``Gloo connectFullMesh failed`` or ``wait timeout after`` without a rank, or waits on."""
     assert survivors_say(tmp_path, make_mesh, moment) == [[VICTIM], [VICTIM]]
 
 
 def wait_in_turn(rank: int, port: int, destroys: bool) -> None:
-    """Rank 0, which hosts the store, finds out and ends; rank 1 looks around when it is gone."""
+    """Rank 0, the host of the store, finds the failure and ends; rank 1 looks for it afterwards."""
     store = TCPStore("127.0.0.1", port, 3, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=20))
     axis = world_axis(1.5)
@@ -113,13 +113,13 @@ def test_failed_rank_is_named_after_the_store_has_ended(pool: Pool, tmp_path: Pa
 
 
 class OnAGPU(torch.Tensor):
-    """A tensor that is said to be on a GPU."""
+    """Tensor that claims to be on a GPU."""
 
     is_cpu, is_cuda = False, True  # type: ignore[assignment]
 
 
 class Queued:
-    """NCCL's handle of a sum, and its group: calls return at once, and it never completes."""
+    """Stand-in for NCCL's work handle and group: calls return at once, and the work never completes."""
 
     aborted = False
 
@@ -127,14 +127,14 @@ class Queued:
         return False
 
     def wait(self) -> None:
-        """Waits on the device, not here."""
+        """Return at once: NCCL waits on the device."""
 
     def abort(self) -> None:
         self.aborted = True
 
 
 def queue_sums(rank: int, port: int, dies: bool, survivors: list[str]) -> None:
-    """The victim dies, or only never comes; the others go on in Python, as with NCCL, and come to the next sum."""
+    """The victim dies or never comes; other ranks go on in Python, as with NCCL, to the next all-reduce."""
     store = TCPStore("127.0.0.1", port, 3, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=20))
     device_collectives.DEVICE_TIMEOUT = 2.0
@@ -145,7 +145,7 @@ def queue_sums(rank: int, port: int, dies: bool, survivors: list[str]) -> None:
         while not dies and not all(map(os.path.exists, survivors)):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
-    torch.cuda.is_current_stream_capturing = lambda: False  # which torch without CUDA does not have
+    torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA lacks it
     dist.all_reduce = lambda *args, **kwargs: queued
     collectives.all_reduce(axis, x)
     while not queued.aborted:  # as in a synchronisation with the device
@@ -155,7 +155,7 @@ def queue_sums(rank: int, port: int, dies: bool, survivors: list[str]) -> None:
 
 @pytest.mark.parametrize("dies", [True, False], ids=["died", "did not come"])
 def test_rank_is_named_while_a_sum_is_queued_on_a_gpu(pool: Pool, tmp_path: Path, dies: bool) -> None:
-    """Before torch's watchdog ends the process, which names nobody."""
+    """The error comes before torch's watchdog ends the process without naming a rank."""
     survivors = [str(tmp_path / str(rank)) for rank in range(VICTIM)]
     assert survivors_say(tmp_path, queue_sums, dies, survivors) == [[VICTIM], [VICTIM]]
 
@@ -177,7 +177,7 @@ def is_stopped(task: Path) -> bool:
 
 
 def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool) -> None:
-    """One that returned from C++ while the interpreter is finalized would abort the process."""
+    """A thread that returns from C++ during interpreter finalization would abort the process."""
     context: Any = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     host = context.Process(target=host_store, args=(theirs,), daemon=True)
@@ -207,7 +207,7 @@ def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool)
 
 
 def test_the_store_answers_while_the_interpreter_shuts_down() -> None:
-    """The last status is published then, when Python 3.12 and later start no threads."""
+    """The watchdog publishes its last status then, and Python 3.12 and later start no threads at that point."""
     code = """
 import atexit
 from torch.distributed import TCPStore
@@ -221,7 +221,7 @@ atexit.register(lambda: (print("answer", client.ask(lambda store: store.add("x",
 
 
 class Silent:
-    """A watchdog of rank 1 whose store does not answer, or says always the same."""
+    """Watchdog of rank 1 with a store that never answers, or always answers the same."""
 
     def __init__(self, posts: dict[int, Any], answers: bool) -> None:
         self.rank, self.last_statuses, self.answers = 1, posts, answers
@@ -241,7 +241,7 @@ def post(**changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_late_post_of_a_live_process_is_no_failure(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that can be seen to be alive is not blamed for a late post, nor for a late answer of its store."""
+    """A visibly live process is not blamed for a late post, or for a late answer of its store."""
     clock = SimpleNamespace(now=time.monotonic(), time=time.time)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(failure_diagnosis, "time", clock)
@@ -254,7 +254,7 @@ def test_late_post_of_a_live_process_is_no_failure(answers: bool, monkeypatch: p
 
 
 def test_stopped_process_is_diagnosed_as_failed(pool: Pool) -> None:
-    """It can be seen as one that is alive, and is blamed sooner."""
+    """The process is visible like a live process, and is blamed sooner."""
     context: Any = multiprocessing.get_context("forkserver")
     process = context.Process(target=time.sleep, args=(60,), daemon=True)
     process.start()
@@ -273,7 +273,7 @@ def test_stopped_process_is_diagnosed_as_failed(pool: Pool) -> None:
 
 
 def test_diagnoses_of_other_ranks_are_adopted() -> None:
-    """Whoever ended because of a failure does not stand in for it, with or without a store."""
+    """A rank that ended because of a failure is not named in its place, with or without a store."""
     dead = {"pid": 2**22 + 1, "start_time": 1}
     told = Silent({0: post(**dead, failures={"3": "rank 3 died"}), 2: post(**dead)}, answers=False)
     assert FailureDiagnosis(told, (2,), 0.0).find_failed(0.0) == {3: "rank 3 died"}

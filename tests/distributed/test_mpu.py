@@ -21,18 +21,18 @@ def members(group: Any) -> list[int]:
 
 
 def of_axis(mpu: MPU, axis: str) -> tuple[list[int], int, int, int]:
-    """What the getters of one axis say: the members, the size, this rank's position and the first member."""
+    """Return the members, the size, this rank's position and the first member of one axis, from its getters."""
     group, size, rank = (getattr(mpu, f"get_{axis}_parallel_{what}")() for what in ("group", "world_size", "rank"))
     return members(group), size, rank, getattr(mpu, f"get_{axis}_parallel_src_rank")()
 
 
 def describe() -> dict[str, Any]:
-    """What ``MPU(2, 2)`` says on this rank of eight."""
+    """Return the answers of ``MPU(2, 2)`` on this rank of eight."""
     MPU.initialize_distributed()
     mpu = MPU(2, 2)
     assert mpu.model_parallel_is_initialized()
     found: dict[str, Any] = {axis: of_axis(mpu, axis) for axis in ("tensor", "data", "pipeline", "model")}
-    for axis in ("tensor", "data", "pipeline", "model"):  # what the groups reduce is what their names say
+    for axis in ("tensor", "data", "pipeline", "model"):  # the groups reduce over the ranks that they list
         total = torch.tensor(2 ** dist.get_rank())
         dist.all_reduce(total, group=getattr(mpu, f"get_{axis}_parallel_group")())
         assert total == sum(2**rank for rank in found[axis][0])
@@ -53,7 +53,7 @@ def describe() -> dict[str, Any]:
 
 
 def test_sizes_make_the_groups(pool: Pool) -> None:
-    """Tensor-parallel ranks are neighbours, then come replicas, and stages are farthest apart."""
+    """Tensor-parallel ranks are adjacent, replicas come next, and pipeline stages are farthest apart."""
     for rank, found in enumerate(pool.run(8, describe)):
         tp, dp, pp = rank % 2, rank // 2 % 2, rank // 4
         first = rank - tp
@@ -111,7 +111,7 @@ def test_one_process_is_every_group() -> None:
 
 
 def check_collectives(full: Tensor) -> None:
-    """Forward and backward of the four operations; the last dimension does not divide evenly."""
+    """Run forward and backward of the four operations with an unevenly split last dimension."""
     mpu = MPU(2)
     rank = mpu.get_tensor_parallel_rank()
     sizes = [3, 2]
@@ -147,7 +147,7 @@ def check_model() -> None:
     assert held == [param.shape for param in model.gpu_modules().parameters()] and held
     other = GPT2LMHeadModel.from_config_with_parallel(pipelines.config("gpt2"), 2, 1)
     assert other.base_model.mpu is other.mpu is not model.mpu and other.mpu.get_pipeline_parallel_world_size() == 1
-    assert len(list(model.gpu_parameters())) == len(held)  # a second model of a class changes nothing of the first
+    assert len(list(model.gpu_parameters())) == len(held)  # a second model of a class does not change the first
 
 
 def test_two_models_of_one_class_have_groups_and_modules_of_their_own(pool: Pool) -> None:

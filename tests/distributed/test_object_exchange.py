@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 
 def exchange(axis: Axis, number: int) -> bool:
-    """Exchange objects of which one is long; returns whether the ranks share memory afterwards."""
+    """Exchange objects, one of them long; return whether the ranks share memory afterwards."""
 
     def value(position: int) -> tuple[int, int, str]:
         return axis.ranks[position], number, "x" * (20_000 * position if number % 2 else position)
@@ -53,7 +53,7 @@ def test_exchange_waits_for_a_busy_rank_beyond_the_timeout(pool: Pool) -> None:
 
 
 def collective_late(exchanges: int, raised: Path) -> None:
-    """Rank 1 is alive and does not come to the first collective, which prepares memory for the group."""
+    """Rank 1 is alive but misses the first collective, which prepares shared memory for the group."""
     axis = world_axis(1.0)
     for number in range(exchanges):
         exchange(axis, number)
@@ -67,7 +67,7 @@ def collective_late(exchanges: int, raised: Path) -> None:
 
 @pytest.mark.parametrize("exchanges", [0, 3])
 def test_the_first_collective_waits_no_longer_than_the_timeout(pool: Pool, tmp_path: Path, exchanges: int) -> None:
-    """Whether its exchange goes through the process group or through memory."""
+    """Its exchange goes through the process group, or through shared memory."""
     pool.run(2, collective_late, exchanges, tmp_path / "raised")
 
 

@@ -28,12 +28,12 @@ from support.ports import free_port
 
 TIMEOUT = 3.0
 GLOO_TIMEOUT = 60.0
-"""Seconds after which gloo gives up by itself. Ranks have to be named before."""
+"""Timeout of gloo in seconds. Ranks have to be named earlier."""
 
 
 @dataclass
 class Fault:
-    """What happens to one rank when it enters a collective after it has noted the phase ``where``."""
+    """Fault of one rank, at its first collective after it has noted the phase ``where``."""
 
     kind: str
     tp: int
@@ -42,11 +42,11 @@ class Fault:
     victim: int = 0
     says: str = ""
     hosts: bool = False
-    """Whether the ranks pretend to be on different hosts, whose processes cannot be seen."""
+    """Whether the ranks act as if on different hosts, and so cannot see each other's processes."""
     tcp: bool = False
-    """Whether rank 0 has the store, as without torchrun."""
+    """Whether rank 0 hosts the store, as without torchrun."""
     shares: bool = False
-    """Whether the last stage sends losses and logits to the others."""
+    """Whether the last stage sends losses and logits to the other stages."""
 
     @property
     def ranks(self) -> int:
@@ -60,7 +60,7 @@ class Fault:
 
 
 def story(fault: Fault, saved: Path, folder: Path) -> None:
-    """A day in the life of a model."""
+    """Train, evaluate, generate and save, as a typical script does."""
     sizes = {
         "tensor_parallel_size": fault.tp,
         "pipeline_parallel_size": fault.pp,
@@ -84,7 +84,7 @@ def story(fault: Fault, saved: Path, folder: Path) -> None:
 
 
 def live(rank: int, fault: Fault, store: str, port: int, saved: Path, folder: Path) -> None:
-    """A process of the gang, from its start to its end."""
+    """Run one process of the gang, from its start to its end."""
     torch.set_num_threads(1)
     os.setpgid(0, 0)
     if fault.tcp:
@@ -108,13 +108,13 @@ def live(rank: int, fault: Fault, store: str, port: int, saved: Path, folder: Pa
 
 
 def arm(fault: Fault, before: Callable[[], object]) -> None:
-    """Let the fault happen before a collective at its place: before a wait, or before memory is shared without one."""
+    """Trigger the fault before a collective: before a wait, or before sharing memory without a wait."""
     wait, share = collectives.waiting.__init__, collectives.shared_memory_of
 
     def strike(axis: Any) -> None:
         own = axis.watchdog
         if fault.where in own._with_step(own.phase[0]):
-            time.sleep(1.5 * own.interval)  # so that the others have heard where it is
+            time.sleep(1.5 * own.interval)  # so that other ranks know its phase
             before()
             fault.strike()
 
@@ -149,7 +149,7 @@ class Gang:
         return cls(fault, folder, processes)
 
     def end(self) -> None:
-        """Check what the survivors say, and that they end by themselves."""
+        """Check the survivors' errors, and that the survivors end by themselves."""
         fault, deadline = self.fault, time.monotonic() + 2 * GLOO_TIMEOUT
         survivors = [rank for rank in range(fault.ranks) if rank != fault.victim]
         try:
@@ -211,7 +211,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(faults: list[Fault], saved: Path, folder: Path, at_once: int = 3) -> None:
-    """A few gangs at a time: they wait more than they compute."""
+    """Run a few gangs at a time: they wait more than they compute."""
     gangs: list[Gang] = []
     try:
         for number, fault in enumerate(faults):
@@ -242,12 +242,12 @@ def test_killed_or_stopped_rank_is_named_in_each_phase(
 def test_killed_last_stage_is_named_where_losses_are_shared(
     pool: Pool, where: str, saved: Path, tmp_path: Path
 ) -> None:
-    """In training and in evaluation, while the others wait for a loss."""
+    """In training and in evaluation, while other stages wait for a loss."""
     check([Fault("kill", 1, 3, where, 2, SAYS["kill"], shares=True)], saved, tmp_path)
 
 
 def train_with_workers(saved: Path) -> int:
-    """How many of our threads there are, beside a model of its own and a loader that forks."""
+    """Train with a data loader that forks; return the number of watchdog threads."""
     model = GPT2LMHeadModel.from_pretrained_with_parallel(saved, tensor_parallel_size=2).train()
     rows = [torch.arange(7) + row for row in range(4)]
     for ids in torch.utils.data.DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context="fork"):
@@ -263,7 +263,7 @@ def test_watchdog_thread_ends_with_the_process_group(pool: Pool, saved: Path) ->
 
 
 def misuse(saved: Path) -> str:
-    """Both wait for the other, and neither has failed."""
+    """Make two ranks wait for each other, without a failure."""
     sizes = {"tensor_parallel_size": 2, "timeout": 1}
     model = GPT2LMHeadModel.from_pretrained_with_parallel(saved, **sizes)
     x = torch.zeros(3)
@@ -280,7 +280,7 @@ def test_deadlock_of_live_ranks_is_reported(pool: Pool, saved: Path) -> None:
 
 
 def test_silent_rank_on_another_host_is_named(pool: Pool, saved: Path, tmp_path: Path) -> None:
-    """Then it is silence that tells; also that of a store, which ends with the process that has it."""
+    """Between hosts, silence is the only sign. A store falls silent with its process."""
     silent = "has not been heard of"
     check(
         [
@@ -294,7 +294,7 @@ def test_silent_rank_on_another_host_is_named(pool: Pool, saved: Path, tmp_path:
 
 
 def test_hanging_rank_is_named(pool: Pool, saved: Path, tmp_path: Path) -> None:
-    """Alive, but lost in thought; stages that wait for a stage that waits for it do not name that one."""
+    """The rank is alive but makes no progress. Stages that wait for it indirectly do not name the stage between."""
     faults = [
         Fault("hang", 2, 1, "step 2, backward", 1, SAYS["hang"]),
         Fault("hang", 1, 3, "step 2, forward of micro-batch 1", 2, SAYS["hang"]),

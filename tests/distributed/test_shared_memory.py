@@ -31,12 +31,12 @@ def memory_of(n: int) -> SharedMemory:
 
 
 def files() -> set[str]:
-    """What is in /dev/shm but for what tests beside this one put there: folders, tensors of loaders, semaphores."""
+    """Return the files in /dev/shm, without files of concurrent tests: folders, tensors of loaders, semaphores."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("tmp", "torch_", "sem."))}
 
 
 def check_reductions(seed: int) -> None:
-    """The sum in the order of the ranks, bit for bit; half types are added up in float32."""
+    """The sum is in rank order, bit for bit; half-precision dtypes accumulate in float32."""
     n, before = dist.get_world_size(), files()
     memory, generator = memory_of(n), torch.Generator().manual_seed(seed)
     for dtype in DTYPES:
@@ -54,7 +54,7 @@ def check_reductions(seed: int) -> None:
 
 
 def check_as_gloo(seed: int) -> None:
-    """Through `collectives`: what gloo gives, whether the tensor is contiguous or not."""
+    """Through `collectives`: the same result as gloo, for contiguous and other tensors."""
     axis = ParallelMesh(dist.get_world_size()).tp
     generator = torch.Generator().manual_seed(seed + axis.rank)
     given = torch.randn(6, 8, generator=generator)
@@ -81,7 +81,7 @@ def test_shared_memory_collectives_match_gloo(pool: Pool, n: int, seed: int) -> 
 
 
 def check_without_compiler(folder: Path) -> None:
-    """One rank cannot have the library: all go on with gloo."""
+    """If one rank lacks the library, all ranks continue with gloo."""
     axis = ParallelMesh(2).tp
     with pytest.MonkeyPatch.context() as patch:
         if axis.rank == 1:
@@ -117,7 +117,7 @@ def test_build_error_of_a_broken_source(tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "oslo_models").iterdir()) == []
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
+# Failures -------------------------------------------------------------------------------------------------------------
 
 
 def differ(what: str) -> None:
@@ -137,7 +137,7 @@ def test_mismatched_calls_raise_peer_error(pool: Pool, what: str) -> None:
 
 
 def come_late(seconds: float) -> None:
-    """A rank that computes for long is waited for without using the processor; one that never comes is named."""
+    """Waiting for a slow rank uses no CPU time; a rank that never comes is named."""
     memory = memory_of(2)
     if memory.rank == 0:
         time.sleep(seconds)
@@ -183,7 +183,7 @@ def test_killed_or_stopped_peer_raises_peer_error(number: int, said: str) -> Non
 
 
 def interrupt() -> None:
-    """One that handles a signal goes on waiting; Ctrl-C ends the wait."""
+    """A rank continues to wait after a signal handler; Ctrl-C ends the wait."""
     memory = memory_of(2)
     seen: list[int] = []
     store = dist.distributed_c10d._get_default_store()

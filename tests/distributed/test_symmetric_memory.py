@@ -1,7 +1,7 @@
-"""Small sums of compiled code through memory that the ranks share, with a stand-in for that memory.
+"""Small sums of compiled code through symmetric memory, with a stand-in for that memory.
 
-torch has it for GPUs only. The stand-in sums through the process group; which sums go through it, and what is refused,
-is the same.
+torch has it for GPUs only. The stand-in sums through the process group. It takes the same sums and refuses the same
+arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class StandIn(SymmetricMemory):
-    """Memory whose sums the process group computes; it counts them by type and elements."""
+    """Memory that sums through the process group, and counts sums by dtype and number of elements."""
 
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -47,7 +47,7 @@ class StandIn(SymmetricMemory):
 
 
 class Late(StandIn):
-    """Memory in which the last rank reads the parts of an earlier sum."""
+    """Memory with a fault: the last rank reads the parts of an earlier sum."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -116,7 +116,7 @@ def check_generation(config: Any, weights: Any, name: str, prompts: list[Tensor]
         for prompt, tokens in zip(prompts, expected, strict=True):
             assert generate(model, prompt).equal(tokens)
     assert counters["stats"]["unique_graphs"] <= 2
-    steps = len(prompts) * 5  # after the prompt, whose sums have as many rows as it has tokens
+    steps = len(prompts) * 5  # after the prompt: its sums have one row per token
     sums = 2 * config.num_hidden_layers + 1  # attention, MLP and the embedding
     assert memory.counts[torch.float64, 2 * config.hidden_size] == steps * sums
 
@@ -138,7 +138,7 @@ def test_compiled_decoding_sums_through_the_memory(pool: Pool, seed: int) -> Non
 
 
 def check_kernel_arguments() -> None:
-    """With an operation of torch for the CPU in place of the GPUs' kernel."""
+    """A CPU operation of torch replaces the GPU kernel."""
     axis = ParallelMesh(2).tp
     seen: list[tuple[Any, ...]] = []
 
@@ -173,12 +173,12 @@ def test_kernel_gets_the_buffer_in_the_shape_of_the_part(pool: Pool) -> None:
     pool.run(2, check_kernel_arguments)
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "TEMP"])
 def test_long_folder_for_sockets_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would write beyond the end of an array."""
+    """Without the check, torch would write beyond the end of an array."""
     for each in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setattr(_symmetric_memory, "empty", lambda *_, **__: "memory")

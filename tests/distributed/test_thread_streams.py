@@ -1,4 +1,4 @@
-"""Ranks that are threads use the streams of the caller; mocked streams, since there may be no GPU."""
+"""Ranks in threads use the caller's streams. Streams are mocked, since there may be no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oslo_models.distributed.thread_group import ThreadGroup
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> threading.local:
-    """As torch keeps them: a stream of each device, and the device, by thread; entering a stream enters its device."""
+    """Current device and a stream per device, by thread, as in torch; entering a stream enters its device."""
 
     class Current(threading.local):
         def __init__(self) -> None:

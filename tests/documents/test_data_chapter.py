@@ -1,7 +1,7 @@
 """The chapter "Data Processing" of OSLO's documents runs as printed, with the replacements of `ADAPTED`.
 
-The strings below are the code blocks of OSLO's USAGE document (Apache-2.0). `ADAPTED` lists everything that is replaced
-in them: what they leave out (``...``), what they misspell, and sizes.
+The strings below are the code blocks of OSLO's USAGE document (Apache-2.0). `ADAPTED` lists every replacement in them:
+omissions (``...``), misspellings and sizes.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def paste(block: str, names: dict[str, Any]) -> None:
 
 def test_data_processing_chapter_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the document sets it; it is put back afterwards
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the document sets it; the test restores it
     tok = tokenizer()
     tok.save_pretrained("tokenizer")
     lines = [line + "\n" for text in sources() for line in text.splitlines()]
@@ -232,7 +232,7 @@ def test_data_processing_chapter_runs_as_printed(tmp_path: Path, monkeypatch: py
 
 
 def test_data_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of our documentation, on data: it does what it says, and what resumes gets the next sample."""
+    """The data guide of our documentation works as it says, and a resumed run gets the next sample."""
     import transformers as hf
 
     from oslo_models import GPT2LMHeadModel

@@ -75,7 +75,7 @@ for sample in loader:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Workers of this file alone: DeepSpeed keeps process groups, whose threads would slow down all later tests."""
+    """Separate workers for this file: DeepSpeed keeps process groups, and their threads slow down later tests."""
     workers = Pool()
     yield workers
     workers.close()

@@ -1,6 +1,6 @@
 """The chapter "Deployment Launcher" of OSLO's USAGE document (Apache-2.0) runs as printed; see `support.documents`.
 
-Its script with Flask is run by `test_serve.py`, as a script.
+`test_serve.py` runs its Flask script, as a script.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for micro_output in model(
 
 
 def megabytes_of_shared_files(pid: int) -> float:
-    """The size of all that a process has mapped below /dev/shm."""
+    """Return the size of a process's mappings below /dev/shm."""
     found = 0
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         if "/dev/shm/" in line:
@@ -59,7 +59,7 @@ def megabytes_of_shared_files(pid: int) -> float:
 def test_deployment_chapter_runs_as_printed(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """From a merged checkpoint with two tensor-parallel ranks, then from its split files with two stages."""
+    """Load a merged checkpoint on two tensor-parallel ranks, then its sharded checkpoint on two stages."""
     monkeypatch.chdir(tmp_path)
     whole: Any = reference_model("GPTNeoForCausalLM", zoo.config("gpt_neo"), seed, torch.float32).eval()
     whole.save_pretrained("merged")

@@ -1,4 +1,4 @@
-"""The documentation: code runs and prints what it says, links lead somewhere, every page is in the navigation."""
+"""The documentation: code runs with the printed output, links have targets, every page is in the navigation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_README = 170
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model "gpt2", which the code of the pages finds before any hub."""
+    """Folder with a tiny model "gpt2"; the code of the pages finds it before any hub."""
     folder = tmp_path_factory.mktemp("hub")
     with inside(folder):
         tiny_gpt2(0, torch.float32)
@@ -58,7 +58,7 @@ def test_every_block_runs_or_says_why_not(page: str) -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of the headings of a page, as mkdocs and GitHub make them."""
+    """Return the anchors of a page's headings, as mkdocs and GitHub make them."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.S | re.M)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}

@@ -1,6 +1,6 @@
 """The chapters "Kernel Fusion" and "Selective Kernel Fusion" of OSLO's USAGE document (Apache-2.0), run as printed.
 
-Only the name of the package is another, and the ``...`` of a call is replaced by arguments.
+Only the package name differs, and arguments replace the ``...`` of a call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ model.fuse([GPT2MLP, GPT2Attention])
 
 
 def check_chapters(tp: int, pp: int) -> dict[str, Any]:
-    """Run the blocks one after the other; what they generate, and what is fused after each."""
+    """Run the blocks one after the other; return the generated tokens and the fused modules after each."""
     import oslo_models
 
     model = oslo_models.GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2", n_layer=4), tp, pp, seed=1).eval()

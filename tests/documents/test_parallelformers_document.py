@@ -98,7 +98,7 @@ def test_parallelformers_document_runs_as_printed(pool: Pool, hub: Any, monkeypa
 
 
 def test_arguments_of_processes_mean_what_they_say(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All arguments of the original, in its order; the workers meet at the port and address that are given."""
+    """All arguments of the original, in its order; the workers meet at the given address and port."""
     model, port = hub().eval(), free_port()
     ids = torch.tensor([[5, 6, 7]])
     expected = model(ids).logits.detach()
@@ -140,7 +140,7 @@ def check_parallelize_of_oslo(ids: torch.Tensor, expected: torch.Tensor) -> None
 
 
 def test_parallelize_of_oslo_shards_an_existing_model(pool: Pool, hub: Any) -> None:
-    """`oslo.parallelize(model, tensor_parallel_size=2)`, which has the same name as the function of parallelformers."""
+    """`oslo.parallelize(model, tensor_parallel_size=2)` has the same name as parallelformers' function."""
     model, ids = hub().eval(), torch.tensor([[5, 6, 7]])
     pool.run(2, check_parallelize_of_oslo, ids, model(ids).logits.detach())
     resized = oslo_models.parallelize(model, tensor_parallel_size=1, resize_token_embeddings=400)

@@ -1,4 +1,4 @@
-"""The table of what the documents of the predecessors promise is current, and each of its tests exists."""
+"""The table of the predecessors' documented promises is current, and each of its tests exists."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ for param_name, param in state_dict.items():
 
 DEVICES = {
     "device_ids=[0, 1]": 'device_ids=["cpu", "cpu"]',
-    "in state_dict.items()": "in tensor_parallel_state_dict.items()",  # what has just been converted
+    "in state_dict.items()": "in tensor_parallel_state_dict.items()",  # converted just above
     "import tensor_parallel as tp": "import oslo_models as tp",
     "facebook/opt-13b": "gpt2",
     '["cuda:0", "cuda:1"]': '["cpu", "cpu"]',
@@ -110,7 +110,7 @@ def test_tensor_parallel_document_runs_as_printed(hub: Any, monkeypatch: Any, ca
 
 
 def test_tensor_parallel_dispatch_block_runs(hub: Any, monkeypatch: Any) -> None:
-    """Weights that come one after another, and what is tied stays so."""
+    """Load weights one after another; tied weights stay tied."""
     for printed, adapted in DEVICES.items():
         monkeypatch.setitem(ADAPTED, printed, adapted)
     model = hub().eval()
@@ -123,7 +123,7 @@ def test_tensor_parallel_dispatch_block_runs(hub: Any, monkeypatch: Any) -> None
 
 
 def test_notebook_guide_runs(hub: Any) -> None:
-    """The example of our documentation trains as one process does."""
+    """The example of our documentation matches training on one process."""
     example = (ROOT / "docs/guides/notebook.md").read_text().split("```python\n")[1].split("```")[0]
     example = example.replace('["cuda:0", "cuda:1"]', '["cpu", "cpu"]').replace("/path/to/merged", "merged")
     model, lines = hub().eval(), example.splitlines()

@@ -1,9 +1,9 @@
 """The training chapters of OSLO's documents run as printed, with the replacements of `documents.ADAPTED`.
 
 The strings below are the code blocks of OSLO's USAGE document ("3D Parallelism", "Activation Checkpointing",
-"Additional Parameters"; Apache-2.0); `documents.ADAPTED` lists everything that is replaced in them. A chapter is a
-sequence of blocks, run on every rank in one namespace as if pasted into a script that a launcher starts. What has to
-come out is what transformers computes in one process.
+"Additional Parameters"; Apache-2.0); `documents.ADAPTED` lists every replacement in them. A chapter is a sequence of
+blocks. Every rank runs them in one namespace, as in a script that a launcher starts. The results have to match
+transformers on one process.
 """
 
 from __future__ import annotations
@@ -315,19 +315,19 @@ def test_training_chapter_without_pipeline_matches_one_process(pool: Pool, hub: 
 
 
 def test_training_chapter_with_pipeline_matches_one_process(pool: Pool, hub: Any) -> None:
-    """On all three axes; the gradients after the loop are those of its last step."""
+    """On all three axes; after the loop, the gradients of its last step remain."""
     model = hub().eval()
     pool.run(8, check_training, WITH_PIPELINE, *reference_training(model, adam(model), 2), env=True)
 
 
 def test_mixed_precision_chapter_runs_as_printed(pool: Pool, hub: Any) -> None:
-    """As near to the step in float32 as bfloat16 gets; the gradients are no longer scaled."""
+    """The step matches float32 to bfloat16 precision; the gradients are unscaled."""
     model = hub(torch.float32).eval()
     pool.run(4, check_training, MIXED_PRECISION, *reference_training(model, adam(model), 1), 0.03, env=True)
 
 
 def launched(*command: str) -> str:
-    """What a script prints that ends with the line by which each rank says where it is."""
+    """Return the output of a script in which each rank prints its position at the end."""
     Path("YOUR_SCRIPT.py").write_text(
         without_stages(FROM_THE_HUB).replace("from oslo import", ADAPTED["from oslo import"])
         + "import torch\n"
@@ -385,7 +385,7 @@ def check_activation_checkpointing() -> None:
 
 
 def test_activation_checkpointing_chapter_runs_as_printed(pool: Pool, hub: Any) -> None:
-    """Blocks are run again in the backward pass, as long as it is enabled."""
+    """The backward pass recomputes blocks while checkpointing is enabled."""
     hub(torch.float32)
     pool.run(4, check_activation_checkpointing, env=True)
 

@@ -1,6 +1,6 @@
 """The tutorial "Tensor Model Parallelism" of OSLO 2 (Apache-2.0) runs as printed; see `documents.ADAPTED`.
 
-Its first edition, "Model Parallelism", has the same blocks, but for the key ``"enable"``, which some lack here too.
+Its first edition, "Model Parallelism", has the same blocks without the key ``"enable"``. Some blocks lack it here too.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ NUMBERS = {"NUM_YOUR_GPUS": RANKS, "BATCH_SIZE": 16, "SEQ_LEN": 20, "SAVE_INTERV
 
 
 def run(*, divided: bool) -> tuple[str, Any]:
-    """What the chapters "Inference" and "Training" write, and the model after them."""
+    """Return the output of the chapters "Inference" and "Training", and the model after them."""
     made = run_block(CREATION, *([PARALLELIZATION] if divided else []), **NUMBERS)
     with contextlib.redirect_stdout(io.StringIO()) as printed, lifted_casts():
         run_block(INFERENCE, **made)
@@ -161,11 +161,11 @@ def test_tutorial_runs_as_printed(pool: Pool, hub: Any) -> None:
         assert all(torch.allclose(merged[name], value.float()) for name, value in full_parameters(model).items())
 
 
-# What the tutorial does not show --------------------------------------------------------------------------------------
+# Beyond the tutorial --------------------------------------------------------------------------------------------------
 
 
 def check_stages(config: Any, batch: dict[str, Any], weights: Weights) -> None:
-    """An optimizer made before, tied weights, and stages; ranks with other weights get those of the first."""
+    """An optimizer made before, tied weights, and stages; all ranks get the first rank's weights."""
     model: Any = reference_model("GPT2LMHeadModel", config, dist.get_rank())
     if dist.get_rank() == 0:
         model.load_state_dict(weights)
@@ -216,7 +216,7 @@ ARCHITECTURES = {
     "RobertaForSequenceClassification": "roberta",
     "T5ForConditionalGeneration": "t5",
 }
-"""A class of each architecture that OSLO 2 had, with a test configuration."""
+"""One class of each OSLO 2 architecture, with a test configuration."""
 
 
 def check_architectures(cases: dict[str, tuple[Any, Weights, dict[str, Any], torch.Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""accelerate's loop on sharded models: each step is that of one process, each sample counts once."""
+"""accelerate's loop on sharded models: each step matches one process, and each sample counts once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prepare(accelerator: Any, model: Any, rows: Any, batch_size: int, shuffle: b
 
 
 def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: Any) -> list[float]:
-    """The documented loop; with stages, the model gives micro-batches. The norms before clipping."""
+    """Run the documented loop, over micro-batches with stages; return gradient norms before clipping."""
     norms = []
     staged = accelerator.unwrap_model(model).pipeline is not None if hasattr(model, "module") else model.pipeline
     with lifted_casts():
@@ -54,7 +54,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, scheduler: 
 
 
 def one_process(run: Run, rows: Any, batch_size: int, replicas: int) -> list[float]:
-    """The same updates without accelerate, from the mean over the mean losses of all batches of a step."""
+    """Make the same updates without accelerate, from the mean of all batches' mean losses in a step."""
     model = trainers.reference_model(NAME, run.config, 0)
     model.load_state_dict(run.weights, strict=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -104,7 +104,7 @@ def loop_on_ranks(run: Run, tp: int, pp: int, rows: Any, test_rows: Any, norms: 
 
 @trainers.at_sizes("tp=2", "pp=2", "tp=2, dp=2")
 def test_loop_equals_one_process(pool: Pool, sizes: str, seed: int) -> None:
-    """The test set has nine rows: with two replicas, the last batch is filled with rows that do not count."""
+    """The test set has nine rows: with two replicas, padding rows fill the last batch and do not count."""
     tp, pp, ranks = SIZES[sizes]
     replicas = ranks // (tp * pp)
     config = pipelines.config("gpt2")
@@ -123,7 +123,7 @@ def test_loop_equals_one_process(pool: Pool, sizes: str, seed: int) -> None:
 
 
 def save_and_load(run: Run, tp: int, pp: int, rows: Any, folder: Path) -> None:
-    """Train, save, train; and in a model made anew load, and train to the same parameters."""
+    """Train, save, train; load into a new model, and train to the same parameters."""
     results = []
     for again in (False, True):
         trainers.fresh_accelerate()
@@ -156,7 +156,7 @@ def test_save_state_and_load_state(pool: Pool, sizes: str, tmp_path: Path, seed:
     assert loaded.lm_head.weight.shape == model.lm_head.weight.shape
 
 
-# What is refused, and what each rank does -----------------------------------------------------------------------------
+# Refusals, and the work of each rank ----------------------------------------------------------------------------------
 
 
 def clip_where_one_stage_has_no_gradients(run: Run) -> tuple[float, int]:
@@ -241,7 +241,7 @@ def test_replicas_are_the_processes(pool: Pool, seed: int) -> None:
 
 
 def bf16_steps(run: Run, tp: int, pp: int, rows: Any) -> tuple[str, float]:
-    """The type of the sharded products under autocast, and the norm of the gradients."""
+    """Return the dtype of sharded matrix products under autocast, and the gradient norm."""
     trainers.fresh_accelerate()
     accelerator = Accelerator(mixed_precision="bf16")
     model = pipelines.model_on_stages(NAME, run.config, run.weights, tp, pp, torch.float32, micro_batch_size=2)

@@ -1,4 +1,4 @@
-"""``torch.optim.swa_utils.AveragedModel``, which copies the model: averages of sharded weights."""
+"""``torch.optim.swa_utils.AveragedModel`` copies the model and averages sharded weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: dict[str, Any] = {"mean": None, "exponential": get_ema_multi_avg_fn(0.8)}
 
 
 def averaged(model: Any, batches: list[dict[str, Any]], kind: str) -> tuple[Any, torch.Tensor]:
-    """The averaged model after training steps, and its loss."""
+    """Return the averaged model after training steps, and its loss."""
     average = AveragedModel(model, multi_avg_fn=KINDS[kind])
     optimizer = make_optimizer("AdamW", model.parameters())
     take_steps(model, optimizer, batches, lambda: average.update_parameters(model))

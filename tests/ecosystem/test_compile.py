@@ -1,4 +1,4 @@
-"""``torch.compile`` of a sharded model: results of one process, with the numbers of graphs that dynamo makes."""
+"""``torch.compile`` of a sharded model: results match one process, and dynamo makes the expected graphs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def counts() -> tuple[int, int]:
-    """How many graphs dynamo has made, and how often it broke one."""
+    """Return dynamo's numbers of graphs and of graph breaks."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
@@ -79,7 +79,7 @@ def test_compiled_forward_is_one_graph(pool: Pool, variant: str, seed: int) -> N
 
 
 def take_steps(model: Any, forward: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Losses of training steps, the last of which leaves its gradients."""
+    """Return the losses of training steps; the gradients of the last step remain."""
     optimizer = make_optimizer("AdamW", model.parameters())
     losses = []
     for batch in batches:
@@ -94,7 +94,7 @@ def take_steps(model: Any, forward: Any, batches: list[dict[str, Tensor]]) -> li
 def check_training(
     config: PreTrainedConfig, weights: Any, name: str, batches: list[Any], expected: Any
 ) -> tuple[int, list[str]]:
-    """The number of graphs, and the reasons for more than one."""
+    """Return the number of graphs, and the reasons for graph breaks."""
     losses, gradients, trained = expected
     model = parallel_model(name, config, weights, 2)
     with fresh_dynamo(), lifted_casts():
@@ -131,7 +131,7 @@ def check_fused_head(
 ) -> tuple[int, int]:
     losses, gradients, trained = expected
     model = as_on_a_gpu(parallel_model(name, config, weights, 2))
-    model.base_model.compile(backend="eager")  # dynamo alone; what it makes of the body is tested above
+    model.base_model.compile(backend="eager")  # dynamo alone; tests above cover its graphs of the body
     logits = mock.patch.object(LazyLogits, "compute", side_effect=AssertionError("logits were made"))
     with fresh_dynamo(), lifted_casts(), logits:
         lines = differences("losses", torch.stack(take_steps(model, model, batches)), torch.stack(losses), TOLERANCE)
@@ -154,7 +154,7 @@ def test_fused_loss_of_a_compiled_body_matches_one_process(pool: Pool, seed: int
 
 
 class CastsAsT5(RowParallelLinear):
-    """Reads the type of its weight outside of the layer's own forward, as T5's MLP does."""
+    """Reads the dtype of its weight outside the layer's forward, as T5's MLP does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.dtype == self.weight.dtype else x.to(self.weight.dtype))
@@ -175,7 +175,7 @@ def test_attributes_of_shards_break_no_graph(mode: Any) -> None:
 
 
 def check_like_eager(config: PreTrainedConfig, batch: dict[str, Tensor], seed: int, mode: Any) -> tuple[int, int]:
-    """A step of the compiled model has the results of one that is not, and leaves the random generator as that does."""
+    """A step of the compiled model matches an eager step, including the state of the random generator."""
     name = zoo.lm_head(config.model_type)
     model = parallel_model(name, config, full_parameters(reference_model(name, config, seed)), 2)
     found = []
@@ -204,7 +204,7 @@ def test_compiled_dropout_is_that_of_the_model(pool: Pool, seed: int) -> None:
 
 @pytest.mark.zoo
 def test_compiled_training_of_t5_is_one_graph(pool: Pool, seed: int) -> None:
-    """Without a torch function mode, under which dynamo breaks at the attributes of any subclass of ``Parameter``."""
+    """Without a torch function mode: under a mode, dynamo breaks at attributes of ``Parameter`` subclasses."""
     config = zoo.config("t5", use_cache=False)
     batch = zoo.batch(zoo.lm_head("t5"), config, seed)
     assert pool.run(2, check_like_eager, config, batch, seed, nullcontext) == [(1, 0)] * 2
@@ -228,7 +228,7 @@ def generate(model: Any, prompt: Tensor) -> Tensor:
 @pytest.mark.stacks
 @pytest.mark.parametrize("variant", [pytest.param("gpt2", marks=pytest.mark.zoo), "llama"])
 def test_compiled_generation_with_a_static_cache_makes_two_graphs(pool: Pool, variant: str, seed: int) -> None:
-    """One for the prompt, one for all further tokens, and of the next prompt of that length."""
+    """One graph for the prompt and one for further tokens; the next prompt of the same length reuses them."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = reference_model(name, config, seed).eval()
     generator = torch.Generator().manual_seed(seed)

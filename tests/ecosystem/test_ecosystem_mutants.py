@@ -1,4 +1,4 @@
-"""Without one of the guards behind docs/ecosystem.md, the test that its row names fails."""
+"""Without one of the guards behind docs/ecosystem.md, the test named in its row fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PICKLED = "test_pickling_a_parallel_model_is_refused"
 OTHER_SIZES = {"variant": "llama-one-kv", "saved": (2, 1), "loaded": (3, 1)}
 
 Row = tuple[str, str, str, str, dict[str, Any]]
-"""A function of the library, a piece of its source, what stands there instead; the test, its arguments."""
+"""A function of the library, a piece of its source and the replacement; the test and its arguments."""
 
 FAST: dict[str, list[Row]] = {
     PARAMETERS: [
@@ -503,7 +503,7 @@ SLOW: dict[str, list[Row]] = {
         ),
     ],
 }
-"""The others; `make test-zoo` runs them."""
+"""Other cases; `make test-zoo` runs them."""
 
 QUANTIZED: dict[str, list[Row]] = {
     "ecosystem/test_in_place_quantization.py": [
@@ -541,7 +541,7 @@ QUANTIZED: dict[str, list[Row]] = {
         ),
     ],
 }
-"""Those of quantisation, whose libraries have to be installed."""
+"""Tests of quantisation; its libraries have to be installed."""
 
 
 QUANTIZATION = (pytest.mark.zoo, pytest.mark.quantization)

@@ -1,4 +1,4 @@
-"""Quantisation of sharded models: right where only weights change, refused where layers are replaced."""
+"""Quantisation of sharded models: exact if only weights change, refused if it replaces layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _model(tp: int, pp: int = 1, **sizes: Any) -> Any:
 
 
 class _Wrapper(nn.Module):
-    """An adapter around a layer."""
+    """Adapter around a layer."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Wrapper(nn.Module):
 
 
 class _Transparent(_Wrapper):
-    """As around checkpointed or compiled blocks: the block's attributes are the wrapper's."""
+    """Wrapper with the block's attributes, as around checkpointed or compiled blocks."""
 
     def __getattr__(self, name: str) -> Any:
         return self._modules[name] if name in self._modules else getattr(self._modules["base_layer"], name)
@@ -57,7 +57,7 @@ def _replace_and_wrap(seed: int) -> None:
         assert torch.equal(model(ids).logits, expected)
         twin = copy.deepcopy(model)
         plain = nn.Linear(block.mlp.up_proj.in_features, block.mlp.up_proj.out_features, bias=False)
-        block.mlp = copy.deepcopy(block.mlp)  # the new parent is noticed too
+        block.mlp = copy.deepcopy(block.mlp)  # the new parent module is checked too
         block.mlp.up_proj = plain
         with pytest.raises(RuntimeError, match=r"model\.layers\.1\.mlp\.up_proj is now torch\..*Linear"):
             model(ids)
@@ -101,7 +101,7 @@ def test_float8_training_is_refused(pool: Pool, seed: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_float8_layers_compute_what_those_of_torchao_do(recipe: str, seed: int) -> None:
-    """Bit for bit, output and gradients."""
+    """Output and gradients are bitwise equal."""
     pytest.importorskip("torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

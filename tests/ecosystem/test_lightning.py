@@ -1,4 +1,4 @@
-"""PyTorch Lightning around a sharded model: one trainer per rank, and replicas that DDP averages inside the module."""
+"""PyTorch Lightning around a sharded model: one trainer per rank, and DDP over replicas inside the module."""
 
 from __future__ import annotations
 

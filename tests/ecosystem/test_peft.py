@@ -43,7 +43,7 @@ from support.reference import TOLERANCE, differences, reference_model
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 MODELS = [
-    ("llama", 3),  # 2 key-value heads, one of which is on two ranks
+    ("llama", 3),  # 2 key-value heads; two ranks share one of them
     ("gpt2", 2),
     *(pytest.param(*each, marks=pytest.mark.zoo) for each in (("llama", 2), ("gpt2", 3), ("llama-one-kv", 2))),
 ]
@@ -79,7 +79,7 @@ IA3: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("variant", "tp"), MODELS)
 def test_lora_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
     config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA[options])
-    # the gradient of a bias of keys is zero but for rounding, which Adam would make as large as any other
+    # the gradient of a key bias is zero except for rounding errors, and Adam would scale them up
     optimizer = "SGD" if config.lora_bias else "AdamW"
     run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed, optimizer)
     pool.run(tp, check_run, run, tp)
@@ -102,7 +102,7 @@ LATENT: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", LATENT)
 def test_adapters_of_latent_attention_train_as_on_one_process(pool: Pool, seed: int, kind: str) -> None:
-    """The part of the latent projection that is the key's rotary one goes into the heads of each rank directly."""
+    """The rotary key part of the latent projection goes into the heads of each rank directly."""
     run = reference_run("DeepseekV3ForCausalLM", zoo.config("deepseek_v3"), LATENT[kind](), seed)
     pool.run(2, check_run, run, 2)
 
@@ -116,7 +116,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "one stack and attention": {"target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"]},
     "names of files": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"]},
 }
-"""Of ``peft``'s ways to adapt experts; the names that they have in files become those of the stacks."""
+"""Ways of ``peft`` to adapt experts; names of experts in files become names of the stacks."""
 
 
 @pytest.mark.drawn(4)
@@ -191,7 +191,7 @@ def test_adapters_train_on_pipeline_stages(pool: Pool, seed: int, kind: str, tp:
 @pytest.mark.parametrize(("tp", "pp"), [pytest.param(3, 1, marks=pytest.mark.zoo), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_many_adapters(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, use_dora: bool) -> None:
-    """Added, selected, disabled, saved, loaded, deleted, combined and merged as by plain ``peft``."""
+    """Adapters are added, selected, disabled, saved, loaded, deleted, combined and merged as in plain ``peft``."""
     options = {"task_type": "CAUSAL_LM", "init_lora_weights": False, "use_dora": use_dora}
     first, other = (
         peft.LoraConfig(r=3, target_modules=targets, **options)
@@ -231,7 +231,7 @@ def test_prompts_train_as_on_one_process(
 @pytest.mark.parametrize("rate", [0.0, RATE])
 @pytest.mark.parametrize("tp", [2, 3])
 def test_masks_of_dropout(pool: Pool, seed: int, tp: int, rate: float, use_dora: bool) -> None:
-    """Equal masks of replicated inputs, independent ones of sharded inputs; with and without the model's dropouts."""
+    """Masks are equal for replicated inputs and independent for sharded ones, with and without the model's dropout."""
     name, config = "LlamaForCausalLM", zoo.config("llama", dropout=rate)
     adapter = peft.LoraConfig(r=3, target_modules="all-linear", lora_dropout=RATE, use_dora=use_dora)
     run = reference_run(name, config, adapter, seed)
@@ -305,7 +305,7 @@ def check_replicas(pool: Pool, seed: int, tp: int, wrapper: str, variant: str, a
 
 
 def joined_batch(name: str, config: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Even and odd rows have equally many labels, so that the mean over each counts alike."""
+    """Even and odd rows have equally many labels, so that both means have the same weight."""
     one, two = (zoo.batch(name, config, seed + part) for part in range(2))
     two["labels"] = torch.where(one["labels"] != -100, two["labels"].clamp(min=0), -100)
     return {key: torch.stack([one[key], two[key]], 1).flatten(0, 1) for key in one}
@@ -366,7 +366,7 @@ def test_adapters_of_biases_of_experts_are_refused(pool: Pool) -> None:
 
 
 def adapt_one_stage(config: Any, message: str) -> None:
-    """On each rank of two stages: the error, and then an adapter that all stages have."""
+    """On each of two stages: the adapter of one stage raises, an adapter of both stages works."""
     from oslo_models import LlamaForCausalLM
 
     model: Any = LlamaForCausalLM.from_config_with_parallel(pipelines.config("llama"), 1, 2)
@@ -394,7 +394,7 @@ def test_adapters_of_one_stage_are_refused_on_all(pool: Pool, targets: Any, laye
 
 
 def combine_whole_adapters(config: Any) -> None:
-    """On each rank: a combination that needs whole adapters is refused before anything is added."""
+    """On each rank: a combination that needs full adapters raises before it adds an adapter."""
     from oslo_models import LlamaForCausalLM
 
     model: Any = peft.get_peft_model(LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), 2), config)
@@ -410,7 +410,7 @@ def test_combinations_of_whole_adapters_are_refused(pool: Pool) -> None:
 
 
 def adapt_processes(run: Run) -> None:
-    """On each rank: adapters of a model that `tensor_parallel` has sharded over processes."""
+    """On each rank: adapters of a model sharded over processes by `tensor_parallel`."""
     from oslo_models.compat.tensor_parallel.api import tensor_parallel
 
     full = reference_model(run.name, run.config, run.seed)

@@ -1,4 +1,4 @@
-"""Adapters of a deployed model, which stay unmerged, against plain ``peft`` on one process."""
+"""Unmerged adapters of a deployed model, against plain ``peft`` on one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def answers(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def write(folder: Path, seed: int) -> Any:
-    """A model and two adapters of it, in folders; returns the model of one process without adapters."""
+    """Save a model and two adapters; return the model without adapters."""
     full: Any = reference_model("GPT2LMHeadModel", zoo.config("gpt2"), seed).eval()
     full.save_pretrained(folder / "base")
     for number, (name, targets) in enumerate({"first": ["c_attn", "c_fc"], "second": ["c_proj"]}.items()):
@@ -48,7 +48,7 @@ def write(folder: Path, seed: int) -> Any:
 
 
 def restart_with(model: Any, before_adapters: Callable[[], object]) -> None:
-    """Restart, with something done when the new workers are there and have no adapters yet."""
+    """Restart, with a call between the start of the new workers and the loading of their adapters."""
     repeat = model._repeat_adapter_calls
 
     def restore() -> None:

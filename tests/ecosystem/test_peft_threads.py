@@ -1,4 +1,4 @@
-"""PEFT's adapters on models of `tensor_parallel`, whose ranks are threads, against plain ``peft`` on one model."""
+"""PEFT's adapters on `tensor_parallel` models, with threads as ranks, against plain ``peft`` on one model."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_adapters_train_and_are_saved_as_by_plain_peft(
 
 
 def test_many_adapters(seed: int, tmp_path: Path) -> None:
-    """Added, selected, disabled, saved, loaded, deleted, combined and merged as by plain ``peft``."""
+    """Adapters are added, selected, disabled, saved, loaded, deleted, combined and merged as in plain ``peft``."""
     options = {"task_type": "CAUSAL_LM", "r": 3, "init_lora_weights": False}
     first, other = (
         peft.LoraConfig(target_modules=targets, **options)
@@ -124,7 +124,7 @@ def test_models_that_have_adapters_are_sharded_with_them(seed: int, wrapped: boo
     else:
         full.add_adapter(first, "first")
         full.add_adapter(second, "second")
-    full.set_adapter("first")  # not the one that was added last
+    full.set_adapter("first")  # not the adapter added last
     before = {name: tensor.clone() for name, tensor in full.state_dict().items()}
     random_state = torch.get_rng_state()
     model = tensor_parallel(full, ["cpu", "cpu"])

@@ -43,21 +43,21 @@ REFUSED = dict.fromkeys(("mamba", "mamba2", "falcon_h1", "falcon_mamba", "nemotr
     "llama4_text": ("router",),
     "phimoe": ("router",),
 }
-"""The ends of names of layers that have no adapters, by model type."""
+"""Name suffixes of layers without adapters, by model type."""
 FOUNDING = [*zoo.FOUNDING, "falcon", "bloom", "bart", "deberta-v2"]
 
 
 def targets(model: Any) -> list[str]:
-    """All linear layers and the tokens' embedding, by their full names, but for one of two with the same weight.
+    """Return the full names of all linear layers and the token embedding; of two tied layers, only one.
 
-    In models with stacked experts ``peft`` takes the names of the layers of an MLP for the experts' parameters.
+    In models with stacked experts, ``peft`` reads MLP layer names as names of expert parameters.
     """
     tied = {name.rpartition(".")[0] for name in model.all_tied_weights_keys}
     found = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     has_tokens = model.main_input_name == "input_ids" and not type(model).__name__.startswith(("Rag", "CLIP"))
     tokens = model.get_input_embeddings() if has_tokens else None
-    # some are refused: by peft in state-space models, and here where a mixer uses the weight of a layer itself;
-    # a router is a linear layer that returns a tuple, and a projection of groups of heads one of another shape
+    # peft refuses some in state-space models; we refuse layers when a mixer reads their weight directly;
+    # a router is a linear layer that returns a tuple; a projection of head groups has another shape
     found = {name for name in found if not name.endswith(REFUSED.get(model.config.model_type, ()))}
     found |= {name for name, module in model.named_modules() if module is tokens and isinstance(tokens, nn.Embedding)}
     return sorted(found - tied)

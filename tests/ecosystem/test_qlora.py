@@ -1,4 +1,4 @@
-"""QLoRA: plain ``peft`` over sharded quantised weights trains and saves adapters as over those of one process."""
+"""QLoRA: plain ``peft`` over sharded quantised weights trains and saves adapters as on one process."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ BITSANDBYTES = {
     "int8": dict(load_in_8bit=True),
 }
 BLOCKS = dict(hidden_size=192, head_dim=32, intermediate_size=384)
-"""Sizes at which rows are whole blocks of 64; two ranks share one of the middle of each row of ``o_proj``."""
+"""Sizes with rows of whole blocks of 64; two ranks share the middle block of each row of ``o_proj``."""
 
 
 def over_bitsandbytes(directory: Path, seed: int, kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Train over weights that bitsandbytes has quantised."""
+    """Train over weights quantised by bitsandbytes."""
     functional = pytest.importorskip("bitsandbytes.functional")
     config = transformers.BitsAndBytesConfig(**BITSANDBYTES[kind])
     write_plain(directory, seed, **BLOCKS)
@@ -86,9 +86,9 @@ def over_bitsandbytes(directory: Path, seed: int, kind: str, dtype: torch.dtype 
     "kind", ["nf4-double", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("nf4", "fp4", "int8"))]
 )
 def test_over_bitsandbytes(pool: Pool, tmp_path: Path, seed: int, kind: str) -> None:
-    """As they are loaded, and from a checkpoint of quantised weights."""
+    """Quantise while loading, and load a quantised checkpoint."""
     run = over_bitsandbytes(tmp_path, seed, kind)
-    # On one process, bitsandbytes also quantises outliers of activations to 8 bits, and here they stay as they are.
+    # On one process, bitsandbytes also quantises activation outliers to 8 bits; here they are not quantised.
     tolerance = 1e-5 if kind != "int8" else 3e-2
     for tp, pp in ((2, 1), (3, 1), (1, 2), (2, 2)):
         pool.run(tp * pp, qlora.train_on_ranks, run, tp, pp, tolerance)
@@ -99,10 +99,10 @@ def test_over_bitsandbytes(pool: Pool, tmp_path: Path, seed: int, kind: str) -> 
 
 
 def test_over_bitsandbytes_in_bfloat16(pool: Pool, tmp_path: Path, seed: int) -> None:
-    """Adapters are float32, with the same first values; results differ by the rounding of activations on each side."""
+    """Adapters are float32 with the same initial values; both results round activations differently."""
     run = over_bitsandbytes(tmp_path, seed, "nf4-double", torch.bfloat16)
     exact = LlamaForCausalLM.from_pretrained(tmp_path / "quantised")
-    for module in exact.modules():  # transformers 5.24 keeps the dtype of a quantised checkpoint, whatever is asked for
+    for module in exact.modules():  # transformers 5.24 keeps the dtype of a quantised checkpoint despite ``dtype``
         if hasattr(module, "compute_dtype"):
             module.compute_dtype = torch.float32
         for param in module.parameters(recurse=False):
@@ -115,7 +115,7 @@ def test_over_bitsandbytes_in_bfloat16(pool: Pool, tmp_path: Path, seed: int) ->
 
 
 def _use(directory: Path, tp: int, pp: int, dtype: torch.dtype) -> None:
-    """On each rank: what a model whose weights stay quantised can do, compared with the dequantised one."""
+    """On each rank: compare a model with quantised weights, in all its uses, with the dequantised model."""
     cls: Any = registry.find("GPT2LMHeadModel")
     plain = cls.from_pretrained_with_parallel(directory / "quantised", tp, pp, dequantize=True, dtype=dtype)
     model = cls.from_pretrained_with_parallel(directory / "quantised", tp, pp, dtype=dtype)
@@ -157,7 +157,7 @@ def _use(directory: Path, tp: int, pp: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("tp", "pp", "dtype"), [(2, 1, torch.bfloat16), (1, 2, torch.float32)])
 def test_weights_that_stay_quantized(pool: Pool, tmp_path: Path, seed: int, tp: int, pp: int, dtype: Any) -> None:
-    """Those of ``Conv1D`` with biases, whose checkpoints hold them transposed."""
+    """``Conv1D`` layers with biases; their checkpoints hold transposed weights."""
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(seed)
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=64, n_layer=2, n_head=4)

@@ -42,7 +42,7 @@ def scales(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["int8", "float8", "int4 in groups"])
 def test_weights_of_torchao_are_sharded(kind: str, seed: int) -> None:
-    """Each device holds its part of the quantised weights, with the values that one process has."""
+    """Each device holds its part of the quantised weights, with the same values as one process."""
     model = llama(seed)
     torchao.quantize_(model.model, scales(kind))
     state = {name: tensor.dequantize() for name, tensor in model.named_parameters() if "proj" in name}
@@ -59,7 +59,7 @@ def test_weights_of_torchao_are_sharded(kind: str, seed: int) -> None:
 
 
 def test_dynamic_quantisation_differs_by_no_more_than_quantisation_does(seed: int) -> None:
-    """Row-parallel layers quantise their part of each activation by a scale of its own."""
+    """Each row-parallel layer quantises its part of an activation with a separate scale."""
     model = llama(seed)
     plain = model(IDS).logits.detach()
     torchao.quantize_(model.model, scales("int8 dynamic"))
@@ -87,7 +87,7 @@ def test_scales_of_elements_on_several_devices_are_refused(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["Linear8bitLt", "Linear4bit"])
 def test_layers_of_bitsandbytes_are_refused_by_name(kind: str, seed: int) -> None:
-    """And `dequantize` is a way out."""
+    """`dequantize` is the way out."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = llama(seed)
     plain = copy.deepcopy(model)

@@ -27,7 +27,7 @@ STEPS, CLIP = 5, 0.05
 def ray() -> Iterator[Any]:
     """Ray on this host, with four logical CPUs."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
-    # a short path, as those of Ray's sockets in it are long
+    # a short path, because Ray adds long socket names
     with tempfile.TemporaryDirectory(prefix="ray-") as long, short_path(long) as folder:
         environment = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         ray.init(

@@ -1,4 +1,4 @@
-"""Checkpoints that transformers quantised with bitsandbytes and saved, whose `Conv1D` layers are stored transposed."""
+"""Checkpoints that transformers quantised with bitsandbytes and saved; they store `Conv1D` weights transposed."""
 
 from __future__ import annotations
 

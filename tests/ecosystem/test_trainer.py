@@ -1,4 +1,4 @@
-"""transformers' Trainer on sharded models: each step is that of one process with the same total batch."""
+"""transformers' Trainer on sharded models: each step matches one process with the same total batch."""
 
 from __future__ import annotations
 

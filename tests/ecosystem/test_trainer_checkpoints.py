@@ -23,11 +23,11 @@ from support.trainers import SIZES, Run
 
 SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "gradient_accumulation_steps": 2}
 SHUFFLED = (24, 4)
-"""Rows, and rows of a batch: three batches on each replica of two, which two accumulated batches do not divide."""
+"""Rows, and rows per batch: three batches on each of two replicas, which two accumulated batches do not divide."""
 
 
 def make_trainer(run: Run, tp: int, pp: int, args: dict[str, Any], seed: int, **options: Any) -> Any:
-    """A trainer that shuffles its rows."""
+    """Return a trainer that shuffles its rows."""
     trainers.fresh_accelerate()
     model = pipelines.model_on_stages(run.name, run.config, run.weights, tp, pp, torch.float32, micro_batch_size=2)
     rows = trainers.text_rows(run.config, seed, SHUFFLED[0])
@@ -40,7 +40,7 @@ def state_of(trainer: Any) -> tuple[list[float], list[Tensor]]:
 
 
 def resume(run: Run, tp: int, pp: int, args: dict[str, Any], seed: int) -> list[str]:
-    """Six steps; two and four of them again, resumed, the second time after a save that was interrupted."""
+    """Train six steps; repeat the last two, and then the last four after an interrupted save."""
     trainer = make_trainer(run, tp, pp, args, seed)
     trainer.train()
     losses, params = state_of(trainer)
@@ -53,7 +53,7 @@ def resume(run: Run, tp: int, pp: int, args: dict[str, Any], seed: int) -> list[
             state.write_text(state.read_text()[:100])
         torch.distributed.barrier()
         again = make_trainer(run, tp, pp, args, seed)
-        torch.rand(7), random.random()  # what a script may do meanwhile
+        torch.rand(7), random.random()  # as a script may do in between
         again.train(resume_from_checkpoint=last if last is True else str(last))
         found, own = state_of(again)
         assert found == losses, f"{found} instead of {losses}, resumed after {start} steps"
@@ -83,7 +83,7 @@ def weights(config: Any, seed: int) -> dict[str, Tensor]:
 
 
 class Spoil(transformers.TrainerCallback):
-    """Makes weights so large in the third step that the model is sure of wrong tokens."""
+    """Scales weights up in the third step, so that the model predicts wrong tokens with high confidence."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if state.global_step == 3:
@@ -123,7 +123,7 @@ def test_best_model_is_loaded_and_saved_for_transformers(pool: Pool, sizes: str,
     assert transformers.Trainer(model, options, eval_dataset=rows).evaluate()["eval_loss"] == pytest.approx(loss, 1e-5)
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 def resume_from(run: Run, args: dict[str, Any], seed: int, how: str) -> None:

@@ -22,14 +22,14 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """The share of tokens that are predicted, and how many samples there are."""
+    """Return the share of correctly predicted tokens, and the number of samples."""
     predicted, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
     counted = labels != -100
     return {"accuracy": float((predicted == labels)[counted].mean()), "samples": len(labels)}
 
 
 def evaluate(trainer: Any, test_rows: trainers.Rows) -> tuple[dict[str, float], Any]:
-    """Evaluate before and while training, and predict after it."""
+    """Evaluate before and during training, and predict afterwards."""
     first = trainers.in_float64(trainer.evaluate)
     trainers.in_float64(trainer.train)
     logged = [log for log in trainer.state.log_history if "eval_loss" in log][-1]
@@ -94,7 +94,7 @@ def generate_on_ranks(
 
 @pytest.mark.parametrize("sizes", ["tp=2", "pp=2", "tp=2, dp=2"])
 def test_seq2seq_predicts_by_generation(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
-    """After a step of two accumulated batches, of which T5 computes means; on one process it is one batch."""
+    """Train one step on two accumulated batches, with a mean over each in T5; one process uses one batch."""
     tp, pp, ranks = SIZES[sizes]
     replicas = ranks // (tp * pp)
     config = pipelines.config("t5")

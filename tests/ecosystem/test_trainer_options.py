@@ -1,4 +1,4 @@
-"""Options of Trainer on sharded models: what works beside plain training, and what is refused before it."""
+"""Options of Trainer on sharded models: supported options, and refusals before training."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_rounding_and_recomputation(pool: Pool, sizes: str, option: str, tmp_pat
 
 
 class Masked:
-    """Masks other tokens in each batch; in a pipeline, the stages draw different numbers for dropout meanwhile."""
+    """Collator with a random mask per batch; in a pipeline, dropout draws different numbers on each stage."""
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         tokens = torch.tensor([row["input_ids"] for row in rows])
@@ -101,7 +101,7 @@ def train_on_random_batches(run: Run, tp: int, pp: int, out: str, rows: trainers
 @pytest.mark.parametrize("streams", [False, True])
 @trainers.at_sizes("pp=2", "tp=2, dp=2")
 def test_ranks_of_a_replica_share_batches(pool: Pool, sizes: str, streams: bool, tmp_path: Path, seed: int) -> None:
-    """Batches of a collator that draws, and of a stream."""
+    """Batches of a random collator, and of a stream."""
     tp, pp, ranks = SIZES[sizes]
     rows = trainers.text_rows(pipelines.config("gpt2"), seed, 40)
     results = pool.run(ranks, train_on_random_batches, start(seed), tp, pp, str(tmp_path), rows, streams, env=True)
@@ -109,7 +109,7 @@ def test_ranks_of_a_replica_share_batches(pool: Pool, sizes: str, streams: bool,
 
 
 class Recorder(Trainer):
-    """Keeps the first token of each row that it trains on."""
+    """Records the first token of each training row."""
 
     seen: list[list[int]]
 
@@ -167,7 +167,7 @@ def test_a_callback_on_one_rank_speaks_for_all(pool: Pool, tmp_path: Path, seed:
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "fsdp": ({"fsdp": True}, 2, 1, "fsdp=.* leave it out"),
@@ -196,7 +196,7 @@ def construct(run: Run, args: dict[str, Any], tp: int, pp: int, out: str) -> Non
     options = {"compute_loss_func": args.pop("compute_loss_func")} if "compute_loss_func" in args else {}
     parallelism = args.pop("parallelism_config", None)
     arguments = trainers.arguments(out, **args)
-    arguments.parallelism_config = parallelism  # whose own checks want another version of accelerate, or GPUs
+    arguments.parallelism_config = parallelism  # its checks need another version of accelerate, or GPUs
     Trainer(model, arguments, train_dataset=[], **options)
 
 
@@ -219,7 +219,7 @@ def test_search_of_hyperparameters_is_refused(pool: Pool, tmp_path: Path, seed: 
 
 
 class OwnLoss(ParallelTrainerMixin, transformers.Trainer):
-    """A subclass with a loss of its own, from logits."""
+    """Subclass with a custom loss from logits."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
@@ -233,7 +233,7 @@ def train_with_own_loss(run: Run, tp: int, pp: int, out: str, rows: trainers.Row
 
 
 def test_own_loss_of_a_subclass(pool: Pool, tmp_path: Path, seed: int) -> None:
-    """It is that of one process on tensor-parallel ranks, and refused on stages."""
+    """The loss matches one process on tensor-parallel ranks, and pipeline stages refuse it."""
     rows = trainers.text_rows(pipelines.config("gpt2"), seed, 24)
     found = pool.run(2, train_with_own_loss, start(seed), 2, 1, str(tmp_path), rows, env=True)
     (expected,) = pool.run(1, train_with_own_loss, start(seed), 1, 1, str(tmp_path), rows, env=True)
@@ -246,7 +246,7 @@ CLASSIFIER = "GPT2ForSequenceClassification"
 
 
 def train_classifier(run: Run, tp: int, pp: int, out: str, rows: trainers.Rows) -> list[str]:
-    """On each rank: a step of SGD on two batches; a line for each parameter that differs."""
+    """On each rank: take an SGD step on two batches; return a line for each differing parameter."""
     model = own_model(run, tp, pp, torch.float64)
     options = {
         "optim": "sgd",
@@ -265,7 +265,7 @@ def train_classifier(run: Run, tp: int, pp: int, out: str, rows: trainers.Rows) 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_accumulated_means_of_classification(pool: Pool, tmp_path: Path, seed: int, tp: int, pp: int) -> None:
-    """Its forward takes the number of labels of all batches, and ignores it: the loss of a batch is a mean."""
+    """The forward accepts the number of labels of all batches and ignores it: the loss of a batch is a mean."""
     config = pipelines.config("gpt2", num_labels=3, pad_token_id=0)
     model = trainers.reference_model(CLASSIFIER, config, seed, torch.float64)
     run = Run(CLASSIFIER, config, trainers.full_parameters(model))
@@ -282,7 +282,7 @@ def test_accumulated_means_of_classification(pool: Pool, tmp_path: Path, seed: i
 
 
 def initialize_model(run: Run, out: str, rows: trainers.Rows) -> list[float]:
-    """``train`` makes the model anew: that one is trained and saved."""
+    """``train`` makes a new model, then trains and saves it."""
     trainers.fresh_accelerate()
     args = trainers.arguments(out)
     init = lambda: pipelines.model_on_stages(run.name, run.config, run.weights, 2, 1, torch.float32)  # noqa: E731

@@ -1,4 +1,4 @@
-"""TRL's trainers on sharded models: each step, and what is logged, is that of one process with the same total batch."""
+"""TRL's trainers on sharded models: each step and its logs match one process with the same total batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ SAMPLED = {
     "shuffle_dataset": False,
 }
 REPLICAS = {**SAMPLED, "pad_to_multiple_of": 8}
-"""With prompts padded alike on all replicas: rotary frequencies are of float32, so results depend on positions."""
+"""With equal padding on all replicas: rotary frequencies are float32, so results depend on positions."""
 
 
 @pytest.mark.zoo
@@ -86,7 +86,7 @@ def test_adapters(pool: Pool, kind: str, tp: int, dp: int, tmp_path: Path, seed:
 @pytest.mark.zoo
 @pytest.mark.parametrize("more", [{}, {"num_iterations": 2, "steps_per_generation": 2}], ids=["once", "again"])
 def test_sampled_completions(pool: Pool, more: dict[str, int], tmp_path: Path, seed: int) -> None:
-    """Ranks sample what one process samples from the same random state."""
+    """Ranks sample the same tokens as one process from the same random state."""
     compare(pool, "GRPOTrainer", 2, 1, seed, tmp_path, args={**SAMPLED, **more})
 
 
@@ -94,7 +94,7 @@ def test_sampled_completions(pool: Pool, more: dict[str, int], tmp_path: Path, s
 @pytest.mark.parametrize("scale", ["group", "batch"])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 2)])
 def test_completions_of_replicas(pool: Pool, tp: int, dp: int, scale: str, tmp_path: Path, seed: int) -> None:
-    """Replicas sample from random states of their own, so completions are drawn here, by their prompts."""
+    """Replicas sample from different random states, so this test draws completions from their prompts."""
     args = {**REPLICAS, "scale_rewards": scale, "sync_ref_model": True, "ref_model_sync_steps": 2}
     compare(pool, "GRPOTrainer", tp, dp, seed, tmp_path, args=args, options={"rollout_func": trl_trainers.drawn_words})
 
@@ -102,7 +102,7 @@ def test_completions_of_replicas(pool: Pool, tp: int, dp: int, scale: str, tmp_p
 @pytest.mark.zoo
 @pytest.mark.parametrize(("kind", "dp"), [("SFT", 1), ("DPO", 2), ("GRPO", 2)])
 def test_evaluation(pool: Pool, kind: str, dp: int, tmp_path: Path, seed: int) -> None:
-    """Of supervised training, TRL averages the means over the tokens of each replica, however many they are."""
+    """In supervised training, TRL averages the replicas' token means, regardless of their numbers of tokens."""
     args: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     args |= {**REPLICAS, "per_device_eval_batch_size": 8, "do_eval": True} if kind == "GRPO" else {}
     total = {"per_device_eval_batch_size": dp * args["per_device_eval_batch_size"]}

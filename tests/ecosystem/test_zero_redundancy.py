@@ -45,7 +45,7 @@ def steps(model: Any, optimizer: Any, batches: list[Batch]) -> None:
 def check_steps(
     config: PreTrainedConfig, weights: Any, batches: list[Batch], trained: dict[str, Tensor], tp: int, folder: str
 ) -> None:
-    """Train, save in the middle and resume: parameters are those of one process, resumed ones bit for bit the same."""
+    """Train, save in the middle and resume: parameters match one process, and resumed parameters are bitwise equal."""
     model = parallel_model("GPT2LMHeadModel", config, weights, tp)
     optimizer = zero(model)
     steps(model, optimizer, batches[: STEPS // 2])

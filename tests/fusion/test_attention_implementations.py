@@ -22,7 +22,7 @@ HEADS: list[tuple[int, int]] = []
 def recorded_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """A stand-in for FlashAttention: what it is called with, and the same result by torch."""
+    """Stand-in for FlashAttention: records its numbers of heads, and computes the same result in torch."""
     HEADS.append((query.shape[1], key.shape[1]))
     causal = attention_mask is None
     attended = F.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Models fused and unfused generate the tokens of transformers from its cache, whatever name a release gives to it."""
+"""Fused and unfused models generate the tokens of transformers from its cache, under its name in any release."""
 
 from __future__ import annotations
 

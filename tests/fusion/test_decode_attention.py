@@ -85,7 +85,7 @@ def test_keys_that_are_not_shown_are_not_read(seed: int) -> None:
     key.masked_fill_(~shown.transpose(-1, -2), torch.nan)
     value[:, :, :11] = torch.nan
     assert torch.equal(kernel.attend(query, key, value, 0.3, shown), expected)
-    key[0, 0, 30] = torch.nan  # what is shown is not hidden
+    key[0, 0, 30] = torch.nan  # visible keys are read
     found = kernel.attend(query, key, value, 0.3, shown)
     assert found[0, 0, 0].isnan().all() and torch.equal(found[1], expected[1])
 

@@ -1,4 +1,4 @@
-"""Blocks of decoders whose tokens are computed in C++: transformers' results with every cache, and what is left out."""
+"""Decoder blocks in C++: they match transformers with every cache, and leave some calls to Python."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def drawn_weights(variant: str, seed: int) -> dict[str, Tensor]:
 
 
 class Counted:
-    """Counts the blocks that were computed in C++, and those that were not."""
+    """Counts block calls computed in C++, and calls left to Python."""
 
     def __init__(self) -> None:
         self.computed = self.left = 0
@@ -296,7 +296,7 @@ def test_a_changed_narrow_weight_is_named(seed: int) -> None:
         one_token(model)
 
 
-# What is measured -----------------------------------------------------------------------------------------------------
+# Measurements ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``fuse(float8=...)``: products in float8 whose scales are those of one process."""
+"""``fuse(float8=...)``: products in float8 with the scales of one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWWISE = pytest.param(
 
 
 def rounded(x: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool = False) -> Tensor:
-    """What a tensor becomes in float8 with a scale for all of it, or for what is along a dimension."""
+    """Round a tensor to float8, with one scale for the tensor or one per slice along a dimension."""
     limit = torch.finfo(dtype).max
     largest = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = (limit / largest).float()
@@ -95,7 +95,7 @@ def test_two_ranks_train_as_one_process_does(pool: Pool, recipe: str, variant: s
     """Loss and gradients in float64: all ranks have the scales of the full tensors."""
     plain = reference_step(zoo.lm_head(variant), zoo.config(variant, num_hidden_layers=1), seed)
     step = float8_step(plain, recipe)
-    assert abs(step.value - plain.value) > 1e-6  # that of float8 is not that of float64
+    assert abs(step.value - plain.value) > 1e-6  # the loss in float8 differs from the loss in float64
     pool.run(2, check_step, step, recipe, 2, layers)
 
 
@@ -107,7 +107,7 @@ def small(seed: int, **options: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", ROWWISE])
 def test_training_in_float8_follows_float32(recipe: str, seed: int) -> None:
-    """Texts that repeat eight tokens, learned in 25 steps: the losses are those of float32 but for 0.1 at most."""
+    """Learn texts of eight repeated tokens in 25 steps; losses differ from float32 by 0.1 at most."""
     ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(seed)).repeat(1, 2)
     losses = []
     for chosen in (None, recipe):

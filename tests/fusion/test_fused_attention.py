@@ -51,7 +51,7 @@ EAGER = ("albert", "bart", "bert", "clip", "cohere", "distilbert", "gpt2", "gpt_
 
 
 def swapped(model: Any, backend: str = "triton") -> Any:
-    """Swap what is swapped on a GPU; operations are in plain torch on the CPU."""
+    """Replace the modules that are replaced on a GPU; on the CPU, their operations run in plain torch."""
     model._fusion = Fusion(backend)
     model._fusion.apply(model, fusion_candidates(model, backend), None)
     return model
@@ -87,7 +87,7 @@ def attended(model: Any, batch: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
 
 
 def check_rotary(step: Step, n: int) -> None:
-    """On every rank: loss, gradients, eager weights and decoding with a cache are those of transformers."""
+    """On every rank, compare loss, gradients, eager attention weights and cached decoding with transformers."""
     model = swapped(parallel_model(step.name, step.config, step.weights, n))
     with (
         spied(rotary_attention, "rotary") as rotary,
@@ -198,7 +198,7 @@ def test_rows_that_the_rotary_kernel_does_not_support(seed: int) -> None:
 
 
 def test_norms_of_heads_with_hooks_run_by_themselves(seed: int) -> None:
-    """A hook sees what the norm gives, before the positions."""
+    """A hook sees the output of the norm, before the rotary positions."""
     name, config = zoo.lm_head("qwen3"), zoo.config("qwen3", num_hidden_layers=1)
     model = registry.find(name).from_config_with_parallel(config, seed=seed, dtype=torch.float64)
     batch = inputs_of(model, zoo.batch(name, config, seed))

@@ -53,7 +53,7 @@ def emulated() -> Any:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_linear_rounding_error_is_at_most_twice_that_of_torch(form: str, dtype: torch.dtype, seed: int) -> None:
-    """At any size the error is at most twice that of torch in the same type."""
+    """At any size, the error is at most twice torch's error in the same dtype."""
     ours, plain = FORMS[form]
     torch.manual_seed(seed)
     draw = random.Random(seed)
@@ -187,7 +187,7 @@ def check_inference(name: str, config: Any, weights: Any, exact: Any, n: int, dt
 def test_fused_linear_logits_are_as_exact_as_transformers(
     pool: Pool, variant: str, dtype: torch.dtype, seed: int
 ) -> None:
-    """Logits of a fused model are as exact as those of transformers' code, within a factor of two."""
+    """Logits of a fused model are as exact as transformers' logits, within a factor of two."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     weights = {key: value.to(dtype) for key, value in reference_step(name, config, seed).weights.items()}
     model = zoo.original(name).from_pretrained(
@@ -291,7 +291,7 @@ def test_fused_model_trains_as_an_unfused_one(pool: Pool, way: str, seed: int) -
 
 
 def trained(way: str, seed: int) -> str:
-    """On a rank: whether losses and parameters after three steps are those of torch's products, and it was used."""
+    """On a rank, compare losses and parameters after three steps with torch's products, and check the kernel's use."""
     made = []
     for fused in (False, True):
         model = llama_of_two_ranks(seed)
@@ -309,7 +309,7 @@ def llama_of_two_ranks(seed: int) -> Any:
 
 
 def learn(model: Any, seed: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Train three steps of 320 tokens; losses, and parameters afterwards."""
+    """Train three steps of 320 tokens; return the losses and the final parameters."""
     batch = torch.randint(3, 90, (4, 80), generator=torch.Generator().manual_seed(seed))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -351,7 +351,7 @@ UNTIMED = {"out x in": (kernel.many_rows_linear, F.linear), "in x out": (kernel.
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("form", UNTIMED)
 def test_layers_compute_large_products_by_tiles_without_timings(form: str, trains: bool, seed: int) -> None:
-    """Small ones, other types, those that several threads share, and processors without tiles are left to torch."""
+    """Torch computes small products, other dtypes, products on several threads, and all without tiles."""
     torch.manual_seed(seed)
     ours, plain = UNTIMED[form]
     rows, side = kernel.MOST_TIMED, kernel.FEWEST_SIDE
@@ -381,7 +381,7 @@ def test_unfused_model_trains_by_tiles(pool: Pool, seed: int) -> None:
 
 
 def trained_unfused(seed: int) -> list[int]:
-    """On a rank: how many products of three steps are by tiles; without them, results are equal."""
+    """On a rank, count the products by tiles in three steps, and compare the results without tiles."""
     made, counts = [], []
     for fewest in (1, 1 << 60):
         model = llama_of_two_ranks(seed)
@@ -399,7 +399,7 @@ def trained_unfused(seed: int) -> list[int]:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("ignored", [0, 7])
 def test_loss_of_a_head_by_tiles_is_that_of_torch(biased: bool, ignored: int, seed: int) -> None:
-    """Chunk by chunk, the last of which has too few rows for tiles."""
+    """Compute in chunks; the last chunk has too few rows for tiles."""
     torch.manual_seed(seed)
     drawn = [torch.randn(150, 40), torch.randn(57, 40), torch.randn(57)]
     target = torch.randint(57, (150,)).index_fill_(0, torch.arange(ignored), -100)
@@ -432,7 +432,7 @@ def test_chunks_are_longer_where_the_weight_is_packed_for_each() -> None:
 
 
 def test_small_logits_and_their_loss_are_computed_one_after_the_other(seed: int) -> None:
-    """Where `fuse` has measured; without, whatever can be is fused."""
+    """This holds if `fuse` has measured. Without measurements, all possible operations are fused."""
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(seed))
     called = []
     for options in ({}, {"measure": False}):

@@ -55,7 +55,7 @@ def small_chunks() -> Iterator[None]:
 
 
 def check_steps(steps: list[Step], n: int) -> None:
-    """On every rank: loss and gradients of fused models are those of the reference, and logits are left out."""
+    """On every rank, compare loss and gradients of fused models with the reference; logits are never made."""
     lines = []
     for step in steps:
         model = parallel_model(step.name, step.config, step.weights, n).fuse()
@@ -126,9 +126,9 @@ def check_rounding(step: Step, n: int, dtype: torch.dtype, exact: dict[str, Tens
 def test_fused_rounding_error_is_at_most_twice_the_unfused_one(
     pool: Pool, variant: str, dtype: torch.dtype, seed: int
 ) -> None:
-    """The error in single and half precision is at most twice that of the same model unfused.
+    """The error in single and half precision is at most twice the error of the unfused model.
 
-    Over three draws together: that of one is now and then twice as large for either, by chance.
+    The test combines three draws, because the error of a single draw is sometimes twice as large by chance.
     """
     steps = [step_of_rounded_weights(variant, dtype, seed + draw) for draw in range(3)]
     for n in (1, 2):
@@ -475,7 +475,7 @@ def compare_deferred(what: str, operation: Any, tp: Any, seed: int) -> list[str]
 
 
 def check_operations(n: int, seed: int) -> None:
-    """On every rank: whatever is done with deferred logits gives what it gives on logits."""
+    """On every rank, compare all operations on deferred logits with the same operations on logits."""
     tp, lines = ParallelMesh(n).tp, []
     for name, operation in {**OPERATIONS, **IN_PLACE}.items():
         if name in ("float", "tolist"):  # rounded otherwise

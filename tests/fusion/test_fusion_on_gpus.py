@@ -61,7 +61,7 @@ from support.reference import (
     tensors,
 )
 
-WOULD = {  # what is swapped there beside the head, and which kernels then run
+WOULD = {  # operations fused on a GPU beside the head, and their kernels
     "bert": ({"bias and GeLU", "LayerNorm", "residual", "attention"}, {"add_norm", "bias_gelu"}),
     "bloom": ({"attention", "residual", "head and cross entropy"}, {"masked_softmax"}),
     "gemma": ({"root mean square norm", "GeGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
@@ -111,7 +111,7 @@ def counted_kernels() -> Iterator[set[str]]:
 
 
 def check_wiring(steps: dict[str, Step], n: int) -> None:
-    """On every rank: loss, gradients and attention weights are those of transformers, and kernels were called."""
+    """On every rank, compare loss, gradients and attention weights with transformers, and check kernel calls."""
     lines = []
     for variant, step in steps.items():
         operations, kernels = WOULD[variant]
@@ -369,7 +369,7 @@ def test_products_of_one_row_are_tuned() -> None:
 
 
 def test_each_class_has_compilations_of_its_own() -> None:
-    """Dynamo counts them by code object, and runs what is above its limit without compilation."""
+    """Dynamo counts compilations by code object, and stops compiling above its limit."""
     graphs: list[Any] = []
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
@@ -380,7 +380,7 @@ def test_each_class_has_compilations_of_its_own() -> None:
 
 
 def test_graphs_run_in_threads_that_own_them() -> None:
-    """Inductor of torch 2.11 has graphs in one thread: the one that imported its module."""
+    """Inductor of torch 2.11 supports graphs only in the thread that imported its module."""
     trees: Any = SimpleNamespace(local=threading.local())
     trees.local.tree_manager_containers = {}
 
@@ -414,7 +414,7 @@ def test_graphs_run_in_threads_that_own_them() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "bloom"])
 def test_fused_model_matches_on_a_gpu(variant: str, dtype: torch.dtype, seed: int) -> None:
-    """Loss, gradients and tokens; the errors of bfloat16 at most twice those of the model unfused."""
+    """Compare loss, gradients and tokens; bfloat16 errors are at most twice the errors of the unfused model."""
     name, config = zoo.lm_head(variant), zoo.config(variant, **GELU_NEW.get(variant, {}))
     exact = reference_step(name, config, seed)
     errors, texts = [], []

@@ -52,9 +52,9 @@ COPIES = {
 }
 CALL_EAGER_ATTENTION = [module.eager_attention_forward for module in (llama, bert, gpt2, opt, t5, gemma2)]
 ROTARY = [module.apply_rotary_pos_emb for module in (llama, olmo2, phi3, gpt_neox)]
-"""They turn all of a head or its first part, and cast the result or not; `rotary` stands for each of them."""
+"""They rotate a whole head or its first part, and may cast the result; `rotary` replaces each of them."""
 NOT_FUSED = {"mt5.MT5LayerNorm", "qwen4_exp.Qwen4ExpTextRMSNorm", "umt5.UMT5LayerNorm"}
-"""Copies that fusion has never replaced. Qwen4-Exp's calls a function of its own, which may take means of groups."""
+"""Copies that fusion never replaces. The copy of Qwen4-Exp calls a separate function that may average over groups."""
 
 
 def layers() -> Iterator[tuple[str, Any]]:
@@ -77,7 +77,7 @@ def check_table(found: Iterable[str], table: frozenset[str]) -> None:
 
 
 def code(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """What a function does: equal for copies, whatever their annotations, docstrings and local names."""
+    """Return the code of a function; copies with other annotations, docstrings and local names are equal."""
     function = inspect.unwrap(function)
     code = function.__code__
     constants = tuple(constant for constant in code.co_consts if constant not in (None, function.__doc__))

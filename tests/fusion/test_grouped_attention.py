@@ -1,4 +1,4 @@
-"""Compiled decoding attends by groups of heads; the results are those of torch's attention."""
+"""Compiled decoding attends by groups of heads, with the results of torch's attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_results_are_those_of_torchs_attention(heads: int, keys: int, width: int
 
 
 def test_compiled_decoding_uses_it() -> None:
-    """One captured step, whose logits are those of the step that is not compiled."""
+    """One captured step has the same logits as the eager step."""
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=61)
     model: Any = LlamaForCausalLM.from_config_with_parallel(config, dtype=torch.float64, seed=0).eval()

@@ -1,4 +1,4 @@
-"""The key-value cache that grows in place: transformers' tensors, whatever is done to it."""
+"""The key-value cache that grows in place: it holds transformers' tensors after any operation."""
 
 from __future__ import annotations
 

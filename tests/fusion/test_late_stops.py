@@ -24,7 +24,7 @@ PROMPT = torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6], [1, 2, 1, 2]])
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often the host reads whether no row is left (``waits``), and what an event let it read (``late``)."""
+    """Counts host reads of the flag for no rows left (``waits``), and of copies after an event (``late``)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ def faster(model: Any) -> list[frozenset[int]]:
 
 def slowed(function: Any) -> Any:
     def run(*args: Any) -> Any:
-        end = time.thread_time() + 1e-3  # of its CPU, which is what is timed: others may have it meanwhile
+        end = time.thread_time() + 1e-3  # CPU time, like the measured time: other processes may use the CPU meanwhile
         while time.thread_time() < end:
             pass
         return function(*args)
@@ -141,7 +141,7 @@ def test_a_part_of_a_large_weight_is_timed_with_many_rows(io: bool) -> None:
 
 
 def test_faster_of_two_ways_is_taken_and_never_one_slower_than_torch() -> None:
-    """Between two timed numbers of rows, the way that gains at both, and of several the one that gains most."""
+    """Between two timed numbers of rows, choose a way that gains at both; of several, choose the largest gain."""
     cpp, onednn, level = kernel.CPP, kernel.ONEDNN, (1.0, 1.0)
     timed = {
         1: {cpp: (1.0, 3.0), onednn: (1.0, 2.0)},
@@ -222,7 +222,7 @@ def test_dtypes_computed_by_torch_are_not_measured() -> None:
 
 
 def check_ranks(rows: list[set[int]]) -> tuple[list[frozenset[int]], str]:
-    """What is decided where each rank measured something else."""
+    """Return the decision of this rank when the ranks' measurements differ."""
     rank = torch.distributed.get_rank()
     with faster_at(rows[rank]):
         model = small(tensor_parallel_size=2).fuse()

@@ -101,7 +101,7 @@ def rounded_step(variant: str, weights: str, seed: int) -> tuple[Any, dict[str, 
 
 
 def check_narrow_model(name: str, config: Any, state: Any, ids: Tensor, exact: Tensor, tp: int, weights: str) -> float:
-    """The error of this rank's logits of few rows and of many."""
+    """Return the largest error of this rank's logits, for few rows and for many."""
     model = parallel_model(name, config, state, tp, torch.float32).eval()
     with torch.no_grad():
         before, names = model(ids).logits, list(model.state_dict())
@@ -118,7 +118,7 @@ def check_narrow_model(name: str, config: Any, state: Any, ids: Tensor, exact: T
 
 @pytest.mark.parametrize("variant, weights", [("llama", "int8"), ("gpt2", "int8"), ("llama", "bfloat16")])
 def test_narrow_model_is_the_one_with_rounded_full_weights(pool: Pool, variant: str, weights: str, seed: int) -> None:
-    """At any tensor-parallel size, so scales are those of full rows."""
+    """At any tensor-parallel size, scales cover full rows."""
     config, state, ids, exact = rounded_step(variant, weights, seed)
     for tp in (1, 2):
         errors = pool.run(tp, check_narrow_model, zoo.lm_head(variant), config, state, ids, exact, tp, weights)

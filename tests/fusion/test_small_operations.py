@@ -43,7 +43,7 @@ def test_small_operations_match_transformers(seed: int) -> None:
         query, key = heads(batch, draw.randint(1, 5), length, turned), heads(batch, draw.randint(1, 3), length, turned)
         cos, sin = torch.randn(2, draw.choice([1, batch]), length, turned, dtype=torch.float64)
         expected = apply_rotary_pos_emb(query, key, cos, sin)
-        rest = [heads(batch, x.shape[1], length, 3) for x in (query, key)]  # what is not turned
+        rest = [heads(batch, x.shape[1], length, 3) for x in (query, key)]  # features without rotation
         wide = [torch.cat(pair, -1) for pair in zip((query, key), rest, strict=True)]
         for given, tails in (((query, key), None), (wide, rest)):
             found = small_operations.rotate(*given, cos, sin)

@@ -21,12 +21,12 @@ def huge_bytes() -> int:
 
 
 def new_memory(size: int) -> torch.Tensor:
-    """Bytes that the system maps for the test: what the allocator has may be in huge pages already, or filled."""
+    """Newly mapped bytes: memory of the allocator may lie in huge pages already, or be filled."""
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def is_supported() -> bool:
-    """Whether the system has such pages, and gives them to whoever asks for them."""
+    """Whether the system has huge pages, and grants them on request."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     release = tuple(int(part) for part in Path("/proc/sys/kernel/osrelease").read_text().split(".")[:2])
     return sys.platform == "linux" and setting.exists() and "[never]" not in setting.read_text() and release >= (6, 1)

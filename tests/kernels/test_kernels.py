@@ -145,7 +145,7 @@ def test_reference_formulas_and_gradients_match_torch(name: str, seed: int) -> N
 
 
 def test_formulas_of_norms_over_all_heads(seed: int) -> None:
-    """Values and gradients, whose sums the caller makes."""
+    """Check values and gradients; the caller computes the row sums."""
     torch.manual_seed(seed)
     q, k, of_query, of_key = double(2, 3, 4, 6), double(2, 1, 4, 6), double(2, 3, 4, 6), double(2, 1, 4, 6)
     weights, (cos, sin) = (double(18), double(6)), torch.randn(2, 1, 4, 6, dtype=torch.float64)

@@ -46,7 +46,7 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """What is launched, in order; kernels by their names."""
+    """Record launched operations in order, and kernels by their names."""
     launches = Launches()
 
     def note(kernel: Any, *args: Any, **kwargs: Any) -> None:

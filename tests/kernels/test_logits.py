@@ -1,4 +1,4 @@
-"""The two passes of the cross entropy over the logits of a CPU in C++, against those in plain torch."""
+"""The two C++ passes of the cross entropy over logits on a CPU, against plain torch."""
 
 from __future__ import annotations
 

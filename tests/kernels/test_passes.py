@@ -68,7 +68,7 @@ def turned_first(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[
 
 
 def squares(rotate: Callable[..., Any], *args: Tensor) -> tuple[Tensor, ...]:
-    """Of what is rotated, so that gradients have gradients."""
+    """Square the rotated tensors, so that gradients have gradients."""
     return tuple(x.pow(2) for x in rotate(*args))
 
 

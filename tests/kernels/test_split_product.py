@@ -43,12 +43,12 @@ def drawn(rows: int, terms: int, by_rows: bool) -> Tensor:
 
 
 def exceeds(found: Tensor, exact: Tensor, size: Tensor, limit: float) -> bool:
-    """Whether an error is larger than ``limit`` times the sum of the absolute values of what was added."""
+    """Whether an error exceeds ``limit`` times ``size``, the sum of the absolute values of the summands."""
     return bool(((found - exact).abs() > limit * size).any())
 
 
 def check(plain: bool, draw: random.Random, most: int = 150) -> None:
-    """Of random sizes and strides, with bias, into other memory, and added to what is there."""
+    """Check products of random sizes and strides: alone, with bias, into given memory, and added to its content."""
     for left_by_rows in (True, False):
         for right_by_rows in (True, False):
             few, many, K = draw.randint(1, most // 2), draw.randint(most // 2 + 32, most + 32), draw.randint(1, most)
@@ -87,7 +87,7 @@ def test_products_of_more_than_is_packed_at_a_time(plain: bool, threads: int, se
 
 @pytest.mark.skipif(split_product.why_not() is not None, reason="needs AMX")
 def test_error_is_at_most_that_of_torch(seed: int) -> None:
-    """By the mean over a matrix; and torch's own products by tiles remain what they were."""
+    """Compare the mean over a matrix. Torch's own products by tiles do not change."""
     torch.manual_seed(seed)
     x, half = torch.randn(300, 700), torch.randn(256, 256).bfloat16()
     weight, squared = torch.randn(200, 700), half @ half

@@ -1,6 +1,6 @@
-"""Dropout under tensor parallelism, exactly: all masks that the ranks draw are replayed in one process.
+"""Dropout under tensor parallelism is exact: one process replays all masks of the ranks.
 
-Masks of replicated activations have to be equal on all ranks, those of sharded activations independent.
+Masks of replicated activations are equal on all ranks; masks of sharded activations are independent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Gradients = Mapping[str, Tensor | None]
 def step_with_recorded_masks(
     name: str, config: PreTrainedConfig, weights: Weights, batch: Batch, n: int, seed: int
 ) -> tuple[Tensor, Gradients, list[Tensor], dict[str, Layout]]:
-    """A step of this rank: loss, gradients, masks in the order of their calls, and how the parameters are sharded."""
+    """Run a step on this rank; return loss, gradients, masks in call order, and parameter layouts."""
     model = parallel_model(name, config, weights, n, attn_implementation="eager")
     torch.manual_seed(seed)
     with lifted_casts(), Recorder() as recorder:
@@ -43,7 +43,7 @@ def step_with_recorded_masks(
 
 
 def check_dropout(pool: Pool, name: str, variant: str, n: int, seed: int) -> None:
-    """Loss and gradients with the ranks' masks are those of one process with the same masks."""
+    """Loss and gradients with the ranks' masks match one process with the same masks."""
     config = zoo.config(variant, dropout=RATE)
     model = reference_model(name, config, seed, attn_implementation="eager")
     weights, batch = full_parameters(model), zoo.batch(name, config, seed)
@@ -107,7 +107,7 @@ def interrupt(*_: Any) -> None:
 
 
 def check_interruption(name: str, config: PreTrainedConfig, weights: Weights, batch: Batch, seed: int) -> None:
-    """Wherever a forward is left by an exception, the common stream goes on as common, and the model works on."""
+    """After an exception anywhere in a forward, ranks keep equal shared random streams, and the model works."""
     model = parallel_model(name, config, weights, 2, torch.float32, attn_implementation="eager")
     torch.manual_seed(seed)
     undisturbed = model(**batch).loss
@@ -141,7 +141,7 @@ def test_dropout_streams_recover_from_an_exception_in_forward(pool: Pool, varian
 
 
 def draws_of_evaluation(name: str, config: PreTrainedConfig, batch: Batch, seed: int) -> None:
-    """In evaluation nothing is drawn; without any dropout nothing is drawn in training either."""
+    """Evaluation draws no random numbers; neither does training without dropout."""
     cls: Any = registry.find(name)
     for rate, training in ((RATE, False), (0.0, True)):
         for key in [key for key in config.to_dict() if "pdrop" in key]:
@@ -168,7 +168,7 @@ def losses_with_dropout(config: PreTrainedConfig, batch: Batch, seed: int) -> li
 
 
 def test_dropout_masks_are_determined_by_the_seed(pool: Pool, seed: int) -> None:
-    """The same seed draws the same masks, the next forward and another seed draw others."""
+    """The same seed draws the same masks; the next forward and another seed draw different masks."""
     config = zoo.config("gpt2", dropout=RATE)
     batch = zoo.batch("GPT2LMHeadModel", config, seed)
     losses, other = pool.run(2, losses_with_dropout, config, batch, seed)

@@ -1,4 +1,4 @@
-"""Sums of input gradients that run beside the products of weight gradients."""
+"""Input-gradient all-reduces overlap with weight-gradient matrix products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.reference import parallel_model, reference_step, step_differences
 
 
 def check_step(step: Any, n: int) -> None:
-    """On every rank: loss and gradients of several steps, and in which order they were computed."""
+    """On every rank: loss and gradients of several steps, and the order of their computation."""
     calls: list[str] = []
     model = parallel_model(step.name, step.config, step.weights, n)
     copied = copy.deepcopy(model)
@@ -46,7 +46,7 @@ def check_step(step: Any, n: int) -> None:
         mock.patch.object(dist, "all_reduce", start),
         mock.patch.object(overlap, "_weight_gradient", noting("weight", overlap._weight_gradient)),
     ):
-        for number, own in enumerate((model, model, copied)):  # siblings are learned by the first
+        for number, own in enumerate((model, model, copied)):  # the first step finds the sibling layers
             calls.clear()
             lines += step_differences(own, step, without=LOGITS)
             if number == 1:

@@ -1,4 +1,4 @@
-"""Recurrent mixers that are called with the states of all heads read and write those of their rank, and no others."""
+"""Recurrent mixers receive the states of all heads; they read and write only the heads of their rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, HEADS = 2, 5
 
 
 class Mixer(nn.Module):
-    """One state of hidden states, and two of heads, which it makes anew or writes in place."""
+    """Mixer with one shared state and two states per head; it returns new states or writes in place."""
 
     in_place = False
 

@@ -1,4 +1,4 @@
-"""Statistics of tokens from sharded heads match those of full logits, and TRL's own kernel."""
+"""Token statistics from sharded heads match statistics of full logits, and TRL's kernel."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_targets_outside_of_the_vocabulary(pool: Pool) -> None:
 
 
 def test_as_the_kernel_of_trl(seed: int) -> None:
-    """Which sums in float32, and which the tests of its trainers replace."""
+    """TRL's kernel sums in float32; the tests of TRL's trainers replace it."""
     pytest.importorskip("trl", reason="compares with TRL's kernel")
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 

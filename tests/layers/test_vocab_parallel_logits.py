@@ -24,7 +24,7 @@ from support.reference import TOLERANCE, differences
 
 
 def sharded(full: Tensor, tp: Any) -> tuple[Tensor, VocabParallelLogits]:
-    """A leaf that holds this rank's part of ``full``, and the logits made of it."""
+    """Return a leaf with this rank's part of ``full``, and its sharded logits."""
     words = Layout.sharded((VOCAB, 1), 0, (EvenSplit(VOCAB),), tp.size)
     ((start, stop),) = words.ranges[tp.rank]
     leaf = full[..., start:stop].clone().requires_grad_()
@@ -37,7 +37,7 @@ def part_of(full: Tensor, logits: VocabParallelLogits) -> Tensor:
 
 
 def compare(what: str, full: Tensor, tp: Any, operation: Callable[[Tensor], Any], tolerance: float) -> list[str]:
-    """Apply an operation to whole logits and to sharded ones; where result and gradient differ."""
+    """Apply an operation to full and to sharded logits; return lines for differing results and gradients."""
     whole = full.clone().requires_grad_()
     leaf, logits = sharded(full, tp)
     expected, found = operation(whole * 1), operation(logits)
@@ -66,7 +66,7 @@ def compare(what: str, full: Tensor, tp: Any, operation: Callable[[Tensor], Any]
 
 
 def passing(in_cpp: bool) -> Any:
-    """Whether logits of any size are passed over in C++, or none."""
+    """Pass over logits of every size in C++, or of no size."""
     return mock.patch.object(cross_entropy, "MANY_LOGITS", 1 if in_cpp else 1 << 60)
 
 
@@ -103,7 +103,7 @@ def test_vocab_parallel_cross_entropy_matches_torch(pool: Pool, in_cpp: bool, n:
 
 
 def check_half_precision(seed: int) -> None:
-    """On each of two ranks: float32's losses and gradients, rounded."""
+    """On each of two ranks: losses and gradients equal rounded float32 results."""
     tp = ParallelMesh(2).tp
     torch.manual_seed(seed)
     lines = []
@@ -118,7 +118,7 @@ def check_half_precision(seed: int) -> None:
             found.sum().backward()
             gradient = part_of(whole.grad, logits)
             for what, own, exact in (("loss", found, expected), ("gradient", leaf.grad, gradient)):
-                # a gradient is a difference of probabilities, each of which has float32's rounding
+                # a gradient is a difference of probabilities, each with float32's rounding
                 allowed = torch.finfo(dtype).eps * exact.abs() + torch.finfo(torch.float32).eps
                 off = (own.float() - exact).abs() > allowed
                 if own.dtype != dtype or off.any():
@@ -142,14 +142,14 @@ def lose(label: int, options: Loss) -> None:
 def test_vocab_parallel_cross_entropy_rejects_labels_outside_the_vocabulary(
     pool: Pool, label: int, options: Loss
 ) -> None:
-    """All ranks raise what torch raises."""
+    """All ranks raise the same error as torch."""
     with pytest.raises(IndexError):
         F.cross_entropy(torch.zeros(2, VOCAB), torch.tensor([1, label]), **options)
     pool.run(2, lose, label, options, expect=IndexError)
 
 
 def check_operations(table: str, n: int, seed: int) -> None:
-    """On every rank: each operation on sharded logits gives what it gives on whole ones, and the same gradient."""
+    """On every rank: each operation has the same result and gradient on sharded and on full logits."""
     tp = ParallelMesh(n).tp
     torch.manual_seed(seed)
     full = torch.randn(SHAPE, dtype=torch.float64)

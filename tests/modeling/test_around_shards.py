@@ -1,4 +1,4 @@
-"""What stands around shards: wrappers, optimizers, hooks, transforms, and modules that a user adds."""
+"""Wrappers, optimizers, hooks, transforms and user modules around sharded layers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class LoRA(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A wrapper whose input and output are replicated."""
+    """Wrapper that scales a replicated output."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def wrap_layers(name: str, config: Any, weights: Weights, batch: dict[str, Any],
 
 
 def test_wrapper_with_parameters_around_a_sharded_layer_is_refused(pool: Pool, seed: int) -> None:
-    """Around modules whose inputs and outputs are replicated, it is exact."""
+    """The wrapper is exact around modules with replicated inputs and outputs."""
     name, config, model, weights, batch = of_one_process(seed)
     scale_modules(model)
     with lifted_casts():
@@ -190,7 +190,7 @@ def test_gradients_of_an_added_head_count_once(pool: Pool, seed: int) -> None:
 
 
 class WithValue(registry.find("LlamaForCausalLM")):  # type: ignore[misc]
-    """A subclass with a head of its own."""
+    """Subclass with an extra value head."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -198,7 +198,7 @@ class WithValue(registry.find("LlamaForCausalLM")):  # type: ignore[misc]
 
 
 class WithRow(registry.find("LlamaForCausalLM")):  # type: ignore[misc]
-    """A subclass that adds a parameter inside the model that the plan shards."""
+    """Subclass with an extra parameter inside the sharded base model."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -254,7 +254,7 @@ def test_label_outside_of_the_vocabulary_is_named_on_every_rank(pool: Pool, seed
 
 
 def norms_of_gradients(model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """The norms of the gradients of the outputs of the modules with full outputs."""
+    """Return the gradient norms of the full module outputs."""
     norms: dict[str, Tensor] = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -311,7 +311,7 @@ def test_transforms_of_functions_are_refused(pool: Pool, seed: int) -> None:
 
 
 def gradients_of_gradients(model: Any, batch: dict[str, Any]) -> Tensor:
-    """Add a penalty on all first derivatives to the loss; returns both."""
+    """Add a penalty on all first derivatives to the loss; return both."""
     params = [param for param in model.parameters() if param.requires_grad]
     with lifted_casts():
         loss = model(**batch).loss
@@ -340,7 +340,7 @@ def test_second_derivatives_match_one_process(pool: Pool, variant: str, seed: in
 def along_directions(
     x: Tensor, logits: Any, target: Tensor, columns: slice, total: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Derivatives of derivatives of derivatives of a squared, smoothed cross entropy."""
+    """Third derivatives of a squared, smoothed cross entropy."""
     loss = F.cross_entropy(logits, target, label_smoothing=0.1).square()
     direction = torch.arange(1.0, 8.0, dtype=x.dtype)[columns].cos()
     for _ in range(2):

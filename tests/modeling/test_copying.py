@@ -1,4 +1,4 @@
-"""A parallel model can be copied, and says why it cannot be pickled."""
+"""A parallel model can be copied; pickling it raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.reference import Step, parallel_model, reference_step, step_differe
 
 
 def check_copy(step: Step) -> None:
-    """The copy takes the step of one process, and leaves the weights and gradients of the original alone."""
+    """The copy's step matches one process, and does not change the original's weights and gradients."""
     model = parallel_model(step.name, step.config, step.weights, 2)
     copied = copy.deepcopy(model)
     assert copied.mesh is model.mesh
@@ -66,7 +66,7 @@ def test_copy_of_a_pipeline_stage_is_a_stage_of_its_own(pool: Pool, variant: str
 
 
 class BeforeWeights(pickle.Pickler):
-    """Refuses to be asked for a weight."""
+    """Pickler that refuses weights."""
 
     def reducer_override(self, obj: Any) -> Any:
         assert not isinstance(obj, torch.Tensor), "a weight is pickled before the model is refused"

@@ -1,4 +1,4 @@
-"""`num_parameters` of a sharded model is that of the full model, on every rank."""
+"""`num_parameters` of a sharded model counts the full model, on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS: tuple[dict[str, bool], ...] = ({}, INNER, TRAINABLE, {**TRAINABLE, **IN
 
 
 def freeze(model: Any) -> Any:
-    """Freeze what a user would freeze: every norm and the input embeddings."""
+    """Freeze every norm and the input embeddings, as users do."""
     for module in (model.get_input_embeddings(), *(m for m in model.modules() if "Norm" in type(m).__name__)):
         module.requires_grad_(False)
     return model

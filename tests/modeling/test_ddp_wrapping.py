@@ -25,7 +25,7 @@ from support.reference import full_parameters, parallel_model, reference_model, 
 
 
 class Parent(nn.Module):
-    """A module of the user's that merely contains the model."""
+    """User module that contains the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class OwnDDP(DistributedDataParallel):
 
 
 def train_by_trainer(model: nn.Module) -> Any:
-    """Reaches the wrapping before any batch is looked at."""
+    """Start training; the trainer wraps the model before it reads a batch."""
     arguments = TrainingArguments(str(Path("unused")), use_cpu=True, report_to=[], save_strategy="no", max_steps=1)
     return Trainer(model, arguments, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}]).train()
 
@@ -64,7 +64,7 @@ WRONG: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def wrap_wrongly(how: str, sizes: dict[str, int], seed: int) -> list[str]:
-    """The message of the refusal, and which parameters have changed."""
+    """Return the message of the error. The wrapping must not change a parameter."""
     cls: Any = registry.find("GPT2LMHeadModel")
     model = cls.from_config_with_parallel(zoo.config("gpt2"), **sizes, seed=seed, dtype=torch.float64)
     before = full_parameters(model)
@@ -102,19 +102,19 @@ def wrap_over_three_of_four(seed: int) -> str:
 
 
 def test_ddp_over_three_of_four_ranks_is_rejected_on_every_rank(pool: Pool, seed: int) -> None:
-    """Rank 2, too, whose model has no other rank in the group."""
+    """Rank 2 rejects the group too, although the group has no other rank of its model."""
     assert all(pool.run(4, wrap_over_three_of_four, seed)[:3])
 
 
 def wrap_rightly(config: PreTrainedConfig, weights: dict[str, Tensor], batch: dict[str, Tensor], expected: Any) -> None:
-    """In each of these ways, gradients are those of one process, since all replicas have the same batch."""
+    """Gradients match one process in every supported wrapping, since all replicas get the same batch."""
     lines = []
     for how in ("model", "parent", "device mesh", "ignored"):
         model = parallel_model("GPT2LMHeadModel", config, weights, 2, torch.float32)
         group = {"process_group": model.mpu.get_data_parallel_group()}
         if how == "device mesh":
             group = {"device_mesh": model.mesh.device_mesh["dp"]}
-        if how == "ignored":  # DDP leaves the model alone, and is there for what is beside it
+        if how == "ignored":  # DDP ignores the model and handles only the parent's parameter
             parent = Parent(model)
             ignored = [f"inner.model.{name}" for name in weights]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(parent, ignored)

@@ -1,4 +1,4 @@
-"""What importing a model must not import, since the application and every worker pay for it."""
+"""Importing a model must not import optional libraries, since the application and every worker pay for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SLOW = ("peft", "trl", "torchao", "transformers.trainer", "transformers.trainer_
 
 
 def test_importing_a_model_imports_no_optional_library() -> None:
-    """Constructing one with a seed neither."""
+    """Neither does the construction of a model with a seed."""
     code = f"""
 import sys
 from oslo_models import LlamaForCausalLM

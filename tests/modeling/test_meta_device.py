@@ -1,4 +1,4 @@
-"""Models that are constructed on the meta device are not initialised there, and all that follows is as before."""
+"""Models on the meta device skip initialisation; later initialisation works as before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oslo_models.modeling.meta_device import meta_device, uninitialized_on_meta
 
 
 class Random(TorchDispatchMode):
-    """Collects the operators that draw numbers."""
+    """Collects operators that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ GENERATING = ["bert-decoder", "gpt2", "gpt_neo", "gptj", "llama", "llama-one-kv"
 
 
 def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch of a model that predicts. An encoder-decoder then needs what its decoder reads."""
+    """Remove the labels from a batch. An encoder-decoder then needs decoder inputs."""
     kept = {key: value for key, value in batch.items() if key not in LABELS}
     if "decoder_attention_mask" in kept:
         kept.setdefault("decoder_input_ids", kept["input_ids"].flip(1))
@@ -39,7 +39,7 @@ def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_differentiable(steps: list[Step], tensor_parallel_size: int, attn_implementation: str | None = None) -> None:
-    """On every rank: all outputs are those of the reference, and so are the gradients that pass through them."""
+    """On every rank: all outputs, and the gradients through them, match the reference."""
     lines = []
     options: dict[str, Any] = {"attn_implementation": attn_implementation} if attn_implementation else {}
     for step in steps:
@@ -58,7 +58,7 @@ def check_gathering(
     expected: dict[bool, dict[str, Tensor]],
     fields: tuple[str, ...],
 ) -> None:
-    """On each of two ranks: ``fields`` (the logits over the vocabulary) are there or `None` as they should be."""
+    """On each of two ranks: ``fields`` (the logits over the vocabulary) are present or `None` as expected."""
     lines = []
     for gather in (None, True, False):
         model = parallel_model(name, config, weights, 2, gather_logits=gather)
@@ -105,13 +105,13 @@ def test_gathered_logits_are_differentiable(pool: Pool, variant: str, seed: int)
     "variant", [*zoo.FOUNDING, "gpt2-cross", "bert-decoder", "prophetnet", "bigbird_pegasus-sparse"]
 )
 def test_output_attentions_and_hidden_states_are_full(pool: Pool, variant: str, seed: int) -> None:
-    """On four ranks, which share six heads unevenly; the gradients pass through them as well."""
+    """On four ranks, with six heads split unevenly; gradients pass through these outputs too."""
     names = zoo.heads(variant) if variant in zoo.FOUNDING else [zoo.base(variant), zoo.lm_head(variant)]
     steps = []
     for name in names:
         config = zoo.config(variant)
         batch = {**zoo.batch(name, config, seed), "output_attentions": True, "output_hidden_states": True}
-        if variant == "prophetnet":  # its weights are from before the softmax: the smallest number where a mask is
+        if variant == "prophetnet":  # its weights precede the softmax: masked positions have the smallest number
             batch = {key: value for key, value in batch.items() if not key.endswith("attention_mask")}
         steps.append(
             reference_step(name, config, seed, objective=all_outputs, batch=batch, attn_implementation="eager")
@@ -157,7 +157,7 @@ def test_forward_returns_the_tuples_of_transformers(pool: Pool, variant: str, ho
             try:
                 with torch.no_grad(), lifted_casts():
                     expected = [value for _, value in tensors(model(**given))]
-            except AttributeError:  # transformers' own forward wants the names of what its base model returns
+            except AttributeError:  # transformers' forward needs named outputs of its base model
                 assert how == "configured"
             else:
                 cases.append((name, config, full_parameters(model), given, expected))
@@ -220,7 +220,7 @@ def test_forward_with_inputs_embeds_matches_transformers(pool: Pool, variant: st
 
 @pytest.mark.parametrize("variant", ["gpt2", "gpt_neo", "gptj", "llama"])
 def test_loss_honours_num_items_in_batch(pool: Pool, variant: str, seed: int) -> None:
-    """transformers' Trainer says how many labels all accumulated batches have together."""
+    """transformers' Trainer passes the total number of labels of all accumulated batches."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     batch = zoo.batch(name, config, seed)
     plain = reference_step(name, config, seed, batch=batch)
@@ -239,7 +239,7 @@ def run_with_token(variant: str, token: int) -> None:
 
 @pytest.mark.parametrize("token", [-1, 101, 10**6])
 def test_token_outside_the_vocabulary_raises_on_all_ranks(pool: Pool, token: int) -> None:
-    """All ranks raise what torch raises."""
+    """All ranks raise the same error as torch."""
     with pytest.raises(IndexError):
         reference_model("GPT2Model", zoo.config("gpt2"), 0)(input_ids=torch.tensor([[1, token]]))
     pool.run(2, run_with_token, "gpt2", token, expect=IndexError)
@@ -273,7 +273,7 @@ def check_generation(
     n: int,
 ) -> None:
     model = parallel_model(name, config, weights, n).eval()
-    # Ranks whose random states differ must still sample alike: those of the first count.
+    # Ranks with different random states must still sample alike; the first rank's state counts.
     generated = generate(model, prompt, seed + model.mesh.tp.rank)
     lines = [
         f"{mode}: {generated[mode].tolist()} instead of {tokens.tolist()}"

@@ -1,4 +1,4 @@
-"""Architectures outside of this package, with a plan of the user: exact at any sizes, through every entry."""
+"""Architectures outside this package with a user's plan: exact at all sizes, through every entry point."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIG = NoteConfig()
 
 
 def reference(seed: int, folder: Path, cls: Any = NoteForCausalLM) -> Step:
-    """A step of the class on one process, which is saved in a folder before."""
+    """Save the model in a folder; return its step on one process."""
     torch.manual_seed(seed)
     model = cls(CONFIG).double()
     with torch.no_grad():
@@ -71,7 +71,7 @@ def by_auto_class(folder: Path, **sizes: Any) -> Any:
 
 
 def by_argument(folder: Path, **sizes: Any) -> Any:
-    """The base model's names; the head stays that of the class."""
+    """The plan names modules of the base model; the class still provides the plan of the head."""
     return ParallelNoteForCausalLM.from_pretrained_with_parallel(folder, plan=plan_of_base(CONFIG), **sizes)
 
 

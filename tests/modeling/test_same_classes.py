@@ -1,4 +1,4 @@
-"""Model types whose models transformers makes of the classes of another type."""
+"""Model types that transformers builds from the classes of another type."""
 
 from __future__ import annotations
 

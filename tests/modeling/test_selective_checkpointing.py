@@ -20,12 +20,12 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 
 
 def products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of most guides: products are kept, what is cheap is computed again."""
+    """Save matrix products and recompute cheap operations, as most guides suggest."""
     return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def collectives(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Nothing is sent again."""
+    """Save the outputs of collectives, so that recomputation repeats no communication."""
     sent = op.namespace == "oslo"
     return CheckpointPolicy.MUST_SAVE if sent else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -44,7 +44,7 @@ def checkpoint_selectively(model: Any, policy: str) -> None:
         forward, recomputation = create_selective_checkpoint_contexts(POLICIES[policy])
 
         @contextmanager
-        def lifted() -> Iterator[None]:  # the mode around a backward pass is not there while it recomputes
+        def lifted() -> Iterator[None]:  # the mode around a backward pass is not active while it recomputes
             with recomputation, lifted_casts():
                 yield
 
@@ -55,7 +55,7 @@ def checkpoint_selectively(model: Any, policy: str) -> None:
 
 
 def check_policy(policy: str, step: Step, fuse: bool) -> None:
-    """On each of two ranks: loss and gradients are those of one process without checkpointing."""
+    """On each of two ranks: loss and gradients match one process without checkpointing."""
     model = parallel_model(step.name, step.config, step.weights, 2)
     if fuse:
         model.fuse()
@@ -71,7 +71,7 @@ def check_policy(policy: str, step: Step, fuse: bool) -> None:
 
 VARIANTS = ["gpt2", "llama", "gpt2 fused", "llama fused", "llama-one-kv", "t5"]
 CASES = [(variant, policy) for variant in VARIANTS for policy in POLICIES if (variant, policy) != ("t5", "everything")]
-"""T5 computes the buckets of its positions in place, and torch refuses to keep what is changed in place."""
+"""T5 computes its position buckets in place, and torch refuses to save tensors that change in place."""
 
 
 @pytest.mark.parametrize(("variant", "policy"), CASES)

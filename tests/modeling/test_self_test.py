@@ -1,4 +1,4 @@
-"""``python -m oslo_models.testing``: its verdicts are right about what works, fails, hangs and is missing."""
+"""``python -m oslo_models.testing`` tells working, failing, hanging and missing features apart."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_missing_libraries_are_no_failure() -> None:
 
 
 def run_self_test(feature: str, change: str = "") -> tuple[int, str]:
-    """Exit code and output of the self-test after a change of the library."""
+    """Return exit code and output of the self-test after a change of the library."""
     code = (
         f"import sys; sys.argv[1:] = ['--only', {feature!r}]\n{change}\nfrom oslo_models.testing.__main__ import main"
     )

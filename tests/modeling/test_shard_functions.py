@@ -57,7 +57,7 @@ UNDEFINED = (
 
 
 class Input:
-    """The place of the tensor in a call."""
+    """Position of the tensor in a call."""
 
 
 def calls() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -130,7 +130,7 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 class Outcome:
-    """What a call did, in plain numbers."""
+    """Result and gradient of a call, as plain numbers."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, tensor: Tensor) -> None:
         result = function(*args, **kwargs)
@@ -164,7 +164,7 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def sort_functions(values: Tensor, dim: int, with_graph: bool, seed: int = 0, count: int = 24) -> dict[str, list[str]]:
-    """On each rank: the names of the calls that are exact, refused by name, impossible with other shapes, and wrong."""
+    """On each rank: return the names of exact, refused, impossible (by shape) and wrong calls."""
     mesh = ParallelMesh(2)
     ranges = even_ranges(6, 2)
     sharding = Sharding("weight", Layout(SHAPE, dim, ranges=tuple((each,) for each in ranges)), mesh)
@@ -257,7 +257,7 @@ DRAWN: dict[str, Callable[[Any], Any]] = {
     "embedding": lambda x: x.model.embed_tokens.reset_parameters(),
     "in place": lambda x: [each.weight.data.uniform_(-1, 1) for each in linear_layers(x)],
 }
-"""Functions that draw a weight anew."""
+"""Functions that reinitialise weights at random."""
 
 
 def linear_layers(model: Any) -> list[Any]:
@@ -274,7 +274,7 @@ def draw(model: Any, how: str) -> list[Tensor]:
 
 
 def assign_rows(weight: Any) -> Tensor:
-    """New tokens get the mean of the others, as a sharded model does it; the other way raises."""
+    """Set new tokens to the mean of the other tokens, in the way that sharded weights support."""
     with torch.no_grad():
         full = _full(weight).clone()
         full[-4:] = full[:-4].mean(0)
@@ -326,7 +326,7 @@ def double(grad: Tensor) -> None:
 
 
 def check_hooks(weight: Any) -> None:
-    """Hooks of a gradient get a shard."""
+    """Gradient hooks receive a shard."""
     handle = weight.register_hook(lambda grad: grad.__setitem__(slice(0, 3), 0.0))
     with pytest.raises(RuntimeError, match=r"setitem of a shard \("):
         weight.sum().backward()
@@ -340,7 +340,7 @@ def check_hooks(weight: Any) -> None:
 
 
 def test_terms_of_a_loss_have_the_gradients_of_one_process(pool: Pool, seed: int) -> None:
-    """Second derivatives included; numbers that are drawn anew are the numbers of one process."""
+    """With second derivatives; reinitialised weights match one process."""
     config = config_of("llama-one-kv")
     model = reference_model("LlamaForCausalLM", config, seed)
     weights = full_parameters(model)

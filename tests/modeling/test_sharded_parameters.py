@@ -1,4 +1,4 @@
-"""What others do with the parameters of a sharded model: norms, checkpoints and optimizers of torch, copies."""
+"""Parameters of a sharded model in other code: torch's norms, checkpoints and optimizers, and copies."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_sum_of_norms_over_one_stage_is_refused(pool: Pool, seed: int) -> None:
 
 
 def norms_of_tied_weight(name: str, config: Any, weights: Weights) -> bool:
-    """On each rank: the norm of a weight that two stages hold is a number on the first of them only."""
+    """On each rank: the norm of a tied weight of two stages is a number on the first stage only."""
     model = model_on_stages(name, config, weights, 2, 2)
     if not model.stage.is_last:
         expected = float(weights["transformer.wte.weight"].norm())
@@ -255,7 +255,7 @@ def test_sharded_buffers_that_a_checkpoint_lacks_are_those_of_transformers(pool:
 
 
 def load_tied_states(name: str, config: Any, weights: Weights, folder: Path) -> None:
-    """On each stage: the last one has the tied weight by another name than one process, which no checkpoint has."""
+    """On each stage: the last stage names the tied weight ``lm_head``, a name that one process does not save."""
     model = model_on_stages(name, config, weights, 1, 2)
     state = states(model, adamw(model.eval()))
     with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: optimizer\.state\.lm_head"):
@@ -320,7 +320,7 @@ def check_muon(
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
 def test_matrix_optimizer_makes_the_updates_of_one_process(pool: Pool, tp: int, pp: int, seed: int) -> None:
-    """Muon orthogonalises in bfloat16, so rounding differences in the gradients may come out as one unit in it."""
+    """Muon orthogonalises in bfloat16, so rounding differences in the gradients may become one unit in bfloat16."""
     name, config, model, weights, batch = reference("llama-one-kv", seed)
     optimizers = muon(model, lambda cls, params, **options: cls(params, **options))
     trained = []
@@ -395,7 +395,7 @@ PRODUCTS: dict[str, Any] = {
 
 
 def multiply_outside_of_layers(name: str, config: Any, weights: Weights) -> None:
-    """On each rank: whoever multiplies by the weight of a head is told that it is a shard, or has the full one."""
+    """On each rank: a product with the head's weight raises for a shard, and works with the full tensor."""
     model = model_on_stages(name, config, weights, 2, 1)
     head: Any = model.lm_head.weight
     x = torch.randn(2, head.shape[1], dtype=head.dtype)
@@ -418,7 +418,7 @@ def test_parameter_knows_that_it_is_a_shard(pool: Pool, seed: int) -> None:
 
 
 def call_by_keywords(seed: int) -> None:
-    """On each rank: torch's functions do the same with their first argument by its name."""
+    """On each rank: torch's functions behave the same with their first argument passed by name."""
     cls: Any = registry.find("LlamaForCausalLM")
     weight = cls.from_config_with_parallel(config_of("llama"), 2, seed=seed).lm_head.weight
     for function, name, more in (

@@ -1,4 +1,4 @@
-"""The helper that compares a sharded model with one process: it passes what is right and names what is not."""
+"""The comparison of a sharded model with one process accepts correct models and names errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_wrong_plan_is_named(case: str, batch: dict[str, Any]) -> None:
 
 
 def test_a_gradient_that_is_not_summed_is_named(batch: dict[str, Any]) -> None:
-    """A norm of the heads of each rank, declared as one that all ranks compute alike: only its gradient is wrong."""
+    """Declare the norm of local heads as replicated: only its gradient is wrong."""
     config = zoo.config("qwen3")
     plan = oslo_models.Qwen3ForCausalLM.plan(config).under("model.")
     plan = replace(plan, head={**plan.head, "lm_head": VocabParallel()})

@@ -42,7 +42,7 @@ Batch = dict[str, Tensor]
 
 
 def joined(name: str, config: PreTrainedConfig, seed: int) -> Batch:
-    """A batch whose even and odd rows have equally many labels, so that the mean over each counts alike."""
+    """Return a batch with equally many labels in even and odd rows, so that both means have the same weight."""
     one, two = (zoo.batch(name, config, seed + part) for part in range(2))
     counts = one["labels"] != -100
     two["labels"] = torch.where(counts, two["labels"].clamp(min=0), -100)
@@ -74,7 +74,7 @@ def check_data_parallel(
     norms: list[float],
     trained: Weights,
 ) -> None:
-    """On each of 2 x 2 ranks: training on a half of each batch is training in one process on all of it."""
+    """On each of 2 x 2 ranks: training on half of each batch matches one process on the whole batch."""
     model = parallel_model(name, config, weights, 2)
     dp = model.mesh.dp
     assert dp.size == 2
@@ -107,7 +107,7 @@ def check_data_parallel(
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv"])
 def test_training_under_ddp_and_fsdp2_matches_one_process(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
-    """With clipping, which has to count what is divided over both axes."""
+    """With clipping, which has to count parameters sharded over both axes."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = reference_model(name, config, seed)
     weights = full_parameters(model)
@@ -131,7 +131,7 @@ def test_training_under_ddp_and_fsdp2_matches_one_process(pool: Pool, variant: s
 def train_in_half_precision(
     name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype
 ) -> tuple[list[float], dict[str, list[Tensor]]]:
-    """Losses of five steps, and the pieces of parameters that other ranks hold as well, by name and place."""
+    """Return the losses of five steps, and the replicated parts of parameters by name and position."""
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tensor_parallel_size=2, seed=seed)
     batch = zoo.batch(name, config, seed, torch.float32)
@@ -159,7 +159,7 @@ def train_in_half_precision(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv"])
 def test_autocast_training_matches_one_process(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None:
-    """Autocast and loss scaling, with dropout: the loss falls, and what ranks share stays the same bit for bit."""
+    """Autocast and loss scaling, with dropout: the loss falls, and replicated parameters stay bitwise equal."""
     arguments = (zoo.lm_head(variant), zoo.config(variant, dropout=0.05), seed, dtype)
     (losses, shared), (other_losses, other_shared) = pool.run(2, train_in_half_precision, *arguments)
     assert losses == other_losses
@@ -170,7 +170,7 @@ def test_autocast_training_matches_one_process(pool: Pool, variant: str, dtype: 
 
 
 class _Overflow(torch.autograd.Function):
-    """Identity whose gradient is infinite."""
+    """Identity with an infinite gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def overflow(layer: Any, _: Any, out: Tensor) -> Tensor:
 
 
 def overflow_on_one_rank(seed: int, wrapper: str) -> tuple[list[float], list[bool]]:
-    """The scales after each of three steps, and which steps changed the parameters; rank 1 overflows in the second."""
+    """Return three steps' loss scales, and whether each step ran; rank 1 overflows in the second step."""
     cls: Any = registry.find("GPT2LMHeadModel")
     config = zoo.config("gpt2")
     model = cls.from_config_with_parallel(config, tensor_parallel_size=2, seed=seed)
@@ -195,7 +195,7 @@ def overflow_on_one_rank(seed: int, wrapper: str) -> tuple[list[float], list[boo
     batch = zoo.batch("GPT2LMHeadModel", config, seed, torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    layer = model.transformer.h[0].mlp.c_fc  # its bias is divided: no other rank sees this gradient
+    layer = model.transformer.h[0].mlp.c_fc  # its bias is sharded: no other rank sees this gradient
     scales, stepped = [], []
     for step in range(3):
         before = [param.detach().clone() for param in model.parameters()]
@@ -227,9 +227,9 @@ def test_grad_scaler_skips_a_step_on_all_ranks_after_an_overflow_on_one(
 
 
 def check_checkpointing(name: str, config: PreTrainedConfig, weights: Weights, batch: Batch) -> None:
-    """On each of two ranks: loss and gradients with recomputation are bitwise those without, dropout and all.
+    """On each of two ranks: loss and gradients are bitwise equal with and without recomputation, dropout included.
 
-    In float32: a mode that lifts casts would not be there while the backward pass recomputes.
+    In float32: the mode that lifts casts is not active while the backward pass recomputes.
     """
     lines = []
     results: dict[str, tuple[Tensor, Any, Tensor]] = {}
@@ -245,8 +245,8 @@ def check_checkpointing(name: str, config: PreTrainedConfig, weights: Weights, b
         results[mode] = loss.detach(), full_gradients(model), torch.rand(3)
     loss, gradients, drawn = results.pop("plain")
     for mode, (other_loss, other_gradients, other_drawn) in results.items():
-        # Reentrant, the gradient of what an encoder hands to all decoder blocks is added up in another order.
-        # A reentrant block begins at a leaf, of which the readers have copies of their own: sums in another order.
+        # Reentrant checkpointing sums the gradient of the encoder output over decoder blocks in another order.
+        # A reentrant block begins at a leaf with a separate copy for each reader, which also reorders sums.
         tolerance = 1e-6 if mode == "reentrant" else 0
         lines += differences(f"{mode}: loss", other_loss, loss, 0)
         lines += differences(f"{mode}: what is drawn next", other_drawn, drawn, 0)
@@ -288,7 +288,7 @@ def check_clipping(
     [(variant, n) for variant in zoo.FOUNDING for n in (2, 3)] + [("llama-one-kv", 2), ("llama-untied", 3)],
 )
 def test_clip_grad_norm_matches_one_process(pool: Pool, variant: str, n: int, seed: int) -> None:
-    """What is divided counts once each whole, and what several ranks hold counts once."""
+    """Every sharded parameter counts in full, and every replicated parameter counts once."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model, batch = reference_model(name, config, seed), zoo.batch(name, config, seed)
     weights = full_parameters(model)
@@ -330,7 +330,7 @@ def test_gradient_accumulation_matches_one_process(pool: Pool, variant: str, see
 
 
 def check_side_by_side(steps: list[Step], sizes: list[int]) -> None:
-    """Models of several sizes in the same processes, all forward and then all backward, as each would be alone."""
+    """Run several models in the same processes, all forward and then all backward; each matches a separate run."""
     models = [parallel_model(step.name, step.config, step.weights, n) for step, n in zip(steps, sizes, strict=True)]
     models.append(copy.deepcopy(models[0]))
     steps = [*steps, steps[0]]
@@ -353,7 +353,7 @@ def test_two_models_in_one_process_do_not_interfere(pool: Pool, seed: int) -> No
 
 
 def test_training_script_for_one_process_runs_unchanged(seed: int) -> None:
-    """The training loop of the tests above does train."""
+    """The training loop of the tests above lowers the loss."""
     name, config = zoo.lm_head("gpt2"), zoo.config("gpt2")
     batch = zoo.batch(name, config, seed)
     losses = train(reference_model(name, config, seed), [batch] * 4, "AdamW")

@@ -27,7 +27,7 @@ MESHES = ((2, 1), (3, 1), (1, 2), (2, 2))
 
 
 def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path, tp: int, pp: int) -> None:
-    """Outputs or loss, every gradient and greedy tokens; or the refusal that the plan states."""
+    """Check outputs or loss, every gradient and greedy tokens; or the plan's refusal."""
     cls: Any = registry.find(step.name)
     plan = cls.plan(step.config)
     limit = 1 if plan.single_rank_reason else plan.max_ranks() or tp
@@ -35,18 +35,18 @@ def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path
         with pytest.raises(ValueError, match=r"parallel_size=\d is more than"):
             cls.from_pretrained_with_parallel(folder, tp, pp, **options)
         return
-    # batch normalisation takes the statistics of a micro-batch, which are those of one process if it is the whole batch
+    # batch normalisation uses micro-batch statistics, so only a micro-batch of the whole batch matches one process
     mixes_rows = getattr(step.config, "conv_pos_batch_norm", False)
     size = 2 if cls.loss_is_mean and not mixes_rows else pipelines.ROWS
     model = cls.from_pretrained_with_parallel(folder, tp, pp, size, gather_logits=True, **options).train()
-    torch.manual_seed(0)  # Wav2Vec2 draws what it learns from
+    torch.manual_seed(0)  # Wav2Vec2 samples its targets
     lines = step_differences(model, step) if pp == 1 else loop_differences(model, step)
     lines += token_differences(model, step.batch, tokens, GREEDY)
     assert not lines, "\n".join(lines)
 
 
 def reference(name: str, drawn: draws.Draw, seed: int, folder: Path) -> tuple[Step, Tokens]:
-    """What transformers' own class computes; it raises where that cannot do what was drawn."""
+    """Return the step and tokens of transformers' class; raise where it cannot run the drawn configuration."""
     config = drawn.config
     plan = registry.find(name).plan(config)  # type: ignore[attr-defined]
     batch = (zoo if plan.single_stage_reason else pipelines).batch(name, config, seed)
@@ -97,5 +97,5 @@ def test_one_drawn_class_of_each_model_type_matches_transformers(
 def test_every_class_with_drawn_configurations_matches_transformers(
     pool: Pool, tmp_path: Path, name: str, seed: int, record_property: Any
 ) -> None:
-    for part, draw in ((MESHES[::2], seed), (MESHES[1::2], seed + 1)):  # one draw for two ways
+    for part, draw in ((MESHES[::2], seed), (MESHES[1::2], seed + 1)):  # one draw for two meshes
         check_class(pool, tmp_path / str(draw), name, draw, part, record_property)

@@ -1,4 +1,4 @@
-"""Expert parallelism of experts in other modules than stacks ``gate_up_proj`` and ``down_proj``."""
+"""Expert parallelism for experts outside the stacks ``gate_up_proj`` and ``down_proj``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nllb-moe": {"router_aux_loss_coef": 0.5},
     "switch_transformers": {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.5},
 }
-"""What makes the auxiliary loss count, and enough heads for four ranks."""
+"""Changes that include the auxiliary loss, with enough heads for four ranks."""
 
 EXPERTS = {
     "dbrx": r"\.experts\.mlp\.",
@@ -41,11 +41,11 @@ EXPERTS = {
     "nllb-moe": r"\.experts\..*(fc1\.|fc2\.weight)",
     "switch_transformers": r"\.experts\.",
 }
-"""What matches the names of the parameters of experts that are divided."""
+"""Pattern of the names of sharded expert parameters."""
 
 
 def given_case(model_type: str, seed: int, folder: Path, **changes: Any) -> tuple[Step, pipelines.Case, Tokens]:
-    """A step with auxiliary loss, parameters after steps of optimizers, and tokens, all of one process."""
+    """Compute a step with auxiliary loss, parameters after optimizer steps, and tokens, on one process."""
     name, config = zoo.main_head(model_type), zoo.config(model_type, **CHANGES[model_type], **changes)
     routed = {"output_router_logits": True}
     batch = {**pipelines.batch(name, config, seed), **routed}
@@ -99,14 +99,14 @@ FEW_TOKENS: dict[str, dict[str, Any]] = {
     "nllb-moe": {},
     "switch_transformers": {},
 }
-"""One expert for each token."""
+"""Types with one expert per token."""
 
 
 @pytest.mark.parametrize("model_type", zoo.cases(FEW_TOKENS))
 def test_experts_without_tokens_have_the_gradients_of_one_process(
     pool: Pool, tmp_path: Path, seed: int, model_type: str
 ) -> None:
-    """Two tokens and three ranks: all experts of some rank have none."""
+    """With two tokens and three ranks, at least one rank's experts receive no token."""
     name, config = zoo.main_head(model_type), zoo.config(model_type, **FEW_TOKENS[model_type])
     batch = {key: value[:1, -2:] for key, value in zoo.batch(name, config, seed).items()}
     step = saved_step(name, config, seed, {**batch, "labels": torch.ones(1, 2, dtype=torch.long)}, tmp_path)
@@ -128,7 +128,7 @@ def test_step_on_two_stages_matches(pool: Pool, seed: int, model_type: str) -> N
 
 
 def check_shares(model_type: str, full: dict[str, torch.Tensor], seed: int, sizes: Sizes) -> None:
-    """Random weights are those of one process, and of experts a rank holds its share."""
+    """Random weights match one process, and each rank holds its share of the experts."""
     cls: Any = registry.find(zoo.main_head(model_type))
     config = zoo.config(model_type, **CHANGES[model_type])
     model = cls.from_config_with_parallel(config, sizes[0], seed=seed, expert_parallel_size=sizes[1])

@@ -1,4 +1,4 @@
-"""Experts over data-parallel replicas: tokens are sent to the ranks that hold their experts, and back."""
+"""Experts over data-parallel replicas: all-to-all sends tokens to their experts' ranks, and back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.reference import make_optimizer, reference_model
 def take_steps(
     folder: Path, given: pipelines.Case, sizes: tuple[int, int, int], options: dict[str, Any], steps: int
 ) -> None:
-    """The loss, the gradients and their norm of a step; the parameters after some steps of optimizers."""
+    """Check loss, gradients and gradient norm of a step, and parameters after optimizer steps."""
     for optimizer in given.trained:
         model = load(folder, given, sizes, **options)
         stepper = make_optimizer(optimizer, model.gpu_parameters())
@@ -108,7 +108,7 @@ def wrap(model: Any, wrapper: str) -> Any:
 
 
 def optimizers(model: Any, wrapper: str) -> list[torch.optim.Optimizer]:
-    """Experts over replicas have one of their own where the states of the others are sharded."""
+    """Experts over replicas need a separate optimizer where ZeRO shards the other states."""
     if wrapper != "ZeRO":
         return [torch.optim.SGD(model.gpu_parameters(), lr=0.01)]
     experts = set(model.expert_parameters())
@@ -119,7 +119,7 @@ def optimizers(model: Any, wrapper: str) -> list[torch.optim.Optimizer]:
 
 
 def step_in_wrapper(folder: Path, given: pipelines.Case, sizes: tuple[int, int, int], wrapper: str) -> None:
-    """A step of SGD after two backward passes, whose gradients add up."""
+    """Check a step of SGD after two accumulated backward passes."""
     model = load(folder, given, sizes, experts_implementation="eager")
     wrapped = wrap(model, wrapper)
     steppers = optimizers(model, wrapper)
@@ -237,7 +237,7 @@ def test_replicas_generate_texts_of_different_lengths(pool: Pool, tmp_path: Path
 
 
 def route_to(model: Any, expert: int) -> None:
-    """Let all tokens choose two successive experts, whatever the router says."""
+    """Route all tokens to two successive experts, regardless of the router."""
 
     def choose(module: Any, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         *others, index = output
@@ -263,7 +263,7 @@ def step_with_all_tokens_on_one_rank(folder: Path, given: pipelines.Case, tp: in
     has_tokens = model.mesh.experts.rank == expert // 2
     received = sizes[::2]  # the others are the outputs that come back
     if tp == 1:
-        assert set(received) == {tokens if has_tokens else 0}, (sizes, tokens)  # each once, though for two experts
+        assert set(received) == {tokens if has_tokens else 0}, (sizes, tokens)  # once, though for two experts
     assert (loss - given.loss[model.mesh.dp.rank]).abs() < TOLERANCE
     average_gradients(model)
     gradients = pipelines.gradients_on_stage(model)
@@ -276,7 +276,7 @@ def step_with_all_tokens_on_one_rank(folder: Path, given: pipelines.Case, tp: in
 
 @pytest.mark.parametrize(("tp", "expert"), [(1, 0), (1, 2), (2, 0)])
 def test_step_with_all_tokens_on_one_rank_matches(pool: Pool, tmp_path: Path, seed: int, tp: int, expert: int) -> None:
-    """The experts of the other rank, which receives none, have gradients of zero."""
+    """The other rank receives no token, and its experts have zero gradients."""
     given = saved_case(tmp_path, "mixtral", seed, 2 // tp, num_local_experts=4, num_experts=4)
     model = reference_model(given.name, given.config, seed)
     route_to(model, expert)
@@ -319,7 +319,7 @@ def test_split_checkpoint_without_the_experts_of_a_replica_is_refused(pool: Pool
 
 
 def exchange_files_of_experts(folder: Path) -> None:
-    """Of the same size, and named in the manifest: only checksums tell."""
+    """Load exchanged files of the same size, named in the manifest: only checksums detect the exchange."""
     cls: Any = registry.find("MixtralForCausalLM")
     with pytest.raises(CheckpointError, match="CRC-32"):
         cls.from_pretrained_with_parallel(folder, expert_parallel_size=4)

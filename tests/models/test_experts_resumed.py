@@ -1,4 +1,4 @@
-"""Training of experts over some of the ranks goes on from checkpoints of torch and from ours, with its optimizer."""
+"""Expert-parallel training resumes from torch's checkpoints and from ours, with its optimizer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def load_and_step(folder: Path, given: pipelines.Case, sizes: Sizes, is_same: bo
 def test_training_goes_on_from_checkpoints_with_its_optimizer(
     pool: Pool, tmp_path: Path, seed: int, saved: Sizes, loaded: Sizes, replicas: int
 ) -> None:
-    """As one process trains: torch's checkpoints at other sizes too, ours with the states at the same."""
+    """Resume as on one process: from torch's checkpoints at other sizes too, from ours at the same sizes."""
     given = saved_case(tmp_path / "hub", "mixtral", seed, replicas, ("AdamW",))
     pool.run(saved[0] * replicas, step_and_save, tmp_path, given, saved)
     pool.run(loaded[0] * replicas, load_and_step, tmp_path, given, loaded, saved == loaded)

@@ -165,9 +165,9 @@ def test_sizes_of_expert_parallelism_that_do_not_fit_are_refused(
 
 
 def check_grouped_products(expert_parallel_size: int) -> None:
-    """On every rank: by default and in bfloat16, products of local experts are torch's grouped ones, in training too.
+    """On every rank: local experts use torch's grouped matrix products by default and in bfloat16, also in training.
 
-    On a GPU the same code asks for its capability, which a stand-in answers; tensors are fake ones of a GPU there.
+    The GPU case uses fake GPU tensors and a stand-in for the device capability that the code queries.
     """
     for model_type in ("mixtral", "gpt_oss"):
         cls: Any = registry.find(zoo.lm_head(model_type))
@@ -231,7 +231,7 @@ def step_on_stages(given: pipelines.Case, tp: int, pp: int, options: dict[str, A
 
 
 def case_with_auxiliary_loss(model_type: str, seed: int, rows: int, **changes: Any) -> pipelines.Case:
-    """The mean loss of a batch and the mean of the auxiliary losses of its micro-batches, on one process."""
+    """Return the mean loss of a batch and the mean auxiliary loss of its micro-batches, on one process."""
     name = zoo.main_head(model_type)
     given = {"num_hidden_layers": 4, "router_aux_loss_coef": 0.5, **changes}
     config = zoo.config(model_type, output_router_logits=True, **given)
@@ -261,7 +261,7 @@ def test_auxiliary_loss_on_stages_is_the_mean_of_those_of_micro_batches(
 def test_auxiliary_loss_of_experts_that_are_not_stacked_matches_on_stages(
     pool: Pool, seed: int, model_type: str
 ) -> None:
-    """JetMoE has two routers in a block; both coefficients have other names in these types."""
+    """JetMoE has two routers per block; these types name both coefficients differently."""
     recorded = zoo.original(zoo.main_head(model_type))._can_record_outputs or {}
     if not isinstance(recorded.get("router_logits"), OutputRecorder):
         pytest.skip(f"transformers {transformers.__version__} returns no logits of its routers, or some twice")
@@ -351,7 +351,7 @@ def test_last_stage_returns_the_logits_of_all_routers(pool: Pool, seed: int) -> 
 def check_initial_weights(expected: dict[str, torch.Tensor], tp: int, ep: int) -> None:
     config = zoo.config("mixtral")
     cls: Any = registry.find("MixtralForCausalLM")
-    eager = {"experts_implementation": "eager"}  # grouped products could not address these shards
+    eager = {"experts_implementation": "eager"}  # grouped matrix products cannot address these shards
     model = cls.from_config_with_parallel(config, tp, seed=5, expert_parallel_size=ep, **eager)
     for name, param in model.named_parameters():
         assert param.equal(model.layouts[name].shard(expected[name], model.mesh.tp.rank)), name
@@ -400,7 +400,7 @@ def test_shards_that_grouped_products_cannot_address_are_refused_on_all_ranks(po
 def test_checkpoint_with_another_kind_of_expert_is_refused_by_name(
     tmp_path: Path, expert: torch.Tensor | None, says: str
 ) -> None:
-    """A larger matrix would be read in part, integers as if they were weights."""
+    """Without the check, a larger matrix would be read in part, and integers would be read as weights."""
     zoo.original("MixtralForCausalLM")(zoo.config("mixtral")).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
@@ -463,7 +463,7 @@ def reshard_alternating(name: str, source: Path, folder: Path, tp: int, ep: int)
 def test_experts_whose_projections_alternate_are_saved_as_transformers_does(
     pool: Pool, tmp_path: Path, seed: int, sizes: Sizes
 ) -> None:
-    """Inkling 2's checkpoints have the rows of gate and up projections in turn."""
+    """Inkling 2's checkpoints interleave the rows of gate and up projections."""
     name = zoo.main_head("inkling2_text")
     torch.manual_seed(seed)
     zoo.original(name)(zoo.config("inkling2_text", moe_intermediate_size=24)).save_pretrained(tmp_path / "hub")
@@ -523,7 +523,7 @@ def test_experts_in_fp8_blocks_are_dequantised_one_by_one(pool: Pool, tmp_path: 
 
 
 def check_step_with_hook(step: Step, folder: Path) -> None:
-    """Somebody who reads the output of shared experts reads all of it."""
+    """Code that reads the output of shared experts gets the full output."""
     cls: Any = registry.find(step.name)
     model = cls.from_pretrained_with_parallel(folder, 2, gather_logits=True).train()
     outputs: list[torch.Tensor] = []

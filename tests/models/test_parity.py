@@ -50,7 +50,7 @@ def reference(variant: str, name: str, seed: int, dtype: torch.dtype) -> Step:
 
 
 def check_steps(steps: list[Step], tensor_parallel_size: int, dtype: torch.dtype, tolerance: float) -> None:
-    """On every rank: outputs, loss and gradients of each step are those of the reference."""
+    """On every rank: outputs, loss and gradients of each step match the reference."""
     lines = []
     for step in steps:
         model = parallel_model(step.name, step.config, step.weights, tensor_parallel_size, dtype, gather_logits=True)
@@ -97,7 +97,7 @@ def check_training(
     trained: dict[str, dict[str, Tensor]],
     tensor_parallel_size: int,
 ) -> None:
-    """On every rank: the parameters after training with each optimizer are those of the reference."""
+    """On every rank: the parameters after training with each optimizer match the reference."""
     lines = []
     for optimizer, expected in trained.items():
         model = parallel_model(name, config, weights, tensor_parallel_size)
@@ -110,7 +110,7 @@ def check_training(
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_parameters_after_training_match_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
-    """One plain step of gradient descent, which AdamW's indifference to scales cannot hide, and three of AdamW."""
+    """One step of SGD, where AdamW's scale invariance cannot hide errors, and three steps of AdamW."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     weights = full_parameters(reference_model(name, config, seed))
     batches = [zoo.batch(name, config, seed + i) for i in range(3)]
@@ -151,7 +151,7 @@ def check_loaded(name: str, folder: Path, full: dict[str, Tensor], n: int) -> No
 
 @pytest.mark.parametrize("variant", ["mamba", pytest.param("mamba2", marks=pytest.mark.zoo)])
 def test_initialisation_leaves_loaded_weights(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
-    """transformers itself scales these whenever they are loaded."""
+    """transformers itself scales these weights on every load."""
     name, config = zoo.lm_head(variant), zoo.config(variant, rescale_prenorm_residual=True)
     model = reference_model(name, config, seed)
     model.save_pretrained(tmp_path)

@@ -1,6 +1,6 @@
 """Every model type matches transformers: its main class on two tensor-parallel ranks and on two pipeline stages.
 
-The other classes, other sizes and beams are marked ``zoo``; `make test-zoo` runs them.
+Other classes, other sizes and beams have the mark ``zoo``; `make test-zoo` runs them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from support.reference import (
 def check_sharded(
     step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, tp: int
 ) -> None:
-    """Loaded from transformers' own file: the step, the tokens; then saved in parts."""
+    """Load from transformers' file; check the step and the tokens; save a sharded checkpoint."""
     cls: Any = registry.find(step.name)
     model = cls.from_pretrained_with_parallel(source, tp, gather_logits=True).train()
     model.save_pretrained_with_parallel(target)
@@ -63,7 +63,7 @@ def check_sharded(
 def check_stages(
     step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, pp: int
 ) -> None:
-    """Loaded from those parts: loss and gradients of two micro-batches, the tokens; then saved as one."""
+    """Load the sharded checkpoint; check two micro-batches' loss and gradients, and tokens; save a merged one."""
     cls: Any = registry.find(step.name)
     if cls.plan(step.config).single_stage_reason:
         with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1"):
@@ -77,7 +77,7 @@ def check_stages(
 
 
 def check_both(step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], folder: Path, n: int) -> None:
-    """Both in one process group."""
+    """Run both checks in one process group."""
     check_sharded(step, tokens, ways, folder / "whole", folder / "split", n)
     check_stages(step, tokens, ways, folder / "split", folder / "merged", n)
 
@@ -121,7 +121,7 @@ def test_main_class_matches_transformers_on_three_ranks_with_beams(
 
 
 def initial_differences(name: str, config: PreTrainedConfig, seed: int) -> list[str]:
-    """Lines of the parameters and buffers that transformers computes, not draws, and that differ; or are not drawn."""
+    """Return lines for computed values that differ from transformers, and for random values that were not drawn."""
     cls: Any = registry.find(name)
     own = cls.from_config_with_parallel(config, seed=seed, dtype=torch.float64)
     originals = []
@@ -133,7 +133,7 @@ def initial_differences(name: str, config: PreTrainedConfig, seed: int) -> list[
     for key, found in tensors[0].items():
         first, second = (each[key].double() for each in tensors[1:])
         if torch.equal(first, second):
-            lines += differences(key, found.double(), first, 1e-6)  # some are computed in the default type
+            lines += differences(key, found.double(), first, 1e-6)  # some are computed in the default dtype
         elif not found.isfinite().all() or (found.numel() > 4 and not 0.1 < found.std() / first.std() < 10):
             lines.append(f"{key}: not drawn")
     return lines
@@ -163,7 +163,7 @@ def check_initial(name: str, config: PreTrainedConfig, full: dict[str, Tensor], 
     ],
 )
 def test_initial_weights_do_not_depend_on_the_parallel_sizes(pool: Pool, variant: str, seed: int) -> None:
-    """Those that transformers does not draw (time steps, slopes, ones) are as there."""
+    """Values that transformers does not draw (time steps, slopes, ones) match it."""
     lines = []
     for name in [zoo.main_head(variant)] if variant in zoo.ODD else zoo.heads(variant):
         config = zoo.config_of(name, zoo.config(variant))
@@ -178,7 +178,7 @@ def test_initial_weights_do_not_depend_on_the_parallel_sizes(pool: Pool, variant
 
 
 def test_weights_of_a_model_in_a_model_are_drawn_by_its_own_configuration(seed: int) -> None:
-    """Those of its MLPs, as widely as transformers' class draws them by the width of that model."""
+    """The standard deviation of MLP weights follows the inner model's width, as in transformers' class."""
     config = zoo.config("blt")
     config.global_config.hidden_size = config.decoder_config.hidden_size_global = 120
     config.global_config.encoder_cross_output_size, own = 48, registry.find("BltForCausalLM")
@@ -192,7 +192,7 @@ def check_heads(steps: list[Step], folder: Path) -> None:
     for step in steps:
         cls: Any = registry.find(step.name)
         model = cls.from_pretrained_with_parallel(folder / step.name, 2, gather_logits=True).train()
-        torch.manual_seed(0)  # Wav2Vec2 draws what it learns from
+        torch.manual_seed(0)  # Wav2Vec2 samples its targets
         lines += [f"{step.name}: {line}" for line in step_differences(model, step)]
     assert not lines, "\n".join(lines)
 
@@ -222,7 +222,7 @@ def test_losses_with_their_own_denominator_match_on_stages(
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", ["DetrForObjectDetection", "DetrForSegmentation"])
 def test_detr_losses_of_matched_objects_match_transformers(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
-    pytest.importorskip("scipy")  # by which transformers matches them
+    pytest.importorskip("scipy")  # transformers' matching uses it
     config = zoo.config("detr", auxiliary_loss=True)
     batch, generator = zoo.batch(name, config, seed), torch.Generator().manual_seed(seed)
     batch["labels"] = [  # type: ignore[assignment]
@@ -253,13 +253,13 @@ def test_wav2vec2_specaugment_masks_are_equal_on_all_ranks(pool: Pool, seed: int
 
 
 def slopes_with_dropout(config: PreTrainedConfig, batch: dict[str, Any]) -> Any:
-    """A directional derivative of all outputs, by the gradient and by differences, and the outputs of every rank."""
+    """Return a directional derivative by gradient and by finite differences, and the outputs of every rank."""
     cls: Any = registry.find("ReformerModel")
     model = cls.from_config_with_parallel(config, 2, seed=0, dtype=torch.float64)
     weight, ways = model.embeddings.position_embeddings.embedding.weight, []
 
     def value(step: float) -> Tensor:
-        torch.manual_seed(1)  # of the same masks
+        torch.manual_seed(1)  # the same masks again
         with torch.no_grad():
             weight[:, ::2] += step
         with lifted_casts():
@@ -292,7 +292,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"intermediate_size": [35, 31, 17, 35]},
     "mvp": {"use_prompt": True, "prompt_length": 5, "prompt_mid_dim": 11},
 }
-"""Options of a type that change which part of each block a rank has."""
+"""Options that change the local shard of each block."""
 
 
 def check_options(step: Step, tp: int) -> None:
@@ -396,7 +396,7 @@ def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
 
 
 def test_newer_model_types_are_left_out_and_named_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables as an older transformers would have them."""
+    """Build the tables as with an older transformers."""
     import oslo_models
     from oslo_models.auto import AutoModelForCausalLM
 
@@ -420,7 +420,7 @@ def test_newer_model_types_are_left_out_and_named_in_errors(monkeypatch: pytest.
 
 
 def test_base_classes_of_transformers_are_exported() -> None:
-    """``isinstance(model, GPT2PreTrainedModel)``, of every architecture that has such a class."""
+    """``isinstance(model, GPT2PreTrainedModel)``, for every architecture with such a class."""
     without = []
     for model_type, prefix in registry.ARCHITECTURES.items():
         if (name := f"{prefix}PreTrainedModel") not in registry.names(model_type):
@@ -462,7 +462,7 @@ def test_documentation_has_the_current_support_table() -> None:
 SHARDED_BY_TRANSFORMERS = [
     model_type for model_type in registry.ARCHITECTURES if CONFIG_MAPPING[model_type].base_model_tp_plan
 ]
-"""The model types for which transformers has a tensor-parallel plan of its own."""
+"""Model types with a tensor-parallel plan in transformers."""
 
 
 @pytest.mark.parametrize("model_type", SHARDED_BY_TRANSFORMERS)
@@ -475,7 +475,7 @@ def test_plan_shards_every_module_that_the_plan_of_transformers_shards(model_typ
     layouts = layouts_of(model, plan, prefix, type(model).head_plan, 2)
     assert type(config).base_model_tp_plan
     for pattern, style in type(config).base_model_tp_plan.items():
-        if style in ("local_params", "moe_identity_expert"):  # no parameters, or such that have lines of their own
+        if style in ("local_params", "moe_identity_expert"):  # without parameters, or with separate plan lines for them
             continue
         weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"(\.weight|\.\w+_proj)?")
         matches = [name for name in layouts if weights.fullmatch(name)]

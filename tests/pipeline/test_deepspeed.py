@@ -1,6 +1,6 @@
 """Training under a DeepSpeed engine matches training without it: losses, norms, parameters, every ZeRO stage.
 
-DeepSpeed clips gradients to a norm of 1 unless it is told otherwise, so each case also tests that its norm
+DeepSpeed clips gradients to a norm of 1 by default, so each case also tests that its norm
 counts sharded, replicated and tied parameters once.
 """
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 TOLERANCE = 2e-6
-"""In float32, as ZeRO keeps its parameters; the sums over replicas are taken in another order than DDP's."""
+"""Tolerance in float32, the dtype of ZeRO's parameters. ZeRO sums over replicas in another order than DDP."""
 STEPS, ROWS = 3, 4
 SGD = {"zero_allow_untested_optimizer": True}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}}
@@ -37,7 +37,7 @@ ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Workers of this file alone: DeepSpeed keeps process groups, whose threads would slow down all later tests."""
+    """Separate workers for this file: DeepSpeed keeps process groups, and their threads slow down later tests."""
     workers = Pool()
     yield workers
     workers.close()
@@ -53,7 +53,7 @@ def make(name: str, config: PreTrainedConfig, tp: int, pp: int) -> Any:
 
 
 def with_engine(model: Any, config: dict[str, Any]) -> Any:
-    """As documented."""
+    """Make an engine as documented."""
     deepspeed = pipelines.import_deepspeed()
     engine, *_ = deepspeed.initialize(
         model=model.gpu_modules(),
@@ -66,7 +66,7 @@ def with_engine(model: Any, config: dict[str, Any]) -> Any:
 
 
 def engine_step(engine: Any, batches: list[Batch]) -> list[Tensor]:
-    """The documents' loop. With several batches, gradients of all of them are accumulated."""
+    """Run the documented loop. Gradients of several batches accumulate."""
     losses = []
     for batch in batches:
         outputs = engine(**batch)
@@ -127,7 +127,7 @@ def check_training(
             lines += differences(f"norm of step {step}", own_norm, norm, TOLERANCE * (1 + norm.item()))
     own = {key: full_tensor(param) for key, param in model.named_parameters()}
     for key, param in plain.named_parameters():
-        # Adam divides by gradients that may be as small as their rounding.
+        # Adam divides by gradients, which may be as small as their rounding errors.
         lines += differences(key, own[key], param.detach(), 100 * TOLERANCE if adamw else TOLERANCE)
     assert not lines, "\n".join(lines)
 
@@ -197,7 +197,7 @@ def test_deepspeed_settings_unsupported_on_stages_are_rejected(pool: Pool, setti
 
 
 def check_after_a_break(config: PreTrainedConfig, batch: Batch) -> None:
-    """A loop that is left gives an error with the next batch; the one after it trains."""
+    """After an abandoned loop, the next batch raises an error; the batch after it trains."""
     engine = with_engine(make("GPT2LMHeadModel", config, 1, 2), zero(1))
     (before,) = engine_step(engine, [batch])
     for micro_output in engine(**batch):
@@ -218,7 +218,7 @@ def test_deepspeed_engine_after_leaving_the_micro_batch_loop(pool: Pool) -> None
 
 
 def check_checkpoint(config: PreTrainedConfig, tp: int, pp: int, batches: list[Batch], folder: Path) -> None:
-    """DeepSpeed's own checkpoint, which has a file for each rank of the model, and ours."""
+    """Save and load DeepSpeed's checkpoint, with a file for each rank of the model, and ours."""
     engine = with_engine(make("GPT2LMHeadModel", config, tp, pp), zero(1, **ADAMW))
     own = own_batches(engine.module, batches)
     engine_step(engine, own[:1])

@@ -1,4 +1,4 @@
-"""The losses of micro-batches add up to that of the batch, whatever a forward does with its labels before a loss."""
+"""The losses of micro-batches add up to the loss of the batch, for every treatment of labels before a loss."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ SEVERAL_LOSSES = {
     "MegatronBertForPreTraining": "megatron-bert",
     "MobileBertForPreTraining": "mobilebert",
     "OpenAIGPTDoubleHeadsModel": "openai-gpt",
-    # and one that shifts its labels, though its name does not say so
+    # and one class that shifts its labels despite its name
     "BertGenerationDecoder": "bert-generation",
 }
 
@@ -157,7 +157,7 @@ def test_a_model_with_several_losses(pool: Pool, name: str, seed: int) -> None:
 
 
 def test_all_classes_with_two_kinds_of_labels_are_among_them() -> None:
-    """Whoever takes labels of tokens and of rows, and may have pipeline stages, computes several losses."""
+    """Classes with token labels, row labels and pipeline stages compute several losses."""
     from oslo_models import registry
 
     found = {

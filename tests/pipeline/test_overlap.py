@@ -1,6 +1,6 @@
-"""Stages overlap: a step of stages that only wait takes the ideal time of the schedule.
+"""Stages overlap: a step of stages without computation takes the schedule's ideal time.
 
-Measured by logical clocks, which messages carry along and no other load disturbs, and once by the real clock.
+Logical clocks measure it: messages carry the time, and no other load disturbs it. One test uses the real clock.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ pytestmark = pytest.mark.alone
 
 STAGES, MICRO_BATCHES = 4, 16
 SLEEP = 0.06
-"""Seconds that a stage takes forward, and again backward, on the real clock."""
+"""Seconds per forward, and per backward, of a stage on the real clock."""
 SLACK = 1.10
-"""How much longer than the ideal a step may take."""
+"""Allowed ratio of a step's time to the ideal time."""
 TRIES = 12
 
 
 @dataclass
 class Clock:
-    """What time it is on a stage. Work makes it later, and so does a message from where it is later."""
+    """Clock of a stage. Work advances it, and so does a message with a later time."""
 
     forward: float
     backward: float
     sleeps: bool = False
     now: float = 0.0
     slept: float = 0.0
-    """Seconds by the real clock."""
+    """Seconds on the real clock."""
 
     def work(self, x: Tensor, duration: float) -> Tensor:
-        """Do the work that ``x`` was waited for; returns a message like it."""
+        """Work on the received message ``x``; return a message of the same shape."""
         begin = time.perf_counter()
         if self.sleeps:
             time.sleep(duration)
@@ -66,7 +66,7 @@ class _Work(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """A loss that says what time it is when it is known, and whose gradient says that the backward may begin."""
+    """Loss with the time of its input as its value. Its zero gradient lets the backward pass begin."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class _Loss(torch.autograd.Function):
 
 
 class IdleModel(nn.Module):
-    """One stage of a model that computes nothing: what a `Pipeline` needs of a model."""
+    """One stage of a model without computation, with the attributes that `Pipeline` reads."""
 
     loss_inputs, loss_is_mean = (), True
     config = SimpleNamespace(hidden_size=2, is_encoder_decoder=False)
@@ -124,7 +124,7 @@ def latest(value: float) -> float:
 
 
 def by_clocks(forward: float, backward: float, number: int, trains: bool, share_loss: bool) -> float:
-    """How long a step takes when only work takes time."""
+    """Return the time of a step in which only work takes time."""
     clock = Clock(forward, backward)
     IdleModel(clock, share_loss).step(number, trains)
     return latest(clock.now)
@@ -136,9 +136,9 @@ def by_clocks(forward: float, backward: float, number: int, trains: bool, share_
 def test_pipeline_step_takes_the_ideal_time_on_logical_clocks(
     pool: Pool, forward: float, backward: float, number: int, share_loss: bool
 ) -> None:
-    """Stages that wait for each other would take ``number * STAGES`` times what one takes: 3.4 times as long for 16.
+    """Without overlap, a step takes ``number * STAGES`` times the time of one stage: 3.4 times as long for 16.
 
-    It makes no difference that each stage reads the loss of each micro-batch before its backward.
+    The time stays the same if each stage reads the loss of each micro-batch before its backward.
     """
     for trains in (True, False):
         ideal = (number + STAGES - 1) * (forward + backward if trains else forward)
@@ -146,7 +146,7 @@ def test_pipeline_step_takes_the_ideal_time_on_logical_clocks(
 
 
 def by_real_clock(trains: bool, ideal: float) -> tuple[list[float], list[float]]:
-    """Of each try: how many times the ideal it took, and how many times as long as asked for a rank slept."""
+    """Return for each try the ratio of step time to ideal time, and the ratio of actual to requested sleep."""
     clock = Clock(SLEEP, SLEEP, sleeps=True)
     model = IdleModel(clock)
     tried: list[float] = []
@@ -162,7 +162,7 @@ def by_real_clock(trains: bool, ideal: float) -> tuple[list[float], list[float]]
 
 
 def test_pipeline_step_takes_about_the_ideal_time_on_the_real_clock(pool: Pool) -> None:
-    """On a busy machine, where sleeping takes too long by itself, a step may take half as much again."""
+    """On a busy machine, sleeps take too long by themselves; a step may then take half as much again."""
     ideal = (MICRO_BATCHES + STAGES - 1) * SLEEP * 2
     tried, slept = pool.run(STAGES, by_real_clock, True, ideal)[0]
     print(f"{min(tried):.3f} of the ideal; tries {[round(x, 3) for x in tried]}, sleeps {[round(x, 3) for x in slept]}")

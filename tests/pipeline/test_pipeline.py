@@ -83,7 +83,7 @@ def test_train_step_of_every_head_matches_one_process(pool: Pool, variant: str, 
 
 
 VARIATIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    # problem types and ways of passing a batch that the batches of every class do not show
+    # problem types and batch arguments that the tests of every class do not cover
     "regression": [
         ("GPT2ForSequenceClassification", {"num_labels": 1}),
         ("T5ForSequenceClassification", {"num_labels": 1}),
@@ -175,7 +175,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {"DDP": with_ddp, "FSDP2": with_fsdp
 
 
 def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
-    """On every rank: each replica trains on its batch, and all train on the mean of the losses of all batches."""
+    """On every rank: each replica trains on its batch, and all replicas train on the mean loss of all batches."""
     lines = []
     for optimizer, expected in given.trained.items():
         model = model_on_stages(given.name, given.config, given.weights, tp, pp)
@@ -215,7 +215,7 @@ def test_train_step_over_tensor_pipeline_and_data_parallel_ranks(pool: Pool, var
 
 
 def check_partition(given: Case, blocks: list[int], folder: Path) -> None:
-    """The stages have these blocks, train alike, and load what stages with other blocks have saved."""
+    """Stages hold the given blocks, match one process, and load checkpoints of stages with other blocks."""
     model = model_on_stages(given.name, given.config, given.weights, 1, len(blocks), blocks_per_stage=blocks)
     assert [stop - start for start, stop in model.stage.ranges] == blocks
     found = differences("loss", run_micro_batches(model, given.batches[0][0]), given.loss[0], TOLERANCE)
@@ -231,5 +231,5 @@ def check_partition(given: Case, blocks: list[int], folder: Path) -> None:
 def test_train_step_and_saving_with_blocks_per_stage(
     pool: Pool, variant: str, blocks: list[int], seed: int, tmp_path: Path
 ) -> None:
-    """Of T5 the first stage has the four blocks of the encoder and one of the decoder, then two and the rest."""
+    """For T5, the first stage has four encoder blocks and one decoder block; after loading, it has two blocks."""
     pool.run(2, check_partition, reference(variant, zoo.lm_head(variant), seed), blocks, tmp_path / "saved")

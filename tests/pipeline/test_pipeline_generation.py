@@ -113,7 +113,7 @@ def test_generate_on_stages_gives_the_tokens_of_one_process(
 def test_generate_on_stages_with_tensor_parallel_ranks_and_replicas(
     pool: Pool, variant: str, tp: int, pp: int, replicas: int, seed: int
 ) -> None:
-    """Replicas have prompts of their own."""
+    """Each replica has different prompts."""
     generate(pool, variant, ["greedy", "beams"], tp, pp, replicas, seed)
 
 
@@ -151,7 +151,7 @@ def check_half_precision(
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "t5"])
 def test_generate_on_stages_under_autocast(pool: Pool, variant: str, seed: int) -> None:
-    """Hidden states and logits travel in the precision of the model, whatever they are computed in."""
+    """Hidden states and logits travel in the dtype of the model, regardless of the autocast dtype."""
     name, config = zoo.lm_head(variant), pipelines.config(variant)
     model = reference_model(name, config, seed, torch.float32).eval()
     expected = generate_in_half_precision(model, config, seed)

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 class Table(nn.Module):
-    """Looks up positions in a buffer, as tables of sines do."""
+    """Looks up positions in a buffer, as sinusoidal embeddings do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ CONFIGURED: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def check_configured(step: Step, folder: Path, tp: int, blocks: list[int] | None) -> dict[str, Tensor]:
-    """Loaded from transformers' file: parameters, loss and gradients, or outputs; saved as one file; made anew."""
+    """Load transformers' file; check parameters, loss and gradients, or outputs; save one file; reinitialise."""
     cls: Any = registry.find(step.name)
     size = 2 if cls.loss_is_mean else pipelines.ROWS
     options: dict[str, Any] = {"blocks_per_stage": blocks}
@@ -186,14 +186,14 @@ def test_layerdrop_keeps_received_hidden_states(
 
 
 def reseed(module: nn.Module, args: Any) -> None:
-    """As a hook of the quantizer: a stage draws less before it than one process, which runs all blocks."""
+    """Reseed in a hook of the quantizer: before it, a stage draws fewer numbers than one process with all blocks."""
     torch.manual_seed(0)
 
 
 def check_features(
     config: PreTrainedConfig, weights: dict[str, Tensor], batch: dict[str, Any], full: dict[str, Any], tp: int
 ) -> None:
-    """The loss of a training step, and gradients that reach the first stage by the features too."""
+    """Check the loss of a training step; gradients also reach the first stage through the features."""
     model = pipelines.model_on_stages("Wav2Vec2ForPreTraining", config, weights, tp, 2, micro_batch_size=pipelines.ROWS)
     model.quantizer.register_forward_pre_hook(reseed)
     loss = pipelines.run_micro_batches(model.train(), batch)
@@ -224,7 +224,7 @@ def check_outputs(
     expected: dict[str, Tensor],
     blocks: list[int] | None,
 ) -> set[str]:
-    """On the last stage: what it returns is right; returns what it does not."""
+    """On the last stage: check the returned outputs, and return the names of missing outputs."""
     cls: Any = registry.find(name)
     options: dict[str, Any] = {"attn_implementation": "eager", "blocks_per_stage": blocks}
     model = cls.from_pretrained_with_parallel(folder, 1, 2, micro_batch_size=pipelines.ROWS, **options)
@@ -268,7 +268,7 @@ def test_outputs_of_other_stages_are_none(
     hidden_states: Any,
     absent: list[str],
 ) -> None:
-    """Hidden states and attentions have the places of the full model; those of other stages are ``None``."""
+    """Hidden states and attentions keep the positions of the full model; other stages leave ``None``."""
     config = zoo.config_of(name, zoo.config(variant))
     batch = {key: value for key, value in pipelines.batch(name, config, seed).items() if "label" not in key}
     batch.pop("return_loss", None)
@@ -292,7 +292,7 @@ UNINITIALIZED: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def check_initialized(name: str, config: PreTrainedConfig, constants: dict[str, float]) -> None:
-    """With memory that is filled with nan before it is used: none is left, and what is constant is as it should be."""
+    """Fill memory with NaN before its use: no parameter keeps a NaN, and constants have their values."""
     cls: Any = registry.find(name)
     torch.use_deterministic_algorithms(True)
     try:

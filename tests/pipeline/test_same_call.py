@@ -1,4 +1,4 @@
-"""A call on pipeline stages computes what one process does, or is refused by name: options that few scripts use."""
+"""Calls with rare options on pipeline stages match one process, or raise an error that names the option."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ BY_OTHER_NUMBERS = {
     "block_repeats": "by the pools of Funnel, which allows one stage only",
     "sscp_conv_stride_size": "by the convolution of an audio encoder",
 }
-"""Values of configurations that forwards index by something else than the number of a layer, and by what."""
+"""Configuration values that forwards index by a number other than the layer number, with that index."""
 
 
 def indexed_values(module: Any) -> set[str]:
-    """The values of ``self.config`` that forwards index by a variable, in a modeling file."""
+    """Return the values of ``self.config`` that forwards of a modeling file index by a variable."""
     found = set()
     methods = re.split(r"(?m)^(?=    def |    @|\S)", inspect.getsource(module))
     # parsing takes long
@@ -103,7 +103,7 @@ def check_lists(name: str, config: PreTrainedConfig, weights: dict[str, Tensor],
 @pytest.mark.stacks
 @pytest.mark.parametrize("kind", LISTS)
 def test_lists_follow_the_layers_to_their_stage(pool: Pool, tmp_path: Path, kind: str, seed: int) -> None:
-    """The configuration that the user sees is that of the full model, which can be saved."""
+    """The user sees the full model's configuration and can save it."""
     variant, changes = LISTS[kind]
     if variant not in registry.ARCHITECTURES:
         pytest.skip(f"transformers {transformers.__version__} has no {variant}")
@@ -122,7 +122,7 @@ def tied_llama(**changes: Any) -> PreTrainedConfig:
 
 
 def check_untied_head(config: PreTrainedConfig, folder: str, trains_head: bool) -> None:
-    """An adapter brings a head; then further steps, in which the embedding and the head train by themselves."""
+    """Add an adapter with a head; in further steps, the embedding and the head train separately."""
     from peft import LoraConfig, get_peft_model
 
     cls: Any = registry.find("LlamaForCausalLM")
@@ -188,7 +188,7 @@ def test_a_head_that_one_stage_changed_is_saved_and_gathered(pool: Pool, tmp_pat
 
 
 def packed(config: PreTrainedConfig, **options: Any) -> dict[str, Any]:
-    """Two documents in each row, which transformers keeps apart only where there is no cache."""
+    """Rows with two documents; transformers separates them only without a cache."""
     ids = torch.arange(24).view(2, 12) + 5
     positions = torch.tensor([[*range(5), *range(7)]]).expand(2, -1)
     return {"input_ids": ids, "labels": ids, "position_ids": positions, **options}
@@ -309,7 +309,7 @@ def test_generate_refuses_to_return_what_other_stages_compute(pool: Pool, varian
 
 
 class Clock(transformers.StoppingCriteria):
-    """Stops one rank only, or raises there."""
+    """Criterion that stops, or raises, on one rank only."""
 
     def __init__(self, rank: int, length: int, fails: bool) -> None:
         self.rank, self.length, self.fails = rank, length, fails
@@ -469,7 +469,7 @@ def check_routers(name: str, config: PreTrainedConfig, weights: dict[str, Tensor
 
 @pytest.mark.stacks
 def test_routers_that_choose_from_experts_without_weights(pool: Pool, seed: int) -> None:
-    """A size that stages do not agree on raises before it is sent."""
+    """A mismatch of sizes between stages raises before the message is sent."""
     name, config = "LongcatFlashForCausalLM", zoo.config("longcat_flash")
     model = reference_model(name, config, seed)
     with torch.no_grad(), lifted_casts():

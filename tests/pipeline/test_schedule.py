@@ -1,4 +1,4 @@
-"""The loop over micro-batches: what users do in it, messages between stages, activations in flight."""
+"""The loop over micro-batches: user code in its body, messages between stages, activations in flight."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from support.reference import TOLERANCE, differences, full_gradients, full_param
 
 
 def check_body(given: Case, twice: dict[str, Tensor | None], tp: int, pp: int) -> None:
-    """Scales, accumulation, `train_batch`, and a copy of the model, one after another on the same stages."""
+    """Loss scales, accumulation, `train_batch`, and a copy of the model, one after another on the same stages."""
     batch, lines = given.batches[0][0], []
     model = case_on_stages(given, tp, pp)
     for scale in (1 / 3, 1024.0):
@@ -115,7 +115,7 @@ def check_clipping(given: Case, expected: Clipped, tp: int, pp: int) -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 4), (2, 2), (3, 2)])
 @pytest.mark.parametrize("variant", ["bert", "gpt2", "gptj-tied", "llama-one-kv", "t5"])
 def test_clip_grad_norm_over_stages_matches_one_process(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
-    """What several stages hold counts once."""
+    """A parameter of several stages counts once."""
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed)
     expected: Clipped = {}
     model = reference_model(given.name, given.config, seed)
@@ -128,7 +128,7 @@ def test_clip_grad_norm_over_stages_matches_one_process(pool: Pool, variant: str
 
 
 def check_frozen(given: Case, gradients: dict[str, Tensor | None], pp: int) -> None:
-    """Only the last block and the head train: stages before have nothing of their own to do."""
+    """Only the last block and the head train: earlier stages have nothing to train."""
     model = case_on_stages(given, 1, pp)
     for name, param in stage_parameters(model).items():
         param.requires_grad_(not (name.startswith("transformer.") and ".3." not in name))
@@ -148,7 +148,7 @@ def test_train_step_with_frozen_stages(pool: Pool, variant: str, pp: int, seed: 
 
 
 def check_side_by_side(cases: list[Case]) -> None:
-    """Two loops in turns, over models of different families, and one inside the body of the other."""
+    """Two alternating loops over models of different families, and one loop inside the body of the other."""
     lines = []
 
     def models() -> list[Any]:
@@ -244,7 +244,7 @@ def test_evaluation_loop_returns_outputs_on_the_last_stage(pool: Pool, variant: 
 
 
 def check_accumulation(given: Case, quietly: bool) -> None:
-    """Two loops before the optimizer steps; with ``no_sync`` replicas talk in the second one only."""
+    """Two loops before the optimizer steps; with ``no_sync``, replicas communicate in the second loop only."""
     model = case_on_stages(given, 1, 2)
     ddp = DistributedDataParallel(model.gpu_modules(), process_group=model.mpu.get_data_parallel_group())
     for step, batches in enumerate(given.batches):
@@ -268,11 +268,11 @@ def test_gradient_accumulation_over_replicas_with_and_without_no_sync(
     pool.run(4, check_accumulation, Case(LM[variant], config, batches, weights, [], full_gradients(model)), quietly)
 
 
-# What travels and what is alive ---------------------------------------------------------------------------------------
+# Messages and live activations ----------------------------------------------------------------------------------------
 
 
 class Counted:
-    """While active, notes every message: ``(operation, group, peer, elements)``."""
+    """While active, record every message: ``(operation, group, peer, elements)``."""
 
     SENDS = ("isend", "send", "recv", "irecv")
     COLLECTIVES = (
@@ -308,7 +308,7 @@ class Counted:
 
 @contextmanager
 def live_counted() -> Iterator[list[int]]:
-    """How many micro-batches were alive on this stage after every forward."""
+    """Return the number of live micro-batches on this stage after every forward."""
     seen: list[int] = []
     forward = Schedule._forward
 
@@ -323,7 +323,7 @@ def live_counted() -> Iterator[list[int]]:
 
 
 def streams_after(stage: Any) -> list[int]:
-    """For each boundary between stages, how many streams of hidden states cross it."""
+    """Return the number of hidden-state streams across each boundary between stages."""
     return [sum(stack.first <= index for stack in stage.stacks) for index in range(stage.count - 1)]
 
 
@@ -367,7 +367,7 @@ def check_traffic(given: Case, tp: int, pp: int, size: int) -> dict[str, Any]:
 def test_messages_between_stages_and_activations_in_flight_are_bounded(
     pool: Pool, variant: str, tp: int, pp: int, size: int, seed: int
 ) -> None:
-    """One activation per micro-batch and stream forward, one gradient back; no logits, nothing larger than those."""
+    """One activation per micro-batch and stream forward, one gradient back; no logits, and no larger messages."""
     config = pipelines.config(variant)
     batch = pipelines.batch(LM[variant], config, seed, rows=6)
     weights = full_parameters(reference_model(LM[variant], config, seed))

@@ -111,7 +111,7 @@ AGAIN = "backward of micro-batch 0 was called, and that of"
 
 
 def scenarios(stages: int, rows: int) -> Iterator[tuple[str, Play, tuple[int, ...], type | None, str]]:
-    """What goes wrong, on which stages, and what is raised there at once."""
+    """Yield each fault with its stages and the error that these stages raise at once."""
     everyone = tuple(range(stages))
     for at in range(rows):
         yield f"break before backward {at}", break_at(at, False), everyone, None, ""
@@ -136,7 +136,7 @@ def scenarios(stages: int, rows: int) -> Iterator[tuple[str, Play, tuple[int, ..
 
 
 def check_faults(given: Case, tp: int, pp: int, every: int, shares: bool = False) -> int:
-    """After each scenario: the others were told, the next call raises on every rank, and the one after is right."""
+    """After each scenario: other ranks learn of it, the next call raises on every rank, the call after it works."""
     stages = case_on_stages(given, tp, pp, share_logits=shares)
     model, (batch,) = stages, given.batches[0][stages.mesh.dp.rank :: stages.mesh.dp.size]
     if stages.mesh.dp.size > 1:

@@ -33,7 +33,7 @@ from support.reference import differences, full_parameters, reference_model
 
 
 def train_in_half_precision(given: Case, tp: int, dtype: torch.dtype) -> tuple[list[float], list[float], bool]:
-    """Losses and scales of five steps; whether copies of tied parameters have stayed the same bit for bit."""
+    """Return losses and scales of five steps, and whether copies of tied parameters stay bitwise equal."""
     cls: Any = registry.find(given.name)
     model = cls.from_config_with_parallel(given.config, tp, 2, seed=3)
     batch = given.batches[0][0]
@@ -82,7 +82,7 @@ def test_train_step_on_stages_in_half_precision(
 
 
 def overflow_on_one_rank(given: Case, bad_rank: int) -> tuple[list[float], list[bool]]:
-    """The scales after three steps, and which steps changed the parameters; one rank overflows in the second."""
+    """Return three steps' loss scales, and whether each step ran; one rank overflows in the second step."""
     cls: Any = registry.find(given.name)
     model = cls.from_config_with_parallel(given.config, 2, 2, seed=3)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -117,7 +117,7 @@ def test_grad_scaler_skips_a_step_on_all_stages_after_an_overflow_on_one(pool: P
 
 
 def check_checkpointing(given: Case, tp: int, pp: int) -> None:
-    """Loss and gradients with recomputation are bitwise those without, dropout and all; in float32."""
+    """Loss and gradients in float32 are bitwise equal with and without recomputation, dropout included."""
     lines = []
     results: dict[str, tuple[Tensor, Any, Tensor]] = {}
     for mode in ("plain", "default", "reentrant"):
@@ -130,14 +130,14 @@ def check_checkpointing(given: Case, tp: int, pp: int) -> None:
             wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
         torch.manual_seed(5)
         if mode == "reentrant" and wrapped is not model:
-            with pytest.raises(RuntimeError, match="use_reentrant=False"):  # it cannot do without the parameters' hooks
+            with pytest.raises(RuntimeError, match="use_reentrant=False"):  # DDP needs the parameters' hooks
                 run_micro_batches(wrapped, given.batches[0][0], lift=False)
             continue
         loss = run_micro_batches(wrapped, given.batches[0][0], lift=False)
         results[mode] = loss, gradients_on_stage(model), torch.rand(3)
     loss, gradients, drawn = results.pop("plain")
     for mode, (other_loss, other_gradients, other_drawn) in results.items():
-        # Reentrant, the gradient of what an encoder hands to all decoder blocks is added up in another order.
+        # Reentrant checkpointing sums the gradient of the encoder output over decoder blocks in another order.
         tolerance = 1e-6 if mode == "reentrant" and given.config.is_encoder_decoder else 0
         lines += differences(f"{mode}: loss", other_loss, loss, 0)
         lines += differences(f"{mode}: what is drawn next", other_drawn, drawn, 0)
@@ -159,7 +159,7 @@ def test_gradient_checkpointing_on_stages_matches_one_process(pool: Pool, varian
 
 
 class DropoutsCounted(TorchFunctionMode):
-    """Counts the dropouts that fire, by the size of what they are applied to."""
+    """Counts active dropouts by the size of their input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def count_dropouts(given: Case, pp: int) -> Counter[int]:
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_each_dropout_runs_on_exactly_one_stage(pool: Pool, variant: str, pp: int, seed: int) -> None:
-    """On all stages together as in one process, those at the ends of stacks too."""
+    """All stages together apply the same dropouts as one process, including dropouts at the ends of stacks."""
     config = pipelines.config(variant, dropout=0.3, attn_implementation="eager")
     for name in (LM[variant], pipelines.heads_with_loss(variant)[-1]):
         batch = pipelines.batch(name, config, seed, dtype=torch.float32)

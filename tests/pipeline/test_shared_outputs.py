@@ -20,7 +20,7 @@ from support.reference import TOLERANCE, differences, full_gradients, full_param
 
 
 def check_training(given: Case, logits: dict[int, Tensor], tp: int, pp: int, share: str) -> None:
-    """Two batches before the optimizer steps; the numbers are read before the backward of each micro-batch."""
+    """Run two batches before the optimizer step; read the outputs before the backward of each micro-batch."""
     model = model_on_stages(given.name, given.config, given.weights, tp, pp, **{share: True}).train()
     lines = []
     for step, (batch,) in enumerate(given.batches):
@@ -43,7 +43,7 @@ def check_training(given: Case, logits: dict[int, Tensor], tp: int, pp: int, sha
 
 
 def reference(variant: str, seed: int) -> tuple[Case, dict[int, Tensor]]:
-    """One process: the losses and the logits of two batches, and the gradient of the mean of the losses."""
+    """Return the losses and logits of two batches on one process, and the gradients of the mean loss."""
     name, config = LM[variant], pipelines.config(variant)
     batches = [pipelines.batch(name, config, seed + step) for step in range(2)]
     model, losses, logits = reference_model(name, config, seed), [], {}
@@ -83,7 +83,7 @@ def check_evaluation(name: str, config: Any, weights: dict[str, Tensor], batch: 
 
 @pytest.mark.parametrize("kind", ["ForQuestionAnswering", "ForSequenceClassification"])
 def test_logits_of_every_name_are_known_in_evaluation(pool: Pool, kind: str, seed: int) -> None:
-    """Also without labels, and where there are two kinds of logits."""
+    """Also without labels, and with two kinds of logits."""
     name, config = f"Bert{kind}", pipelines.config("bert")
     model, batch = reference_model(name, config, seed).eval(), pipelines.batch(name, config, seed)
     with torch.no_grad(), lifted_casts():
@@ -94,7 +94,7 @@ def test_logits_of_every_name_are_known_in_evaluation(pool: Pool, kind: str, see
 
 
 def check_leaving(given: Case, pp: int) -> None:
-    """Evaluation that is left early, after which stages have run ahead by different numbers of micro-batches."""
+    """Leave an evaluation early, after different numbers of micro-batches on the stages."""
     model = pipelines.case_on_stages(given, 1, pp, share_logits=True).eval()
     (batch,) = given.batches[0]
     for at in range(pipelines.ROWS):

@@ -1,4 +1,4 @@
-"""The partition of blocks over stages, and which modules a stage keeps. On the meta device, without processes."""
+"""The partition of blocks over stages, and the modules of a stage. On the meta device, without processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def weights(costs: list[int], ranges: tuple[tuple[int, int], ...], before: float
 def test_partition_minimizes_the_most_expensive_stage(
     costs: list[int], before: int, after: int, data: st.DataObject
 ) -> None:
-    """Contiguous, whole, without empty stages; of all such cuts the cheapest, and of those the most even."""
+    """Partitions are contiguous and complete, without empty stages; among the cheapest, the most even one is chosen."""
     stages = data.draw(st.integers(1, len(costs)))
     ranges = partition(costs, stages, before, after)
     assert len(ranges) == stages
@@ -65,7 +65,7 @@ def test_partition_minimizes_the_most_expensive_stage(
 
 @given(costs=st.lists(st.floats(0.01, 1e6), min_size=1, max_size=40), data=st.data())
 def test_partition_of_uneven_block_counts(costs: list[float], data: st.DataObject) -> None:
-    """Rounding does not lose a block, and no stage is heavier than an even share and one block more."""
+    """Rounding loses no block, and no stage is heavier than an even share plus one block."""
     stages = data.draw(st.integers(1, len(costs)))
     ranges = partition(costs, stages)
     assert [block for start, stop in ranges for block in range(start, stop)] == list(range(len(costs)))
@@ -97,7 +97,7 @@ def test_partition_of_a_deep_model_is_fast() -> None:
     assert len(ranges) == 64
 
 
-# What a stage keeps ---------------------------------------------------------------------------------------------------
+# Modules of a stage ---------------------------------------------------------------------------------------------------
 
 
 def on_meta(name: str, config: Any) -> Any:
@@ -119,7 +119,7 @@ def whole_model(name: str, variant: str) -> Any:
 
 
 def blocks_of(model: Any) -> list[str]:
-    """The names of all blocks, in the order of a forward."""
+    """Return the names of all blocks in forward order."""
     plan, prefix = model.plan(model.config), model._prefix()
     return [
         f"{prefix}{stack}.{name}"
@@ -132,7 +132,7 @@ FIRST = r"wte|wpe|shared|embed_tokens|(word|position|token_type)_embeddings|embe
 
 
 def expected_stages(model: Any, name: str, ranges: tuple[tuple[int, int], ...]) -> set[int]:
-    """On which stages a parameter of the whole model belongs, told by its name alone."""
+    """Return the expected stages of a parameter of the full model, from its name alone."""
     blocks = blocks_of(model)
 
     def stages(stack: str) -> set[int]:
@@ -158,7 +158,7 @@ COUNTS = [2, 3, 4]
 @pytest.mark.drawn(22)
 @pytest.mark.parametrize(("variant", "name"), CASES, ids=[f"{variant}-{name}" for variant, name in CASES])
 def test_each_parameter_is_on_the_stages_that_use_it(variant: str, name: str) -> None:
-    """And nowhere else; the stages know who shares what, and who counts it."""
+    """And on no other stage; stages record shared parameters, and the stage that counts each of them."""
     model = whole_model(name, variant)
     tied = model.all_tied_weights_keys
     shapes = {full: tuple(param.shape) for full, param in model.named_parameters(remove_duplicate=False)}
@@ -176,7 +176,7 @@ def test_each_parameter_is_on_the_stages_that_use_it(variant: str, name: str) ->
             assert here.keys() == {full for full in shapes if index in expected_stages(model, full, ranges)}
             assert {full: tuple(param.shape) for full, param in here.items()} == {full: shapes[full] for full in here}
             assert stage.shared_parameters == {root: tuple(sorted(on)) for root, on in owners.items() if len(on) > 1}
-            for full, param in here.items():  # names that are tied are one parameter, and transformers is told so
+            for full, param in here.items():  # tied names are one parameter, and transformers knows that they are tied
                 same = {other for other in here if tied.get(other, other) == tied.get(full, full)}
                 assert all(here[other] is param for other in same)
             local_names = [local for local, _ in part.named_parameters(remove_duplicate=False)]
@@ -198,7 +198,7 @@ def test_each_parameter_is_on_the_stages_that_use_it(variant: str, name: str) ->
 
 @pytest.mark.parametrize(("variant", "name"), CASES, ids=[f"{variant}-{name}" for variant, name in CASES])
 def test_stages_are_balanced_by_parameter_count(variant: str, name: str) -> None:
-    """By parameters of blocks, and on the last stage those of the head; and blocks are numbered from zero."""
+    """Balance the parameters of blocks, and of the head on the last stage; blocks are numbered from zero."""
     model = whole_model(name, variant)
     blocks = blocks_of(model)
 
@@ -227,7 +227,7 @@ def test_stages_are_balanced_by_parameter_count(variant: str, name: str) -> None
 
 @pytest.mark.parametrize("variant", ["t5", "t5-gated-untied"])
 def test_relative_bias_of_t5_is_in_the_first_block_of_each_stage(variant: str) -> None:
-    """The first block here of each stack has it, under a name of its own, and computes with it."""
+    """The first local block of each stack has the bias, under its local name, and computes with it."""
     name = "T5ForConditionalGeneration"
     model = whole_model(name, variant)
     path = "layer.0.SelfAttention.relative_attention_bias"
@@ -258,7 +258,7 @@ def test_split_stage_rejects_more_stages_than_blocks() -> None:
 
 
 def test_experts_cost_what_they_compute_for_a_token() -> None:
-    """Two dense blocks are as wide as the two of eight experts that a token is sent to in each of the other two."""
+    """Each of two dense blocks is as wide as two experts. The other two blocks send a token to two of eight experts."""
     changes = {"num_hidden_layers": 4, "mlp_only_layers": [0, 1], "num_experts": 8, "vocab_size": 8}
     config = zoo.config("qwen3_moe", **changes, intermediate_size=64, moe_intermediate_size=32, num_experts_per_tok=2)
     assert make_stage("Qwen3MoeForCausalLM", config, 0, 2)[1].ranges == ((0, 2), (2, 4))
@@ -266,7 +266,7 @@ def test_experts_cost_what_they_compute_for_a_token() -> None:
 
 @pytest.mark.parametrize("model_type", ["bamba", "jamba", "mamba2"])
 def test_configuration_of_a_stage_can_be_pickled_and_copied(model_type: str) -> None:
-    """Transformers computes the types of these blocks, and the forward of a stage reads those of its own."""
+    """Transformers derives the types of these blocks; the forward of a stage reads the types of its local blocks."""
     own, full = (zoo.config(model_type, num_hidden_layers=4) for _ in range(2))
     model, stage = make_stage(zoo.main_head(model_type), own, 1, 2)
     with stage.reading_own_layers(model):
@@ -281,7 +281,7 @@ def test_configuration_of_a_stage_can_be_pickled_and_copied(model_type: str) -> 
 @pytest.mark.parametrize("vocab", [50, 150, 200, 250])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_partition_is_equal_on_ranks_with_uneven_shards(variant: str, vocab: int) -> None:
-    """Six heads over four ranks: a block of one rank is heavier than that of another, beside the same vocabulary."""
+    """With six heads over four ranks, blocks differ in size between ranks; the vocabulary is the same."""
     name = zoo.lm_head(variant)
     config = pipelines.config(variant, vocab_size=vocab)
     for count in (2, 4):

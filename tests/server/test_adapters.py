@@ -1,4 +1,4 @@
-"""``oslo-models serve --adapter``: each answer is that of its own adapter, as plain ``peft`` computes it."""
+"""``oslo-models serve --adapter``: each adapter's answers equal the results of plain ``peft``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROMPTS = ("def f", "import os", "a = 1", "class")
 
 
 def write_adapter(model: Any, folder: Path, seed: int, targets: list[str], **options: Any) -> Any:
-    """An adapter with random weights in a folder; returns the model of one process with it."""
+    """Save an adapter with random weights in a folder; return the single-process model with the adapter."""
     torch.manual_seed(seed)
     config = peft.LoraConfig(r=3, lora_alpha=40, target_modules=targets, init_lora_weights=False, **options)
     adapted = peft.get_peft_model(copy.deepcopy(model), config)
@@ -49,7 +49,7 @@ def write_adapter(model: Any, folder: Path, seed: int, targets: list[str], **opt
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """A folder with a model and two adapters; by name what one process has of each."""
+    """A folder with a model and two adapters, and their single-process models by name."""
     folder, seed = tmp_path_factory.mktemp("adapters"), random.SystemRandom().randrange(2**31)
     tokenizer().save_pretrained(folder / "base")
     torch.manual_seed(seed)
@@ -79,7 +79,7 @@ def ask(url: str, **body: Any) -> tuple[int, Any]:
 
 
 def check_answers(url: str, models: Mapping[str, Any]) -> None:
-    """Several clients at once, whose requests are for all models in turn, of different lengths."""
+    """Send concurrent requests of several clients to all models in turn, with different lengths."""
     asked = [(name, prompt, 5 + 9 * (i % 3)) for i, prompt in enumerate(PROMPTS) for name in models]
 
     def answer(request: tuple[str, str, int]) -> tuple[str, list[str]]:
@@ -154,7 +154,7 @@ def check_restart(running: Running, url: str, models: Mapping[str, Any]) -> None
 
 
 def refusals(folder: Path, base: Any) -> dict[str, tuple[list[str], str]]:
-    """Values of ``--adapter``, and what is said."""
+    """Values of ``--adapter``, and the expected messages."""
     other = GPTNeoForCausalLM(
         GPTNeoConfig(
             hidden_size=16, num_layers=2, num_heads=2, vocab_size=50, attention_types=[[["global", "local"], 1]]
@@ -226,7 +226,7 @@ class Switched:
 
 
 class Calls:
-    """Calls in threads, each of which lasts until it is told to end."""
+    """Calls in threads; each call lasts until the test ends it."""
 
     def __init__(self) -> None:
         self.model = Switched()
@@ -234,7 +234,7 @@ class Calls:
         self.began = list[str]()
 
     def begin(self, adapter: str | None, name: str) -> tuple[Callable[[], None], Cancellation]:
-        """Start one, and wait until it runs or waits; returns what ends it."""
+        """Start a call, and wait until it runs or waits; return a function that ends it, and its cancellation."""
         end, cancellation, left = threading.Event(), Cancellation(), threading.Event()
 
         def call() -> None:

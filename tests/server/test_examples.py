@@ -1,4 +1,4 @@
-"""The files of docs/examples: their commands are those of this version, and what they name exists."""
+"""The files of docs/examples: their commands match this version, and all named files exist."""
 
 from __future__ import annotations
 

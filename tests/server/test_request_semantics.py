@@ -36,7 +36,7 @@ IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def small_model(words: Any, **defaults: Any) -> LocalModel:
-    """A model whose checkpoint has these defaults."""
+    """A model with these generation defaults in its checkpoint."""
     torch.manual_seed(0)
     sizes = {"n_positions": 256, "n_embd": 48, "n_layer": 2, "n_head": 4}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=len(words), **sizes, **IDS))
@@ -271,7 +271,7 @@ def test_bytes_of_log_probabilities_are_those_of_the_answer(made: Any) -> None:
 
 
 def small_bert(words: Any, folder: Path, files: dict[str, Any]) -> LocalModel:
-    """An encoder whose checkpoint has these files of sentence-transformers."""
+    """An encoder with these sentence-transformers files in its checkpoint."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     local = LocalModel(BertModel(BertConfig(vocab_size=len(words), **sizes, max_position_embeddings=64)))

@@ -76,7 +76,7 @@ class Whole:
         return tokenizer().decode(new, skip_special_tokens=True)
 
     def documented(self, text: str) -> dict[str, str]:
-        """What the documents' example answers."""
+        """The answer of the example in the documents."""
         options = {"num_beams": 5, "no_repeat_ngram_size": 4, "max_length": 15}
         out = self.ids(tokenizer()(text)["input_ids"], **options)
         return {"inputs": text, "outputs": tokenizer().decode(out, skip_special_tokens=True)}
@@ -190,7 +190,7 @@ def test_concurrent_clients_get_their_own_completions(server: SimpleNamespace, w
 
 
 def test_short_answer_overtakes_a_long_stream(server: SimpleNamespace, whole: Whole) -> None:
-    """Both are computed in the running batch, whose memory the server has printed."""
+    """Both are computed in the running batch; the server has printed its memory."""
     create, read = server.client.completions.create, threading.Event()
     done = threading.Event()
 
@@ -423,7 +423,7 @@ def test_flask_script_of_the_documents_runs(checkpoint: Path, whole: Whole, tmp_
     with program(tmp_path / "app.py", folder=checkpoint, says="Running on ") as running:
         assert get(f"{running.url}/generate_text/Messi") == (200, whole.documented("Messi"))
         running.process.kill()
-        running.process.wait()  # what it held is closed by then, however busy the machine is
+        running.process.wait()  # its files and sockets are closed by then, also on a busy machine
         assert gone(running.workers) and len(running.workers) == 2
 
 

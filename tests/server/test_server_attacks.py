@@ -309,7 +309,7 @@ def test_answers_have_request_ids() -> None:
 
 
 def test_logs_have_no_texts(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the access log nor that of an internal error, whatever its message quotes."""
+    """Neither the access log nor the log of an internal error quotes texts of a request."""
 
     def act(**_: Any) -> Any:
         raise KeyError("private words")

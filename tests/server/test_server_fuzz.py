@@ -111,7 +111,7 @@ class Fuzz:
         return path, json.dumps(body).encode()
 
     def bytes(self) -> tuple[str, bytes]:
-        """A request whose body is damaged, or no JSON at all."""
+        """A request with a damaged body, or no JSON at all."""
         path, body = self.fields()
         draw, data = self.draw, bytearray(body)
         for _ in range(draw.randint(1, 4)):
@@ -219,7 +219,7 @@ def fuzz(count: int, seed: int) -> Counter[int]:
 def test_malformed_requests_are_refused(seed: int) -> None:
     statuses = fuzz(1200, seed)
     assert set(statuses) <= {200, 307, 400, 404, 405, 413}, statuses
-    assert statuses[200] > 30 and statuses[400] > 400  # it draws both what is answered and what is not
+    assert statuses[200] > 30 and statuses[400] > 400  # the draws include both valid and invalid requests
 
 
 @pytest.mark.zoo

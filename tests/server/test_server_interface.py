@@ -82,7 +82,7 @@ def text_of(words: Any, local: LocalModel, prompt: str, most: int, **options: An
     return words.decode(local.model.generate(ids_BL, **options)[0, ids_BL.shape[1] :], skip_special_tokens=True)
 
 
-# What is asked for is done, or refused by name ------------------------------------------------------------------------
+# Options are applied, or refused by name ------------------------------------------------------------------------------
 
 NO_OPS = {
     "completions": '{"best_of": 1, "echo": false, "n": 1, "logprobs": null, "suffix": "", "skip_special_tokens": true, '

@@ -29,7 +29,7 @@ def test_place_inverts_shard(case: tuple[Layout, int]) -> None:
 
 @given(layouts())
 def test_shard_and_place_keep_every_bit(case: tuple[Layout, int]) -> None:
-    """Also those that arithmetic would lose: NaN payloads, negative zeros, narrow dtypes."""
+    """Also bits that arithmetic would lose: NaN payloads, negative zeros, narrow dtypes."""
     layout, n = case
     bits = distinct(layout.shape).to(torch.int16).mul(-977)
     full = bits.view(torch.bfloat16) if bits.dim() else bits

@@ -1,4 +1,4 @@
-"""Cases of tests that are marked ``drawn``."""
+"""Cases of tests with the mark ``drawn``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in what sends tokens to experts, counts them and sums their gradients are caught by the named tests."""
+"""The named tests catch mistakes in token dispatch to experts, token counts and gradient sums."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from support.pool import Pool, WorkerError
 
 
 def auxiliary_loss_of_each_rank(patch: Patch) -> None:
-    """As if the ranks' losses were added up."""
+    """Scale the loss as if ranks added up their losses."""
     right = modeling_mixtral.load_balancing_loss_func
     patch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *args: 3 * right(*args))
 
 
 def gradient_of_a_rotary_norm_of_each_rank(patch: Patch) -> None:
-    """As if all ranks computed the same with the one key that their heads share."""
+    """Treat the norm as replicated, as if all ranks computed the same from the key that their heads share."""
     patch.setattr(dots3_note_text, "HeadNorm", Norm)
 
 
@@ -148,7 +148,7 @@ FAST = {
     "mutant", [name if name in FAST else pytest.param(name, marks=pytest.mark.zoo) for name in MUTANTS]
 )
 def test_mistake_is_caught(pool: Pool, tmp_path: Path, seed: int, mutant: str) -> None:
-    """By an assertion of the test, which passes without it."""
+    """The test passes without the mistake, and fails by an assertion with it."""
     make, file, name, arguments = MUTANTS[mutant]
     test = load_test(file, name)
     given = {"tmp_path": tmp_path, "seed": seed} | arguments

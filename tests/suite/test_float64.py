@@ -32,7 +32,7 @@ CONFIGS = {
 
 
 class _Narrowings(TorchDispatchMode):
-    """Notes every operation that makes float32 from float64, and every other one with a float32 result."""
+    """Records every operation from float64 to float32, and every other operation with a float32 result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,18 +80,18 @@ def test_lifted_casts_leave_no_float32_in_a_float64_model(name: str, how: str) -
     model = _model(name, torch.float64) if how == "dtype" else _model(name).double()
     seen = _watch(model, lifted=True)
     assert not seen.lost
-    if name != "llama":  # whose rotary tables are made in float32
+    if name != "llama":  # Llama makes its rotary tables in float32
         assert not [shape for shape in seen.float32 if len(shape) > 2]
 
 
 def test_float64_model_without_lifted_casts_computes_in_float32() -> None:
-    """The test above can fail."""
+    """Show that the test above can fail."""
     model = _model("gptj", torch.float64)
     assert _watch(model, lifted=False).lost
 
 
 def test_lifted_casts_make_a_step_exact() -> None:
-    """A model without inner casts gives the same as with them lifted, and one with them differs by a little."""
+    """A model without inner casts matches a model with lifted casts; a model with casts differs slightly."""
     model = _model("gptj", torch.float64)
     plain = list(_step(model))
     with lifted_casts():

@@ -1,4 +1,4 @@
-"""The first import of a class goes without collections of garbage, and leaves the collector as it was."""
+"""The first import of a class disables the garbage collector, and restores its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oslo_models.importing import without_collections
 
 @pytest.fixture
 def first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if transformers' models were not imported yet."""
+    """Act as if transformers' models were not imported yet."""
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
 
 

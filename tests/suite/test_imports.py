@@ -14,7 +14,7 @@ from support import ROOT
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 REQUIRED = {"huggingface_hub", "hypothesis", "numpy", "pytest", "safetensors", "torch", "tqdm", "transformers"}
 OWN = {"benchmarks", "oslo_kernels", "oslo_models", "support"}
-"""What test modules may import without asking whether it is installed, beside Python's own modules."""
+"""Packages that test modules may import without a check, besides Python's own modules."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -30,7 +30,7 @@ def imports_of(node: ast.AST) -> Iterator[str]:
 
 
 def unwanted(path: Path) -> set[str]:
-    """The modules that a test module imports and should not."""
+    """Return the forbidden imports of a test module."""
     roots = {name.partition(".")[0] for name in imports(path)}
     others = {root for root in roots if root == "conftest" or root.startswith("test_")}
     return others if path.parent.name == "benchmarks" else others | roots & {"benchmarks"}
@@ -41,7 +41,7 @@ def test_test_modules_import_neither_each_other_nor_the_benchmarks() -> None:
 
 
 def optional_imports(path: Path) -> set[str]:
-    """The packages that a module imports when it is imported, without skipping its tests where they are missing."""
+    """Return optional packages that a test module imports at the top without ``importorskip``."""
     found, asked = set[str](), set[str]()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Expr) and ast.unparse(node).startswith("pytest.importorskip("):
@@ -52,7 +52,7 @@ def optional_imports(path: Path) -> set[str]:
 
 
 def test_test_modules_can_be_collected_without_optional_packages() -> None:
-    """A machine with a GPU may have few of them, and one module that cannot be imported ends the whole run."""
+    """A machine with a GPU may lack them, and one failed import ends the whole run."""
     assert not {path.name: found for path in FILES if (found := optional_imports(path))}
 
 

@@ -1,4 +1,4 @@
-"""The suite can fail: each mutant of the library is caught by the named test."""
+"""The suite can fail: the named test catches each mutant of the library."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def tied_gradients_of_one_stage(patch: Patch) -> None:
 
 
 def after_start(patch: Patch, change: Callable[[Any], None]) -> None:
-    """Something else about every loop over micro-batches."""
+    """Change every loop over micro-batches after its construction."""
     right = schedule.Schedule.__init__
 
     def start(self: Any, *args: Any) -> None:
@@ -277,7 +277,7 @@ def values_of_all_ranks_without_sum_of_gradients(patch: Patch) -> None:
 
 
 class Reversed(EvenSplit):
-    """A split that gives the first units to the last rank."""
+    """Split that gives the first units to the last rank."""
 
     def unit_ranges(self, n: int) -> tuple[tuple[int, int], ...]:
         return super().unit_ranges(n)[::-1]
@@ -661,7 +661,7 @@ MUTANTS: dict[str, list[Caught]] = {
         (dropout_at_both_ends, "test_each_dropout_runs_on_exactly_one_stage", {"variant": "t5", "pp": 2}),
     ],
 }
-"""By the file of the test: the mutant, the test that catches it, and the arguments of that."""
+"""By test file: the mutant, the test that catches it, and the test's arguments."""
 
 
 @pytest.mark.drawn(20)

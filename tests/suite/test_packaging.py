@@ -19,7 +19,7 @@ from support import ROOT
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what packaging looks at: building would leave files in the checkout."""
+    """Copy of the files for packaging: building would leave files in the checkout."""
     copy = tmp_path_factory.mktemp("source")
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for folder in ("oslo_models", "kernels", "tests", "benchmarks"):
@@ -42,7 +42,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_environment(folder: Path) -> Path:
-    """A virtual environment that sees the packages of this one, without its editable installs; returns its Python."""
+    """Make a virtual environment with this environment's packages, without editable installs; return its Python."""
     run(sys.executable, "-m", "venv", "--without-pip", folder)
     base = {"base": str(folder), "platbase": str(folder)}
     packages = Path(sysconfig.get_path("purelib", "venv" if sys.version_info >= (3, 11) else None, base))
@@ -115,7 +115,7 @@ def test_editable_install_imports(source: Path, tmp_path: Path) -> None:
 
 
 def test_kernels_folder_is_no_package() -> None:
-    """transformers imports a package named ``kernels`` when it finds one. Nothing that is imported needs Triton."""
+    """transformers imports a package named ``kernels`` when it finds one. No import needs Triton."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     paths = [str(ROOT), str(ROOT / "kernels")]
     code = f"import sys; sys.path[:0] = {paths}; sys.modules['triton'] = None; import transformers.modeling_utils"

@@ -80,7 +80,7 @@ def _echo(value: object) -> object:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait long for ranks that are known to hang."""
+    """Shorten the wait for ranks that hang on purpose."""
     monkeypatch.setattr(pool_module, "TIMEOUT", 0.2)
     monkeypatch.setattr(pool_module, "GRACE", 3.0)
 
@@ -103,7 +103,7 @@ def test_run_reports_a_rank_that_raises_while_others_wait(pool: Pool, short: Non
     before = pool.pids
     with pytest.raises(WorkerError, match=r"(?s)failed on rank 0, 1, 2.*---- rank 1.*ValueError: wrong size") as info:
         pool.run(3, _fail_on, 1, ValueError("wrong size"))
-    assert next(iter(info.value.failures)) == 1  # the cause first, then what it did to others
+    assert next(iter(info.value.failures)) == 1  # the cause first, then its effects on other ranks
     assert "_fail_on" in info.value.failures[1]
     assert pool.pids == before  # an exception costs no process
     assert len(pool.run(3, _sum_of_ranks, torch.zeros(1))) == 3
@@ -190,7 +190,7 @@ def test_workers_end_with_a_killed_session(tmp_path: Path) -> None:
         "    print(child.pid, flush=True)\n"
         "    child.wait()\n"
     )
-    folder = tmp_path / ("long" * 25)  # as the folders of job systems
+    folder = tmp_path / ("long" * 25)  # as in the folders of job schedulers
     folder.mkdir()
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "TMPDIR": str(folder)}
     command = [sys.executable, str(tmp_path / "victim.py")]
@@ -206,7 +206,7 @@ def test_workers_end_with_a_killed_session(tmp_path: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process runs; a zombie that waits for its parent does not."""
+    """Return whether a process runs; a zombie does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

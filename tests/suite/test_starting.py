@@ -1,4 +1,4 @@
-"""Processes of the library import nothing from the working directory, where others may write."""
+"""Processes of the library import nothing from the working directory, since other users may write there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.corpora import tokenizer
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with files of somebody else that leave a mark where they are run."""
+    """Working directory with foreign files that leave a mark if they run."""
     for name in ("oslo_models/__init__.py", "tokenizers.py", "pickle.py", "ctypes/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"open({str(tmp_path / 'mark')!r}, 'w').write(__file__)\nraise SystemExit(9)\n")

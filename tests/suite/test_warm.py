@@ -1,4 +1,4 @@
-"""A copy that stands for a new Python process behaves like one: the same programs say the same in both."""
+"""A forked copy behaves like a new Python process: the same programs give the same output in both."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def programs(folder: Path, code: str) -> dict[str, list[str]]:
 
 
 def said(folder: Path, arguments: list[str], new: bool, **options: Any) -> tuple[int, str, str]:
-    """What a process says that reads the id of this one, and how it ends.
+    """Run a process that reads this process's id; return its exit status and output.
 
     Args:
-        new: it has a variable that modules read when they are imported, so that it cannot be a copy.
+        new: Set a variable that modules read on import, so that the process cannot be a copy.
     """
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -109,7 +109,7 @@ def test_a_signal_reaches_it_and_files_are_passed_on(tmp_path: Path, warm: None)
 
 
 def test_what_it_starts_is_a_copy_too(tmp_path: Path, warm_launchers: None) -> None:
-    """Of its start: what it has done since then is not there."""
+    """The copy is a copy of the start, without later changes of the process."""
     inner = "import sys; print('inner', 'torch' in sys.modules, hasattr(sys, 'changed'), sys.argv[1:], flush=True)"
     outer = (
         "import subprocess, sys; sys.changed = True\n"

@@ -1,4 +1,4 @@
-"""What tests share: worker pool, models and batches, references to compare with, and programs that tests start."""
+"""Shared parts of the tests: worker pool, models and batches, references, and programs that tests start."""
 
 from __future__ import annotations
 

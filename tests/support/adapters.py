@@ -1,4 +1,4 @@
-"""Training with adapters on one process with plain ``peft``, and how a rank compares its shard of the results."""
+"""Trains adapters in one process with plain ``peft``, and compares the results with the shards of ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from support.reference import TOLERANCE, differences, full_parameters, make_opti
 
 Batch = dict[str, Tensor]
 STEPS = (0, 4)
-"""The training steps whose results are compared."""
+"""The training steps with compared results."""
 PREFIX = "base_model.model."
 
 
 @dataclass
 class Run:
-    """What one process computes in some steps of training an adapter; tensors are full, names those of ``PeftModel``.
+    """Reference results of adapter training in one process: full tensors under their names in ``PeftModel``.
 
     Attributes:
         initial: the adapter as ``peft`` makes it from ``seed``.
@@ -55,7 +55,7 @@ class Run:
 
 
 def plain_model(run: Run, **options: Any) -> Any:
-    """The model of one process, with the adapter as ``peft`` makes it."""
+    """Return the single-process model with the adapter of ``peft``."""
     from peft import get_peft_model
 
     base = reference_model(run.name, run.config, run.seed, **options)
@@ -75,7 +75,7 @@ def reference_run(
     optimizer: str = "AdamW",
     folder: Path | None = None,
 ) -> Run:
-    """Train an adapter with plain ``peft``; in ``folder``, leave what it saves before the training."""
+    """Train an adapter with plain ``peft``; save the untrained model in ``folder``."""
     from peft import get_peft_model
 
     base = reference_model(name, config, seed)
@@ -85,7 +85,7 @@ def reference_run(
     trained = trained_parameters(model)
     run.initial = {key: param.detach().clone() for key, param in trained.items()}
     with torch.no_grad():
-        for param in trained.values():  # half of which is zero
+        for param in trained.values():  # half of the parameters start at zero
             param += 0.1 * torch.randn_like(param)
     run.start = {key: param.detach().clone() for key, param in trained.items()}
     if folder is not None:
@@ -108,7 +108,7 @@ def logits_of(model: Any, batch: Batch) -> Tensor:
 def train(
     model: Any, batches: Sequence[Batch], optimizer: str, backward: Callable[[Any, Batch], Tensor] | None = None
 ) -> tuple[list[float], list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Losses of all steps; gradients and parameters of those in `STEPS`."""
+    """Return the losses of all steps, and the gradients and parameters of the steps in `STEPS`."""
     params = trained_parameters(model)
     stepper = make_optimizer(optimizer, params.values())
     losses, gradients, trained = [], [], []
@@ -130,7 +130,7 @@ def train(
 
 
 def own_shards(model: Any, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's shards of full tensors, by their names in ``PeftModel``."""
+    """Return the local shards of full tensors by their names in ``PeftModel``."""
     base = model.get_base_model()
     layouts = {PREFIX + name: layout for name, layout in base.layouts.items()}
     return {
@@ -140,7 +140,7 @@ def own_shards(model: Any, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compare(model: Any, what: str, own: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> list[str]:
-    """A line for each tensor of this rank that is not its shard of the full one."""
+    """Return a line for each local tensor that differs from its shard of the full tensor."""
     expected = own_shards(model, {name: full[name] for name in own if name in full})
     lines = [f"{what} {name}: not in the reference" for name in own if name not in full]
     return lines + [
@@ -156,12 +156,12 @@ def start_from(model: Any, full: Mapping[str, Tensor]) -> None:
 
 
 def parallel_base(run: Run, tp: int, pp: int = 1, **options: Any) -> Any:
-    """This rank's part of the model without adapters."""
+    """Return this rank's pipeline stage and shard of the model, without adapters."""
     return model_on_stages(run.name, run.config, run.weights, tp, pp, **options).train()
 
 
 def check_run(run: Run, tp: int, pp: int = 1, options: Mapping[str, Any] | None = None) -> None:
-    """On each rank: an adapter has the same first values, and trains as on one process."""
+    """On each rank, compare the initial values and the training of an adapter with one process."""
     from peft import get_peft_model
 
     base = parallel_base(run, tp, pp, **(options or {}))
@@ -189,11 +189,11 @@ def _train_batch(model: Any, batch: Batch) -> Tensor:
 
 
 def check_files(run: Run, tp: int, pp: int, saved: str, folder: str, options: Mapping[str, Any] | None = None) -> None:
-    """On each rank: an adapter that plain ``peft`` has saved loads, and is saved again as it was."""
+    """On each rank, load an adapter saved by plain ``peft``, and save it again without changes."""
     from peft import PeftModel
 
     base = parallel_base(run, tp, pp, **(options or {}))
-    prompts = run.adapter.is_prompt_learning  # which peft does not train any further
+    prompts = run.adapter.is_prompt_learning  # peft does not continue to train loaded prompts
     model: Any = PeftModel.from_pretrained(base, saved, is_trainable=not prompts)
     if not prompts:
         own = {name: param.detach() for name, param in trained_parameters(model).items()}
@@ -206,7 +206,7 @@ def check_files(run: Run, tp: int, pp: int, saved: str, folder: str, options: Ma
 
 
 def check_merged(run: Run, tp: int, pp: int, logits: Tensor, options: Mapping[str, Any]) -> None:
-    """On each rank: an adapter is merged into the model, which remains as it would on one process."""
+    """On each rank, merge an adapter into the model, and compare the logits with one process."""
     from peft import get_peft_model
 
     model: Any = get_peft_model(parallel_base(run, tp, pp, **options), copy.deepcopy(run.adapter))
@@ -217,7 +217,7 @@ def check_merged(run: Run, tp: int, pp: int, logits: Tensor, options: Mapping[st
 
 
 def check_adapters(run: Run, tp: int, pp: int, other: Any, expected: dict[str, Tensor], folder: str) -> None:
-    """On each rank: two adapters, added, selected, disabled, saved, deleted and merged."""
+    """On each rank, add, select, disable, save, delete and merge two adapters."""
     from peft import get_peft_model
 
     base = parallel_base(run, tp, pp)
@@ -230,7 +230,7 @@ def check_adapters(run: Run, tp: int, pp: int, other: Any, expected: dict[str, T
 
 @torch.no_grad()
 def use_adapters(model: Any, other: Any, batch: Batch, folder: str) -> dict[str, Tensor]:
-    """The logits, or on pipeline stages the loss, after each of many calls of ``PeftModel``."""
+    """Return the logits, or the loss on pipeline stages, after each of many calls of ``PeftModel``."""
     results: dict[str, Tensor] = {}
 
     def note(what: str, called: Any = model) -> None:
@@ -248,7 +248,7 @@ def use_adapters(model: Any, other: Any, batch: Batch, folder: str) -> dict[str,
     with model.disable_adapter():
         note("disabled")
     model.delete_adapter("loaded")
-    if not other.use_dora:  # peft combines no magnitudes
+    if not other.use_dora:  # peft cannot combine magnitudes
         model.add_weighted_adapter(["default", "other"], [0.3, 0.6], "both", combination_type="cat")
         model.set_adapter("both")
         note("both")
@@ -277,7 +277,7 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
 
 
 def step_with_recorded_masks(run: Run, tp: int) -> tuple[float, dict[str, Tensor], list[Tensor]]:
-    """A step with dropout of this rank: loss, gradients in full, and masks in the order of their calls."""
+    """Take a step with dropout; return the loss, the full gradients, and the local masks in call order."""
     from peft import get_peft_model
 
     from oslo_models.distributed.sharded_tensor import gather_shards
@@ -308,7 +308,7 @@ def check_dropout(run: Run, loss: float, gradients: dict[str, Tensor], of_ranks:
 
 
 def check_injected(run: Run, tp: int, pp: int, saved: str, folder: str, expected: list[Tensor]) -> None:
-    """On each rank: adapters without a ``PeftModel``, by the methods of transformers."""
+    """On each rank, use adapters through the methods of transformers, without a ``PeftModel``."""
     base = parallel_base(run, tp, pp).eval()
     actual = use_injected(base, run.adapter, saved, run.batches[0], folder, run.seed)
     lines = [line for i, x in enumerate(expected) for line in differences(f"loss {i}", actual[i], x, TOLERANCE)]
@@ -316,7 +316,7 @@ def check_injected(run: Run, tp: int, pp: int, saved: str, folder: str, expected
 
 
 def use_injected(model: Any, adapter: Any, saved: str, batch: Batch, folder: str, seed: int) -> list[Tensor]:
-    """Add, load, select, save and disable adapters of a transformers model; returns losses."""
+    """Add, load, select, save and disable adapters of a transformers model; return the losses."""
     torch.manual_seed(seed)
     model.add_adapter(copy.deepcopy(adapter), "first")
     losses = [loss_of(model, batch)]
@@ -337,12 +337,12 @@ def use_injected(model: Any, adapter: Any, saved: str, batch: Batch, folder: str
 def check_data_parallel(
     run: Run, wrapper: str, tp: int, norms: list[float], options: Mapping[str, Any] | None = None
 ) -> None:
-    """On each of 2 replicas: training on a half of each batch, with clipping, is training on all of it."""
+    """On each of 2 replicas, train on half of each batch with clipping, and compare with training on all of it."""
     from peft import get_peft_model
 
     base = parallel_base(run, tp, **(options or {}))
     dp = base.mesh.dp
-    torch.manual_seed(run.seed + dp.rank)  # replicas with random states of their own begin with equal adapters
+    torch.manual_seed(run.seed + dp.rank)  # replicas with different random states start with equal adapters
     model: Any = get_peft_model(base, copy.deepcopy(run.adapter))
     start_from(model, run.start)
     if wrapper == "DDP":
@@ -369,7 +369,7 @@ def check_data_parallel(
 
 
 def check_variant(run: Run, tp: int, how: str, saved: str, expected: Any) -> None:
-    """On each rank: logits, loss or tokens as on one process, with something else switched on too."""
+    """On each rank, compare logits, loss or tokens with one process, together with another feature."""
     from peft import PeftModel
 
     base = parallel_base(run, tp, attn_implementation="eager")
@@ -386,7 +386,7 @@ def check_variant(run: Run, tp: int, how: str, saved: str, expected: Any) -> Non
 
 
 def use_variant(model: Any, how: str, batch: Batch) -> Tensor:
-    """Generated tokens, or the gradients of a step, flattened and in full."""
+    """Return generated tokens, or the full gradients of a step as one flat tensor."""
     if how == "generate":
         model.eval()
         tokens: Tensor = model.generate(input_ids=batch["input_ids"][1:2], max_new_tokens=5, do_sample=False)
@@ -394,7 +394,7 @@ def use_variant(model: Any, how: str, batch: Batch) -> Tensor:
     if how == "checkpointing":
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    with nullcontext() if how == "checkpointing" else lifted_casts():  # the mode is not there when torch recomputes
+    with nullcontext() if how == "checkpointing" else lifted_casts():  # the mode is not active when torch recomputes
         model(**{key: value[1:2] for key, value in batch.items()}).loss.backward()  # a row without padding
     grads = [param.grad for param in trained_parameters(model).values()]
     return torch.cat([(x.full_tensor() if hasattr(x, "full_tensor") else x).flatten() for x in grads])

@@ -1,7 +1,7 @@
-"""Kills a save at each system call that changes files, or fails that call, and checks what is left.
+"""Kills a save at each system call that changes files, or fails that call, and checks the remaining files.
 
-Run as a script in a process of its own: it imports torch once and forks a child for each disturbance, which ptrace
-stops before each of its system calls, so that no way of writing can escape it. Prints one JSON object per scenario.
+Run as a script: it imports torch once and forks a child for each disturbance. ptrace stops the child before each of its
+system calls, so that it sees every way of writing. Prints one JSON object per scenario.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _ptrace(request: int, pid: int, address: int = 0, data: Any = 0) -> None:
 
 
 def fork(function: Callable[[], None]) -> int:
-    """Start ``function`` in a forked process that ends with it."""
+    """Run ``function`` in a forked process, which ends afterwards."""
     pid = os.fork()
     if pid:
         return pid
@@ -89,13 +89,13 @@ def fork(function: Callable[[], None]) -> int:
 
 
 def be_traced() -> None:
-    """From here on the parent watches this thread."""
+    """Let the parent trace this thread from now on."""
     _ptrace(_TRACEME, 0)
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def trace(pid: int, point: int | None, fail: bool) -> tuple[list[str], int]:
-    """Watch a child to its end. Before its change number ``point``, kill it, or let that system call fail.
+    """Trace a child until it ends. Before change number ``point``, kill it or let the system call fail.
 
     Returns:
         The changes up to ``point`` or the end, and the exit status.
@@ -133,7 +133,7 @@ def trace(pid: int, point: int | None, fail: bool) -> tuple[list[str], int]:
 
 
 def tensors_of(generation: int, tp_rank: int = 0, tp: int = 1) -> tuple[dict[str, torch.Tensor], dict[str, Layout]]:
-    """A tiny model: some names live in every generation, one only in this."""
+    """A tiny model: some names occur in every generation, one in this generation only."""
     generator = torch.Generator().manual_seed(generation)
     shapes = {"wte": (6, 4), "up": (4, 8), "norm": (4,), "big": (40, 100), f"only_in_{generation}": (2, 2)}
     full = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -148,7 +148,7 @@ def fake_mesh(tp_rank: int = 0, tp: int = 1) -> Any:
     if tp == 1:
         axes |= {name: Axis(name, 0, (0,), None) for name in ("tp", "model", "world", "experts")}
         return SimpleNamespace(**axes, rank_in=lambda _: 0, is_over_replicas=lambda _: False)
-    return ParallelMesh(tensor_parallel_size=tp, timeout=4)  # who waits for less hears sooner who died
+    return ParallelMesh(tensor_parallel_size=tp, timeout=4)  # a short timeout reports a dead rank early
 
 
 def save(directory: Path, generation: int, how: str, mesh: Any) -> None:
@@ -169,7 +169,7 @@ def save(directory: Path, generation: int, how: str, mesh: Any) -> None:
 
 
 def look(directory: Path) -> int | None:
-    """The generation that the directory holds, whole; ``None`` when it holds no checkpoint. Anything else raises."""
+    """Return the generation of the complete checkpoint; ``None`` without a checkpoint. Any other state raises."""
     try:
         reader = open_checkpoint(directory)
     except FileNotFoundError:
@@ -192,7 +192,7 @@ def no_exchange(*_: Path) -> None:
 
 
 SCENARIOS = {
-    # name: (what is there before, what is saved, how it is put in place, ranks, the rank that is killed)
+    # name: (existing checkpoint, new checkpoint, way of replacing, number of ranks, killed rank)
     "fresh split": (None, "split", "rename", 1, 0),
     "fresh merged bin": (None, "bin", "rename", 1, 0),
     "split over split": ("split", "split", "exchange", 1, 0),
@@ -220,7 +220,7 @@ def child(directory: Path, how: str, place: str, rank: int, ranks: int, traced: 
             timeout=timedelta(seconds=10),
         )
     mesh = fake_mesh(rank, ranks)
-    for _ in range(2):  # these connect the memory of the ranks, without which a save goes on
+    for _ in range(2):  # these connect the shared memory of the ranks; a save works without it
         gather_objects(mesh.world, None)
     if traced:
         be_traced()
@@ -228,7 +228,7 @@ def child(directory: Path, how: str, place: str, rank: int, ranks: int, traced: 
 
 
 def attempt(folder: Path, scenario: str, point: int | None, fail: bool) -> tuple[list[str], int | None]:
-    """One save, disturbed or not: the changes it made until then, and the generation that is there afterwards."""
+    """Run a save, disturbed or not; return its changes until then, and the generation in the directory afterwards."""
     before, how, place, ranks, victim = SCENARIOS[scenario]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -284,7 +284,7 @@ def run(scenario: str, folder: Path, fail: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # Nothing here depends on a disk, and a disk takes long to sync.
+    # The results do not depend on a disk, and syncing a disk is slow.
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=base) as temporary:
         for selected in sys.argv[2:] or SCENARIOS:

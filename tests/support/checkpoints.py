@@ -52,7 +52,7 @@ def with_full_stage_outputs(name: str, pp: int) -> int:
 
 
 def local(mesh: ParallelMesh, generation: int = 0) -> tuple[dict[str, Tensor], dict[str, Layout]]:
-    """What a rank of the mesh holds of the model."""
+    """The local shards of the model on a rank of the mesh."""
     tensors, cut = model(mesh.tp.size, generation)
     mine = [name for name in tensors if with_full_stage_outputs(name, mesh.pp.size) == mesh.pp.rank]
     parts = {name: cut[name].shard(tensors[name], mesh.tp.rank).clone() for name in mine}

@@ -1,4 +1,4 @@
-"""A small tokenizer, source texts, and datasets whose tokens are all different."""
+"""A small tokenizer, source texts, and datasets of distinct tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tokenizer(split: str = "", vocabulary: int = 1500, normalizer: str | None = 
 
 @cache
 def metaspace_tokenizer(vocabulary: int = 600) -> Any:
-    """A tokenizer like the ones of Llama: words begin with their space, and rare characters are bytes."""
+    """A tokenizer like Llama's: words begin with their space, and rare characters are bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +75,7 @@ def expected(texts: Sequence[str], tokenizer: Any, end: int | None) -> list[list
 def write(
     name: Path, lengths: Sequence[int], dtype: str = "int32", impl: str = "mmap", ends: Sequence[int] | None = None
 ) -> NDArray[Any]:
-    """Write a dataset whose tokens are 0, 1, 2, ... and return them."""
+    """Write a dataset of the tokens 0, 1, 2, ... and return them."""
     sizes = np.array(lengths, np.int32)
     tokens = np.arange(sizes.sum()).astype(dtype)
     tokens.tofile(f"{name}.bin")
@@ -84,7 +84,7 @@ def write(
 
 
 def texts(seed: int, count: int = 300) -> list[str]:
-    """Pieces of source files, some of them empty, some with what is not ASCII or stands for an end."""
+    """Pieces of source files. Some are empty; some contain non-ASCII characters or an end-of-document token."""
     rng, whole = random.Random(seed), "\n".join(sources())
     starts = [rng.randrange(len(whole)) for _ in range(count)]
     pieces = [whole[start : start + rng.choice((0, 1, 30, 500))] for start in starts]

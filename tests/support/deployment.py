@@ -30,7 +30,7 @@ __all__ = ["CONFIG", "LONG", "SENSITIVE", "Collected", "Trouble", "application",
 
 
 SENSITIVE = GPT2Config(**{**CONFIG.to_diff_dict(), "initializer_range": 0.3, "tie_word_embeddings": False})
-"""Each token depends on all before it: smaller random weights hardly let it, and tied ones repeat the last token."""
+"""Each token depends on the whole context. With smaller weights it hardly does; tied weights repeat the last token."""
 
 
 def prompt(seed: int, rows: int = 2, length: int = 7) -> dict[str, Tensor]:
@@ -94,15 +94,15 @@ def launched_script(address: str, checkpoint: Path, prompt: dict[str, torch.Tens
             other.close()
     except SystemExit as end:
         return end.code
-    torchrun._created.cache_clear()  # as the end of the program would
+    torchrun._created.cache_clear()  # like the end of the program
     return reached
 
 
 class Shelf:
-    """Holds one model at a time, so that one pair of workers serves many in turn.
+    """Holds one model at a time, so that one pair of workers serves many models in turn.
 
     Args:
-        make: what a deployment sends to its workers to have a model made.
+        make: the pickled model constructor and arguments that a deployment sends to its workers.
     """
 
     def __init__(self, make: bytes) -> None:
@@ -127,7 +127,7 @@ class Shelf:
 
 
 class SentenceEncoder(BertModel):
-    """A class of an application, with methods of its own."""
+    """An application class that adds methods."""
 
     scale = 2.0
 
@@ -153,7 +153,7 @@ class SentenceEncoder(BertModel):
 
 
 class ScoringGPT2(GPT2LMHeadModel):
-    """Calls its head directly, whose outputs are sharded."""
+    """Calls its language-model head directly; the outputs of the head are sharded."""
 
     def scores(self, input_ids: Tensor) -> Tensor:
         return self.lm_head(self.transformer(input_ids).last_hidden_state)

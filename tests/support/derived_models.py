@@ -1,4 +1,4 @@
-"""Models that nobody wrote a plan for: plain modules, and classes as a user's file or a checkpoint has them."""
+"""Models without a written plan: plain modules, and classes like in a user's file or a checkpoint."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class HandWrittenViT(nn.Module):
 
 
 class TorchTransformer(nn.Module):
-    """torch's own encoder and decoder of sequences ``[rows, tokens, 12]``; both ignore the last token of all rows."""
+    """torch's encoder and decoder of sequences ``[rows, tokens, 12]``; both ignore the last token of all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ PLAIN: dict[str, Any] = {
     "vit": (HandWrittenViT, (3, 12, 12)),
     "torch": (TorchTransformer, (5, 12)),
 }
-"""For each plain module its class and, of one row of its input, the shape or the number of tokens."""
+"""For each plain module, its class and the shape or number of tokens of one input row."""
 
 
 def plain(name: str, seed: int) -> tuple[nn.Module, Tensor]:
@@ -208,7 +208,7 @@ class TinyConfig(PreTrainedConfig):
 
 
 class TinyForCausalLM(PreTrainedModel, GenerationMixin):
-    """A language model with an attention of its own, as repositories of checkpoints have them."""
+    """A language model with a custom attention, like models defined in checkpoint repositories."""
 
     config_class = TinyConfig
     base_model_prefix = ""
@@ -270,7 +270,7 @@ class GatedBlock(nn.Module):
 
 
 class GatedForTokenClassification(PreTrainedModel):
-    """An encoder, as repositories of checkpoints have them."""
+    """An encoder, like models defined in checkpoint repositories."""
 
     config_class = GatedConfig
     base_model_prefix = ""

@@ -1,9 +1,9 @@
-"""Reads and runs the code blocks of a page of the documentation, as its tests and the comments on the pages say.
+"""Reads and runs the code blocks of a documentation page.
 
 HTML comments, which readers of a page do not see, direct the run:
 
-* ``<!-- ranks: 2 -->``: the blocks of the page run on so many processes; without it, on one.
-* ``<!-- script -->``: they run as one script started by ``python``.
+* ``<!-- ranks: 2 -->``: number of processes that run the blocks of the page; the default is one.
+* ``<!-- script -->``: the blocks run as one script started by ``python``.
 * ``<!-- setup`` and code up to ``-->``: runs at this place.
 * ``<!-- replace: old -> new; old -> new -->``: in the blocks from here on, such as sizes.
 * ``<!-- not run: why -->`` above a block, ``<!-- run: command -->`` above a shell command.
@@ -31,11 +31,11 @@ SHOWN = ("text", "output", "bibtex")
 
 @dataclass
 class Page:
-    """What a page says.
+    """The code and run settings of a page.
 
     Attributes:
         ranks: the number of processes; 0: a script.
-        steps: code, with the output that is printed below it or ``None``.
+        steps: code, with the output printed below it or ``None``.
         unmarked: the line numbers of blocks that are neither run nor marked.
     """
 

@@ -18,7 +18,7 @@ BEGIN, END = "<!-- rows:begin -->", "<!-- rows:end -->"
 
 @dataclass(frozen=True)
 class Row:
-    """A feature in our words, the tests that show it (below tests/), and what is different from the document."""
+    """A feature in our words, the tests that show it (below tests/), and differences from the document."""
 
     feature: str
     tests: tuple[str, ...]
@@ -459,7 +459,7 @@ def known_tests() -> set[str]:
 
 
 def table(document: dict[str, Row]) -> str:
-    """A row per feature: its number, the feature, the tests, and what is different."""
+    """A table with a row per feature: its number, the feature, the tests, and the differences."""
     lines = ["| | feature | shown by | different here |", "|---|---|---|---|"]
     for number, row in document.items():
         tests = "<br>".join(f"`{test}`" for test in row.tests) or "not shown"

@@ -63,13 +63,13 @@ def tiny_gpt2(seed: int, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def without_stages(block: str) -> str:
-    """What a reader writes who wants no pipeline."""
+    """The code block without pipeline parallelism."""
     assert "pipeline_parallel_size=2" in block
     return block.replace("pipeline_parallel_size=2", "pipeline_parallel_size=1")
 
 
 def samples() -> list[Sample]:
-    """A dataset: padded texts, with labels of which unequal numbers count."""
+    """A dataset of padded texts; the number of labels that count differs between rows."""
     tokens = TOKENIZER(TEXTS, return_tensors="pt", padding="max_length", max_length=24, truncation=True)
     labels = tokens.input_ids.masked_fill(tokens.attention_mask == 0, -100)
     fields = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask, "labels": labels}
@@ -89,7 +89,7 @@ def steps_of(replicas: int) -> list[list[Sample]]:
 def reference_training(
     model: Any, optimizer: torch.optim.Optimizer, replicas: int
 ) -> tuple[list[Tensor], Weights, Weights]:
-    """What the loop gives in one process: losses and gradients of the last step, and parameters after it."""
+    """Run the loop in one process; return losses and gradients of the last step, and the final parameters."""
     for batches in steps_of(replicas):
         optimizer.zero_grad()
         losses = pipelines.run_reference_step(model, batches)

@@ -39,18 +39,18 @@ KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act")
 
 NO_OPTIONS = {
-    # what a call returns or how it runs, and what makes a model another one
-    "moe_apply_router_weight_on_input",  # which transformers refuses
-    "output_router_logits",  # of which the auxiliary loss is refused on stages; has tests of its own
+    # options that change the outputs, the execution or the kind of model
+    "moe_apply_router_weight_on_input",  # transformers refuses it
+    "output_router_logits",  # pipeline stages refuse its auxiliary loss; separate tests cover it
     *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_cache", "gradient_checkpointing"),
     *("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "use_bfloat16", "chunk_size"),
     *("chunk_size_feed_forward", "is_composition", "init_std", "use_weighted_layer_sum", "apply_spec_augment"),
     # heads that another class has; a second loss
     *("add_pooling_layer", "auxiliary_loss", "use_timm_backbone", "use_pretrained_backbone"),
-    # of training from scratch
-    # what another option says; tables of a type of model; what is no option of a model
+    # options for training from scratch
+    # options that another option implies, tables of a model type, and keys that are no model options
     *("is_gated_act", "early_stopping"),
-    "legacy",  # of DeBERTa: a head that applies the embedding of the words, which is sharded
+    "legacy",  # DeBERTa: the head applies the word embedding, which is sharded
     *("reduce_loss", "do_deduplication", "exclude_bos_score", "do_marginalize", "output_retrieved", "dummy"),
     *("sparse", "causal", "asm", "quant_mode", "force_dequantize", "separate_cls", "truncate_seq"),
 }
@@ -58,11 +58,11 @@ NO_OPTIONS = {
 
 @dataclass
 class Draw:
-    """A configuration that was drawn.
+    """A randomly drawn configuration.
 
     Attributes:
-        text: what was drawn, to be shown beside a failure.
-        options: the options among it.
+        text: description of the draw, shown beside a failure.
+        options: the drawn options.
     """
 
     config: PreTrainedConfig
@@ -71,7 +71,7 @@ class Draw:
 
 
 def _sizes(values: Values, model_type: str, draw: random.Random) -> None:
-    """Draw sizes in place of those of a compact configuration, with what has to go with what."""
+    """Replace the sizes of a compact configuration by random, mutually consistent sizes."""
     heads = [key for key in HEADS if key in values]
     for key in heads:
         values[key] = draw.randint(3, 6)
@@ -86,7 +86,7 @@ def _sizes(values: Values, model_type: str, draw: random.Random) -> None:
         values["head_dim"] = draw.choice((4, 6, 8))
     for key in WIDTHS:
         if key in values:
-            # with a width of heads of its own, the hidden size need not be that of the heads, only a multiple
+            # an explicit head width allows any hidden size that is a multiple of the number of heads
             values[key] = draw.choice((4, 6, 8)) * math.lcm(*(values[head] for head in heads)) if heads else values[key]
     if "d_kv" in values:
         values["d_kv"] = draw.randint(3, 7)
@@ -280,29 +280,29 @@ def _fit_albert(values: Values, draw: random.Random) -> None:
 def _fit_gemma4(values: Values, draw: random.Random) -> None:
     heads = values["num_attention_heads"]
     values["num_global_key_value_heads"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
-    if "num_kv_shared_layers" in values:  # each kind of block has one before those that share
+    if "num_kv_shared_layers" in values:  # each kind of block comes once before the blocks that share key-value states
         values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
 
 
 def _fit_gemma3n(values: Values, draw: random.Random) -> None:
     values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
-    # where more is cut off, few features remain, whose norm has huge gradients
+    # higher sparsity leaves few features, and the gradients of their norm are huge
     values["activation_sparsity_pattern"] = [draw.choice((0.0, 0.3, 0.6)) for _ in range(4)]
 
 
 def _fit_qwen4(values: Values, draw: random.Random) -> None:
-    if "ple_layer_ids" in values:  # else its embeddings are of the size of those of a checkpoint
+    if "ple_layer_ids" in values:  # otherwise its embeddings have the size of a real checkpoint
         linear = [number for number, kind in enumerate(values["layer_types"], 1) if kind == "linear_attention"]
         values["ple_layer_ids"] = draw.sample(linear, draw.randint(0, len(linear)))
         values["ngram_size"], values["heads_per_ngram"] = draw.randint(2, 3), draw.randint(1, 3)
-        values["ple_embed_dim"] = 12 * draw.randint(1, 2)  # in as many parts as there are heads
+        values["ple_embed_dim"] = 12 * draw.randint(1, 2)  # divisible into one part per head
     values["hc_count"], values["hc_lowrank"] = draw.randint(2, 4), draw.randint(3, 9)
     values["indexer_compress_ratio"] = draw.randint(1, 3)
     values["indexer_budget"] = values["indexer_compress_ratio"] * draw.randint(1, 3)
 
 
 def _fit_blt(values: Values, draw: random.Random) -> None:
-    """A part, whose states go to the others; transformers has a cache for two blocks."""
+    """A submodel of BLT. Submodels exchange hidden states, and the cache of transformers has two blocks."""
     heads = values["num_attention_heads"] = draw.choice((3, 4, 6))
     values["hidden_size"], values["num_hidden_layers"] = 24, draw.randint(1, 2)
     values["num_key_value_heads"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
@@ -311,7 +311,7 @@ def _fit_blt(values: Values, draw: random.Random) -> None:
 
 
 def _fit_xlstm(values: Values, draw: random.Random) -> None:
-    values["hidden_size"], values["num_heads"] = 128, draw.choice((4, 8))  # widths of which the cache knows
+    values["hidden_size"], values["num_heads"] = 128, draw.choice((4, 8))  # sizes that the cache supports
 
 
 def _fit_zamba(values: Values, draw: random.Random) -> None:
@@ -380,7 +380,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "zamba": _fit_zamba,
     "zamba2": _fit_zamba,
 }
-"""What the sizes of a type have to fit."""
+"""Adjusts drawn sizes to the constraints of a model type."""
 
 EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "*": {
@@ -405,7 +405,7 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "wav2vec2": {"feat_extract_norm": ("group", "layer")},
     "xlnet": {"attn_type": ("bi", "uni")},
 }
-"""Options that are no booleans, by model type; those of ``*`` wherever a configuration knows them."""
+"""Non-boolean options by model type; ``*`` lists options for every configuration that knows them."""
 
 
 def _options(config: PreTrainedConfig, model_type: str, draw: random.Random) -> Values:
@@ -426,7 +426,7 @@ def _options(config: PreTrainedConfig, model_type: str, draw: random.Random) -> 
 def _configured(
     name: str, variant: str, seed: int, options: Mapping[str, Any] | None = None
 ) -> tuple[PreTrainedConfig, str, random.Random]:
-    """The configuration for a class, of a variant of `zoo` with drawn sizes and with options; and what was drawn."""
+    """Return the configuration of a class with random sizes and given options, its description and the generator."""
     draw = random.Random(seed)
     model_type, given = {**zoo.VARIANTS, **zoo.ODD}.get(variant) or (variant, zoo.MORE[variant])
     values = copy.deepcopy(dict(given))

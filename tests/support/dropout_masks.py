@@ -36,7 +36,7 @@ class _Dropouts(TorchFunctionMode):
 
 
 class Recorder(_Dropouts):
-    """Dropout as it is, with the factors noted that each call multiplies its input with."""
+    """Applies dropout unchanged, and records the factors of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Recorder(_Dropouts):
 
 
 class Replay(_Dropouts):
-    """Multiplies with given factors instead of drawing any."""
+    """Multiplies inputs by given factors instead of drawing masks."""
 
     def __init__(self, masks: Sequence[Tensor]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Replay(_Dropouts):
 
 
 def join_masks(masks: Sequence[Tensor], full_shape: Sequence[int]) -> tuple[Tensor, bool]:
-    """The mask of the full activation from those of the ranks, and whether the activation is sharded."""
+    """Join the masks of all ranks; return the mask of the full activation, and whether the activation is sharded."""
     first = masks[0]
     if tuple(first.shape) == tuple(full_shape):
         assert all(torch.equal(first, mask) for mask in masks), "a replicated activation, and masks differ"
@@ -76,7 +76,7 @@ def join_masks(masks: Sequence[Tensor], full_shape: Sequence[int]) -> tuple[Tens
 
 
 class Shapes(_Dropouts):
-    """Notes the shapes of what is dropped, and drops nothing."""
+    """Records the input shapes of dropout calls, and drops nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Shapes(_Dropouts):
 
 
 def check_masks(sharded: list[Tensor], replicated: list[Tensor], of_ranks: Sequence[list[Tensor]]) -> None:
-    """No two masks are the same, ranks do not drop the same, and about as much is dropped as should be."""
+    """Check that all masks differ, also between ranks, and that the dropped share is about right."""
     assert sharded
     for masks in of_ranks:
         large = [mask for mask in masks if mask.numel() > 100]

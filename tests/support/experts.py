@@ -1,4 +1,4 @@
-"""Mixtures of experts over several replicas: their model, a step of each replica, and what one process makes of it."""
+"""Mixtures of experts over several replicas: the model, a step of each replica, and the single-process reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLERANCE = 1e-10
 
 
 def average_gradients(model: Any) -> None:
-    """Of what every replica has, as DistributedDataParallel does after backward."""
+    """Average the gradients of replicated parameters, as DistributedDataParallel does after backward."""
     experts = {id(param) for param in model.expert_parameters()}
     for param in model.parameters():
         if param.grad is not None and id(param) not in experts:
@@ -43,6 +43,6 @@ def saved_case(
 ) -> pipelines.Case:
     name, config = zoo.main_head(model_type), zoo.config(model_type, num_hidden_layers=2, **changes)
     model = reference_model(name, config, seed)
-    model._weight_conversions = None  # experts one by one, as on the hub
+    model._weight_conversions = None  # save experts as separate weights, like checkpoints on the hub
     model.save_pretrained(folder)
     return pipelines.case(name, config, seed, replicas, optimizers)

@@ -1,4 +1,4 @@
-"""Replaces the timings by which `fuse` selects linear layers, so that its decisions are the same everywhere."""
+"""Replaces the timings of linear layers in `fuse`, so that its decisions are the same everywhere."""
 
 from __future__ import annotations
 

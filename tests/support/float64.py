@@ -1,7 +1,7 @@
 """Keeps float64 computations of transformers in float64, so that parallel results can be compared exactly.
 
-transformers casts to float32 inside losses, norms and softmax whatever the dtype of the model, which hides differences
-below 1e-7. Used around the reference and, inside the workers, around the parallel run.
+transformers casts to float32 inside losses, norms and softmax for every model dtype. The cast hides differences below
+1e-7. Used around the reference and, inside the workers, around the parallel run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CASTS = {
     F.softmax,
     F.log_softmax,
     F.cross_entropy,  # DETR's has weights
-    torch.zeros_like,  # into which Inkling 2 sums the outputs of experts
+    torch.zeros_like,  # Inkling 2 sums the outputs of experts into it
     *(
         getattr(owner, name)
         for owner in (torch, Tensor)
@@ -32,11 +32,11 @@ _SMALLEST = torch.finfo(torch.float64).min
 _PRODUCTS = {torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__}
 _OTHERS = {Tensor.float, torch.full, Tensor.__mul__, Tensor.mul, Tensor.scatter_reduce, torch._grouped_mm}
 _CHANGED = frozenset(_CASTS | _PRODUCTS | _OTHERS)
-"""All functions that are called otherwise: the others, nearly every call, are not to take longer."""
+"""All changed functions: every other function, and thus nearly every call, takes the fast path."""
 
 
 class lifted_casts(TorchFunctionMode):  # noqa: N801  reads as the context manager that it is
-    """Under it no float64 tensor is cast to float32: such a cast does nothing, and ``dtype=torch.float32`` is ignored.
+    """Keeps float64 tensors in float64: casts to float32 do nothing, and ``dtype=torch.float32`` is ignored.
 
     A product of a float64 and a float32 tensor, an error otherwise, is made in float64: it meets rotary frequencies
     that a ``model.double()`` has made float64.

@@ -24,7 +24,7 @@ GELU_NEW = {"gpt2": {}, "bert": {"hidden_act": "gelu_new"}, "t5": {"feed_forward
 
 @lru_cache(maxsize=64)
 def fusion_reference(variant: str, name: str, seed: int) -> Step:
-    """The step of a model whose activation is one that `fuse` replaces."""
+    """The step of a model with an activation that `fuse` replaces."""
     config = zoo.config_of(name, zoo.config(variant, **GELU_NEW.get(variant, {})))
     return reference_step(name, config, seed)
 
@@ -40,7 +40,7 @@ def gpt2(seed: int = 0, **options: Any) -> Any:
 
 
 def as_on_a_gpu(model: Any, backend: str = "triton") -> Any:
-    """Swap what is swapped on a GPU; operations are in plain torch on the CPU."""
+    """Replace the modules that are replaced on a GPU; on the CPU, their operations run in plain torch."""
     model._fusion = Fusion(backend)
     model._fusion.apply(model, fusion_candidates(model, backend), None)
     return model

@@ -1,4 +1,4 @@
-"""HTTP without a client that could refuse to send something: raw sockets, and calls of an application in process."""
+"""HTTP without a client, which could refuse malformed requests: raw sockets, and in-process application calls."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from support.waiting import LIMIT
 
 
 class StubModel:
-    """In place of a deployed model: repeats one token, or does what the test says.
+    """Stand-in for a deployed model: repeats one token, or calls a function of the test.
 
     Args:
         act: replaces `generate`.
-        vocabulary: tokens.
+        vocabulary: number of tokens.
     """
 
     def __init__(self, act: Any = None, vocabulary: int = 10**6, token: int = 5) -> None:
@@ -56,7 +56,7 @@ class StubModel:
 
 
 class LocalModel:
-    """As a deployed model, but computed here."""
+    """Like a deployed model, but computes in this process."""
 
     reused_prompt_tokens = 0
 
@@ -107,7 +107,7 @@ def listening(app: Any, limits: ConnectionLimits | None = None, **options: Any) 
 
 
 def connect(url: str, data: bytes = b"") -> socket.socket:
-    """A connection that has sent this much."""
+    """Open a connection and send these bytes."""
     parts = urlsplit(url)
     connected = socket.create_connection((parts.hostname, parts.port), timeout=LIMIT)
     if data:
@@ -116,14 +116,14 @@ def connect(url: str, data: bytes = b"") -> socket.socket:
 
 
 def post_bytes(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
-    """The bytes of a POST request. ``length``: what it says of its body, if not the truth."""
+    """The bytes of a POST request. ``length`` replaces the true length of the body in its header."""
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     lines += [f"Content-Length: {len(body) if length is None else length}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 def read_answer(connected: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers (names in lower case) and body of the answer; status 0 if the connection was closed first."""
+    """Read status, headers (lower-case names) and body of the answer; status 0 if the connection closes first."""
     data = b""
     while b"\r\n\r\n" not in data:
         try:

@@ -34,7 +34,7 @@ from oslo_kernels import (
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 128
-"""Of 255; so many still leave room for four blocks of four warps on a multiprocessor."""
+"""Limit per thread, out of 255: it leaves room for four blocks of four warps on a multiprocessor."""
 FLOATS = {"eps", "offset", "scale", "p", "hit", "rest", "cap", "q_count", "k_count"}
 FLOAT32 = {"statistics_ptr", "products_ptr", "partial_ptr", "loss_ptr"}
 
@@ -45,7 +45,7 @@ for made in SOFTMAX.values():
 SUM_AND_NORM = {"RESIDUAL": True, "BIAS": True, "CENTERED": True, "AFTER": False}
 RMS = {"RESIDUAL": False, "BIAS": False, "CENTERED": False, "AFTER": False}
 
-# what a kernel is compiled for: constants, how many warps, and how many 128-bit loads and stores it should have
+# kernel, constants, number of warps, expected numbers of 128-bit loads and stores
 BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
     (gelu.gelu_kernel, {"BIAS": True, "TANH": False, "BLOCK": 1024}, 4, 2, 1),
     (gelu.gelu_kernel, {"BIAS": True, "TANH": True, "BLOCK": 1024}, 4, 2, 1),
@@ -76,7 +76,7 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
     (long_norm.norm_kernel, {**RMS, "AFTER": True, "BLOCK": long_norm.PIECE}, 8, 4, 1),
     (long_norm.row_backward_kernel, {"GRAD_SUM": True, "CENTERED": True, "BLOCK": long_norm.PIECE}, 8, 7, 1),
     (long_norm.weight_backward_kernel, {"BIAS": True, "BLOCK": long_norm.COLUMNS}, 1, 2, 0),
-    # queries and keys have code of their own
+    # queries and keys have separate code
     *(
         (
             rotary.rotary_kernel,
@@ -149,7 +149,7 @@ def build(kernel: Any, constants: dict[str, Any], warps: int, arch: int, half: s
     if kernel is cross_entropy.statistics_kernel:
         types["out_ptr"] = "*fp32"
     pointers = [name for name in names if types[name].startswith("*")]
-    # as Triton finds at run time of even sizes; logits are padded to a width that is, whatever the vocabulary
+    # Triton finds divisible sizes at run time; logits are padded to a divisible width for every vocabulary
     even = [
         *pointers,
         *(name for name in names if types[name] == "i32" and name not in ("columns", "first", "ignored")),

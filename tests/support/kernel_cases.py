@@ -34,12 +34,12 @@ Case = tuple[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
 
 
 def spaced(*shape: int) -> Tensor:
-    """Random numbers whose rows do not lie one after the other."""
+    """Random numbers with gaps between rows."""
     return torch.randn(*shape[:-1], shape[-1] + 7)[..., : shape[-1]]
 
 
 def turned(*shape: int) -> Tensor:
-    """Random numbers of whose dimensions the last two are swapped in memory."""
+    """Random numbers with the last two dimensions swapped in memory."""
     return torch.randn(*shape[:-2], *reversed(shape[-2:])).transpose(-1, -2)
 
 
@@ -65,7 +65,7 @@ def pointwise(dtype: torch.dtype) -> Iterator[Case]:
             for kind in gated.ACTIVATIONS:
                 yield "gated", gated.gated_triton, gated.reference, (x, y, kind)
                 yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, y, kind)
-            dense = y.contiguous()  # rows at other distances than those of the gate
+            dense = y.contiguous()  # row strides differ from the gate's
             yield "gated", gated.gated_triton, gated.reference, (x, dense, "silu")
             yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, dense, "silu")
             yield "sum of three", sums.sum_of_three_triton, rounded_sum, (x, y, grad)
@@ -93,7 +93,7 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
                         plain = norm.add_norm_backward.plain
                         yield "norm backward", norm.add_norm_backward_triton, plain, (*args, *more_args)
     wide, mixed = spaced(3, norm.LONGEST + 9).to(dtype), torch.randn(3, norm.LONGEST + 9)
-    for x, residual in ((wide, mixed), (wide, None)):  # of one dtype with a residual and a weight of another
+    for x, residual in ((wide, mixed), (wide, None)):  # input of one dtype, residual and weight of another
         for centered in (True, False):
             weight = torch.randn(x.shape[-1])
             args = (x, residual, weight, weight, 1e-5, centered, 1.0, True)
@@ -111,13 +111,13 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
 def attention(dtype: torch.dtype) -> Iterator[Case]:
     # few rows: each is a program, for which the interpreter takes milliseconds
     padding = torch.where(torch.rand(2, 1, 1, 11) < 0.3, torch.finfo(dtype).min, 0.0).to(dtype)
-    padding[1] = torch.finfo(dtype).min  # nothing to be seen
+    padding[1] = torch.finfo(dtype).min  # all keys are hidden
     for scores in (torch.randn(2, 2, 3, 11), torch.randn(2, 3, 2, 11).transpose(1, 2), turned(2, 2, 3, 11)):
         for mask in (None, padding, torch.randn(1, 2, 3, 11).to(dtype), torch.randn(2, 1, 11, 3).to(dtype).mT):
             for causal in (False, True):
                 args = (scores.to(dtype), mask, 0.3, causal)
                 yield "softmax", softmax.masked_softmax_triton, softmax.reference, args
-    wide = torch.randn(1, 2, 3, 9000).to(dtype)  # more than a program holds
+    wide = torch.randn(1, 2, 3, 9000).to(dtype)  # longer than a block of one program
     yield "long softmax", softmax.masked_softmax_triton, softmax.reference, (wide, None, 0.5, True)
     for grad in (turned(2, 3, 5, 11), torch.randn(1, 1, 2, 9000)):
         weights = torch.randn(grad.shape).softmax(-1).to(dtype)
@@ -188,7 +188,7 @@ def losses(dtype: torch.dtype) -> Iterator[Case]:
     for logits in (5 * torch.randn(6, 37), spaced(2, 9001), torch.full((2, 5), float("-inf"))):
         logits = logits.to(dtype)
         width = -(-logits.shape[1] // cross_entropy.PADDING) * cross_entropy.PADDING
-        wide = torch.full((len(logits), width), 1e4, dtype=dtype)[:, : logits.shape[1]]  # what pads is ignored
+        wide = torch.full((len(logits), width), 1e4, dtype=dtype)[:, : logits.shape[1]]  # padding is ignored
         wide.copy_(logits)
         target = torch.randint(logits.shape[1], (len(logits),))
         target[0], target[-1] = -100, 5  # each ignored by some of the rules
@@ -222,7 +222,7 @@ KINDS = (pointwise, norms, attention, normed_heads, norms_over_heads, losses, bl
 
 
 def cases(dtype: torch.dtype, every: int) -> Iterator[Case]:
-    """Of each operation the first case, and one every so many."""
+    """Yield the first case of each operation, and then one in ``every``."""
     seen: dict[str, int] = {}
     for kind in KINDS:
         for case in kind(dtype):
@@ -232,7 +232,7 @@ def cases(dtype: torch.dtype, every: int) -> Iterator[Case]:
 
 
 def differ(found: Any, expected: Any, dtype: torch.dtype) -> list[str]:
-    """How far results are off, if more than rounding explains."""
+    """Return the errors that exceed rounding."""
     found, expected = ([x] if isinstance(x, Tensor) else x for x in (found, expected))
     lines = []
     for own, exact in zip(found, expected, strict=True):
@@ -251,10 +251,10 @@ def differ(found: Any, expected: Any, dtype: torch.dtype) -> list[str]:
 
 
 def dropout_lines(dtype: torch.dtype, to: Callable[[Tensor], Tensor]) -> list[str]:
-    """Of dropout, whose masks differ from torch's: how many are kept, and that all passes keep the same."""
+    """Check dropout without torch's masks: the rate of kept elements, and equal masks in all passes."""
     lines = []
     fused, back = dropout.bias_dropout_residual_triton, dropout.dropout_backward_triton
-    # drawing is what takes the interpreter longest, and is the same in every type
+    # drawing takes the interpreter longest, and is the same in every dtype
     shapes = [((4, 700), 0.1), ((2, 1, 4099), 0.5), ((2, 3), 0.0)] if dtype == torch.float32 else [((2, 700), 0.3)]
     for shape, p in shapes:
         ones, zeros = torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype)

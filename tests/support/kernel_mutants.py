@@ -65,7 +65,7 @@ MUTANTS: list[Mutant] = [
 
 @contextlib.contextmanager
 def loaded(mutant: Mutant, folder: Path) -> Iterator[None]:
-    """The module with the mistake in the place of the right one, wherever cases look it up."""
+    """Replace the module by a copy with the mistake, wherever cases look it up."""
     name, right, wrong, _ = mutant
     source = Path(oslo_kernels.__path__[0], f"{name}.py").read_text()
     if right not in source:
@@ -84,7 +84,7 @@ def loaded(mutant: Mutant, folder: Path) -> Iterator[None]:
 
 
 def is_found(operation: str) -> bool:
-    """Whether some case of the operation differs; of reduced types only those whose rounding matters."""
+    """Whether some case of the operation differs in float32 or bfloat16."""
     for dtype in (torch.float32, torch.bfloat16):
         for kind in kernel_cases.KINDS:
             for name, fused, plain, args in kind(dtype):

@@ -1,4 +1,4 @@
-"""Mistakes that are put into the library while a test runs, to see that the test fails."""
+"""Puts mistakes into the library while a test runs, to check that the test fails."""
 
 from __future__ import annotations
 import __future__
@@ -22,7 +22,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Edit:
-    """A mistake in one function: a piece of its source, and what stands there instead.
+    """A mistake in one function: a piece of its source, and the replacement.
 
     Attributes:
         function: ``module:name`` or ``module:Class.name``, in ``oslo_models``.
@@ -35,7 +35,7 @@ class Edit:
     new: str
 
     def __call__(self, patch: Patch) -> None:
-        """Replace the code of the function in place, so that whoever has imported it runs the mistake too.
+        """Replace the code of the function in place, so that modules that have imported it run the mistake too.
 
         Raises:
             LookupError: the function, or the piece of its source, is not there (any more).
@@ -80,7 +80,7 @@ def with_mutant(make: Callable[[Patch], None], function: Callable[..., Any], *ar
 
 
 class MutantPool:
-    """A pool whose workers run everything with a mistake in the library."""
+    """A pool with a mistake in the library of its workers."""
 
     def __init__(self, pool: Pool, make: Callable[[Patch], None]) -> None:
         self.pool, self.make = pool, make
@@ -90,16 +90,16 @@ class MutantPool:
 
 
 def load_test(file: str, name: str) -> Callable[..., None]:
-    """A test function, by its file below ``tests/``."""
+    """Return a test function of a file below ``tests/``."""
     path = ROOT / "tests" / file
-    if str(path.parent) not in sys.path:  # nothing of its folder was collected in this run
+    if str(path.parent) not in sys.path:  # this run collected no tests of its folder
         sys.path.insert(0, str(path.parent))
     test: Callable[..., None] = getattr(importlib.import_module(path.stem), name)
     return test
 
 
 def is_in_run(request: Any, file: str, name: str, arguments: dict[str, Any]) -> bool:
-    """Whether this run has the test with these arguments as a case of its own, which shows that it passes."""
+    """Whether this run includes the test with these arguments, and thus shows that it passes."""
     path, missing = ROOT / "tests" / file, object()
     for item in request.session.items:
         if item.path == path and getattr(item, "originalname", None) == name:
@@ -110,12 +110,12 @@ def is_in_run(request: Any, file: str, name: str, arguments: dict[str, Any]) -> 
 
 
 def assert_is_caught(request: Any, pool: Pool, edit: Edit, file: str, name: str, arguments: dict[str, Any]) -> None:
-    """That a test passes (unless the run shows it anyway), and fails with a mistake.
+    """Assert that a test passes (unless the run shows it anyway), and fails with a mistake.
 
     Args:
-        request: pytest's, for the fixtures of the test.
-        file: of the test, below ``tests/``.
-        arguments: those that are not fixtures.
+        request: pytest's request, for the fixtures of the test.
+        file: the file of the test, below ``tests/``.
+        arguments: arguments that are not fixtures.
     """
     test = load_test(file, name)
     wanted = [each for each in inspect.signature(test).parameters if each not in arguments]

@@ -1,6 +1,6 @@
 """Pipeline parallelism: models with enough blocks, batches of four rows, and comparison of a stage with a reference.
 
-Parameters have the names of the full model: `stage_parameters` maps those of a stage to them.
+Parameters have the names of the full model: `stage_parameters` maps the parameters of a stage to these names.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def model_on_stages(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Any:
-    """This rank's stage and shard of a model with the given full weights."""
+    """Return this rank's pipeline stage and shard of a model with the given full weights."""
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tp, pp, dtype=dtype, seed=0, **options)
     load_weights(model, weights)
@@ -100,7 +100,7 @@ def model_on_stages(
 
 @torch.no_grad()
 def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Give this rank's stage and shard of a model its part of full weights."""
+    """Copy the local shards of full weights into this rank's pipeline stage."""
     full_names = {} if model.stage is None else model.stage.full_names
     for full_name, param in stage_parameters(model).items():
         layout = model_layout(model, full_name)
@@ -113,7 +113,7 @@ def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def stage_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the names that they have in the full model, tied ones under each of their names."""
+    """Return the local parameters by their full-model names; tied parameters occur under each of their names."""
     aliases = {} if model.stage is None else model.stage.full_names
     return {aliases.get(name, name): param for name, param in model.named_parameters(remove_duplicate=False)}
 
@@ -130,7 +130,7 @@ def to_full_tensor(value: Tensor | None) -> Tensor | None:
 def stage_differences(
     model: Any, what: str, own: Mapping[str, Tensor | None], full: Mapping[str, Tensor | None], tolerance: float
 ) -> list[str]:
-    """A line for each of this rank's tensors, by its name in the full model, that is not its shard of the full one."""
+    """Return a line for each local tensor that differs from its shard, under its full-model name."""
     lines = []
     for name, part in own.items():
         expected = full[name]
@@ -151,7 +151,7 @@ def gradient_differences(
 
 
 def run_micro_batches(model: Any, batch: Mapping[str, Any], scale: float = 1.0, lift: bool = True) -> Tensor:
-    """The documents' loop: forward and backward of every micro-batch; the sum of the losses, known after the loop."""
+    """Run the loop of the documents, forward and backward of every micro-batch; return the sum of the losses."""
     losses = []
     with torch.overrides.BaseTorchFunctionMode() if not lift else lifted_casts():
         for output in model(**batch):
@@ -168,8 +168,8 @@ class Case:
     """A training step of one process and its parameters after some optimizer steps, as full tensors.
 
     Attributes:
-        batches: for each step of an optimizer the batch of each replica.
-        norm: that of all gradients together.
+        batches: the batch of each replica for each optimizer step.
+        norm: the norm of all gradients together.
     """
 
     name: str
@@ -193,7 +193,7 @@ def case(
     optimizers: Iterable[str] = (),
     batches: list[list[Batch]] | None = None,
 ) -> Case:
-    """What one process computes. With several replicas, the mean of the losses of their batches is differentiated."""
+    """Compute the reference in one process. Several replicas differentiate the mean loss of their batches."""
     steps = max((STEPS[optimizer] for optimizer in optimizers), default=1)
     if batches is None:
         batches = [
@@ -216,7 +216,7 @@ def case(
 
 
 def run_reference_step(model: Any, batches: Sequence[Batch]) -> list[Tensor]:
-    """The loss of each replica's batch; gradients of their mean are added to those of the model."""
+    """Return the loss of each replica's batch; accumulate the gradients of the mean loss in the model."""
     losses = []
     with lifted_casts():
         for given in batches:
@@ -238,7 +238,7 @@ def floats(output: Any) -> dict[str, Tensor]:
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed on the CPU, without what it would compile for this machine, and without what it says."""
+    """Import DeepSpeed for the CPU, without compiling its operations, and silence its messages."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -262,7 +262,7 @@ def case_on_stages(given: Case, tp: int, pp: int, **options: Any) -> Any:
 
 
 def loop_differences(model: Any, step: Step) -> list[str]:
-    """Micro-batches: their losses and gradients, or what they return where there is no loss."""
+    """Compare the losses and gradients of micro-batches, or their outputs if there is no loss."""
     if "loss" not in step.outputs:
         with torch.no_grad(), lifted_casts():
             outputs = [dict(tensors(output)) for output in model(**step.batch)]

@@ -31,14 +31,14 @@ PRELOAD = (
     "pytest",
     "torch",
     "torch.distributed.tensor",
-    "torch._inductor.compile_fx",  # a decorator of DeepSpeed's imports it, and all that follows
+    "torch._inductor.compile_fx",  # a decorator of DeepSpeed imports it with its dependencies
     "torch._dynamo.repro.after_dynamo",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
-    "oslo_models.integrations.trainer",  # with transformers' and accelerate
+    "oslo_models.integrations.trainer",  # imports transformers' Trainer and accelerate
     "support.preloaded_deepspeed",
-    # all: a worker imports the module of its function, and those about every model need them. It takes 4 s once here,
-    # and for each worker there
+    # all architectures: tests of every model import them. Preloading costs 4 s once; otherwise, each worker would spend
+    # 4 s
     *sorted(
         f"oslo_models.models.{path.stem}"
         for path in (ROOT / "oslo_models" / "models").glob("[a-z]*.py")
@@ -46,9 +46,9 @@ PRELOAD = (
     ),
 )
 TIMEOUT = 2.0
-"""Seconds that the other ranks get to finish by themselves once one has failed; then its connections are closed."""
+"""Seconds for the other ranks to finish after a failure of one rank; then its connections are closed."""
 GRACE = 60.0
-"""Seconds that they get after that, and to leave the process group, before they are killed."""
+"""Further seconds for the ranks, and seconds to leave the process group, before they are killed."""
 
 Raises = type[BaseException] | tuple[type[BaseException], ...]
 
@@ -57,7 +57,7 @@ class WorkerError(Exception):
     """Some rank raised, hung or died.
 
     Attributes:
-        failures: what happened, by rank, in the order in which it became known: a traceback or a sentence.
+        failures: traceback or message of each failed rank, in order of arrival.
     """
 
     def __init__(self, function: str, failures: Mapping[int, str]) -> None:
@@ -92,7 +92,7 @@ class Pool:
         return [worker.pid for worker in self._workers]
 
     def start(self, count: int) -> None:
-        """Have at least ``count`` live workers."""
+        """Start workers until at least ``count`` are alive."""
         if not 1 <= count <= self.limit:
             raise ValueError(f"{count} ranks asked for; the pool has 1 to {self.limit}")
         for worker in self._workers[:]:
@@ -117,8 +117,8 @@ class Pool:
             function: a module-level function of a module in ``tests/``.
             args: copied to every rank. Tensors arrive as plain CPU tensors, parameters as parameters; so do results.
             timeout: seconds after which ranks that have not finished are killed.
-            expect: the exception type that every rank has to raise; the exceptions are returned.
-            env: set what a launcher would (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...) and start no group.
+            expect: exception type that every rank has to raise; the exceptions are returned.
+            env: set a launcher's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...) and start no group.
 
         Raises:
             WorkerError: some rank raised, hung or died.
@@ -169,24 +169,24 @@ class _Worker:
         os.close(handle)
         self.stack_file = Path(stacks)
         self.process = context.Process(target=serve, args=(theirs, stacks))
-        with environment(worker_environment()):  # the first worker starts the server, whose environment all inherit
+        with environment(worker_environment()):  # the first worker starts the server; all workers inherit it
             self.process.start()
         theirs.close()
         self.pid: int = self.process.pid
 
     def stack(self) -> str:
-        """Where the process is now."""
+        """Return the current stack of the process."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
         for _ in range(200):
             time.sleep(0.05)
             if self.stack_file.stat().st_size:
-                time.sleep(0.05)  # until it is written to its end
+                time.sleep(0.05)  # until the stack is written completely
                 return self.stack_file.read_text()
         return "(it did not show its stack)"
 
     def kill(self) -> None:
-        """Kill the worker and what it started (it leads a process group of its own), and wait for its end."""
+        """Kill the worker and its child processes (it leads a separate process group), and wait for its end."""
         if self.process.is_alive():
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -198,7 +198,7 @@ class _Worker:
 
 
 class _Call:
-    """One run in the parent: what has been heard from each rank so far."""
+    """One run in the parent: the messages from each rank so far."""
 
     def __init__(self, gang: list[_Worker], timeout: float) -> None:
         self.gang, self.timeout = gang, timeout
@@ -210,12 +210,12 @@ class _Call:
 
     def send(self, job: dict[str, Any], body: bytes) -> None:
         for rank, worker in enumerate(self.gang):
-            with suppress(BrokenPipeError):  # it died: its sentinel will tell
+            with suppress(BrokenPipeError):  # the worker died: its sentinel reports it
                 worker.conn.send_bytes(pickle.dumps({**job, "rank": rank}))
                 worker.conn.send_bytes(body)
 
     def collect(self) -> None:
-        """Hear an outcome from every rank, let all of them leave the process group, and hear that they have."""
+        """Wait for the outcome of every rank, and for all ranks to leave the process group."""
         everyone = frozenset(range(len(self.gang)))
         silent, released = set(everyone), frozenset[int]()
         self._hear(silent, self.timeout, until_failure=True)

@@ -1,7 +1,7 @@
 """The server that forks the pool's workers, as a copy of the process that runs the tests.
 
-A server of its own would import torch, transformers and every architecture again, and each worker the modules of its
-tests. The copy is made after the tests were collected and before the first of them runs: all it holds are modules.
+A new process would import torch, transformers and every architecture again, and each worker the modules of its tests.
+The copy is made between the collection of the tests and the first test, so that it holds modules only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from oslo_models.deploy.process_copy import leave_files
 
 
 def start_server(preload: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Make a copy of this process the fork server of `multiprocessing`, which forks whatever it is asked for later.
+    """Make a copy of this process the fork server of `multiprocessing`.
 
-    Where that cannot be done, a process of its own becomes the server once the first worker is needed.
+    If that is impossible, the first worker starts a new process as the server.
 
     Args:
         preload: modules that the server imports, as far as this process has not.
         environment: variables of the workers.
     """
-    if sys.platform != "linux" or torch.cuda.is_available():  # asking has initialised the driver, which no copy can use
+    if sys.platform != "linux" or torch.cuda.is_available():  # the query initialised the driver; copies cannot use it
         return
 
     def fork(_executable: bytes, command: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -43,24 +43,24 @@ def start_server(preload: Sequence[str], environment: Mapping[str, str]) -> None
         return pid
 
     forkserver.set_forkserver_preload(list(preload))
-    resource_tracker.ensure_running()  # otherwise the server's start would begin with it
+    resource_tracker.ensure_running()  # otherwise the server would start it first
     with mock.patch.object(util, "spawnv_passfds", fork), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: that of pytest-xdist only waits
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the thread of pytest-xdist only waits
         forkserver.ensure_running()
 
 
 def _be_server(code: str, descriptors: Sequence[int]) -> NoReturn:
-    """Run the code of a new server, in which nothing of pytest is left but modules."""
+    """Run the code of a new server after removing all state of pytest except modules."""
     try:
         gc.disable()
         leave_files({0, 1, 2, *descriptors})
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
         logging.getLogger().handlers.clear()
-        get_checkpoint_conversion_mapping("llama")  # makes those of all types of models, in 45 ms
-        forkserver._forkserver.__init__()  # its lock was held when this process was made
+        get_checkpoint_conversion_mapping("llama")  # makes the mappings of all model types, in 45 ms
+        forkserver._forkserver.__init__()  # its lock was held at the fork
         exec(code)
     except Exception:  # noqa: BLE001  its clients would only see that the connection is closed
         traceback.print_exc()
     finally:
-        os._exit(0)  # without what was registered for the end of the original
+        os._exit(0)  # without the exit handlers of the original process

@@ -20,29 +20,29 @@ from multiprocessing import connection
 from typing import Any
 
 WORN = b"worn"
-"""What a worker says at the end of a job that left process groups behind, whose threads would slow all later jobs."""
+"""Message of a worker after a job that left process groups behind: their threads would slow all later jobs."""
 THREADS = 7
-"""How many threads a worker may keep."""
+"""Maximum number of threads that a worker keeps between jobs."""
 
 
 def serve(conn: connection.Connection, stack_file: str) -> None:
-    """The life of a worker: do what comes through ``conn``; on SIGUSR1 and in a crash, write its stack to a file."""
+    """Run the jobs that arrive through ``conn``; on SIGUSR1 and in a crash, write the stack to a file."""
     os.setpgid(0, 0)
     gc.enable()
-    gc.freeze()  # what was preloaded need not be looked at after every job
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    gc.freeze()  # the collections after jobs skip preloaded objects
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(conn, inbox), daemon=True).start()
     share_gloo_device()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
-        faulthandler.enable(file=stacks, all_threads=True)  # an abort in C++ says where Python was
+        faulthandler.enable(file=stacks, all_threads=True)  # an abort in C++ reports the Python stack
         while True:
             _work(conn, inbox)
 
 
 def _receive(conn: connection.Connection, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Hand on what the parent sends; when the parent is gone, end this process and what it started, busy or not."""
+    """Forward messages of the parent. When the parent is gone, end this process and its children, busy or not."""
     while True:
         try:
             inbox.put(conn.recv_bytes())
@@ -51,7 +51,7 @@ def _receive(conn: connection.Connection, inbox: queue.SimpleQueue[bytes]) -> No
 
 
 def _work(conn: connection.Connection, inbox: queue.SimpleQueue[bytes]) -> None:
-    """One job: do it, report, wait until every rank has reported, clean up."""
+    """Run one job, report its result, wait for the reports of all ranks, and clean up."""
     job, body = pickle.loads(inbox.get()), inbox.get()
     with _clean_slate(job):
         conn.send_bytes(_attempt(job, body))
@@ -78,10 +78,10 @@ def _attempt(job: Mapping[str, Any], body: bytes) -> bytes:
 
 
 def share_gloo_device() -> None:
-    """Have all process groups of this process send by one gloo device.
+    """Share one gloo device among all process groups of this process.
 
-    torch makes a device for each, with a thread that lives until the end of the job, and there are three groups for
-    every model: it takes a thirtieth of the time of tests on stages.
+    torch makes a device for each group, with a thread that lives until the end of the job. Every model has three
+    groups, and their devices take a thirtieth of the time of tests on pipeline stages.
     """
     from torch.distributed import distributed_c10d
 
@@ -105,7 +105,7 @@ def _join_group(job: Mapping[str, Any]) -> None:
     rank, world_size = job["rank"], job["world_size"]
     if job["port"] is None:
         store = dist.FileStore(job["store"], world_size)
-        patience = timedelta(seconds=job["timeout"] + 30)  # a hang is the parent's to find
+        patience = timedelta(seconds=job["timeout"] + 30)  # the parent detects hangs
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
     else:
         launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -115,7 +115,7 @@ def _join_group(job: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _clean_slate(job: Mapping[str, Any]) -> Iterator[None]:
-    """Start a job from the same state whatever ran before, and leave no process group behind."""
+    """Start every job from the same state, and leave no process group behind."""
     import numpy
     import torch
     import torch.distributed as dist
@@ -124,7 +124,7 @@ def _clean_slate(job: Mapping[str, Any]) -> Iterator[None]:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
-    torch.default_generator.manual_seed(0)  # ranks compute on the CPU; for other devices it takes longer
+    torch.default_generator.manual_seed(0)  # ranks compute on the CPU; seeding other devices takes longer
     random.seed(0)
     numpy.random.seed(0)
     sys.path[:] = job["path"]
@@ -135,12 +135,12 @@ def _clean_slate(job: Mapping[str, Any]) -> Iterator[None]:
             with suppress(Exception):  # a peer may be gone already
                 dist.destroy_process_group()
     gc.collect()
-    gc.freeze()  # what is left are modules and caches; looking at all of them again takes up to a seventh of the time
+    gc.freeze()  # only modules and caches remain; scanning them again takes up to a seventh of the time
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and put back all of them as they were."""
+    """Set environment variables, and restore the former environment afterwards."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -152,7 +152,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as bytes: torch's own way keeps whole storages alive, and what autograd needs does not travel."""
+    """Pickles tensors as bytes: torch's pickling keeps whole storages alive, and autograd state cannot be sent."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")

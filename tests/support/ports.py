@@ -1,4 +1,4 @@
-"""Ports, and paths of sockets, for processes that are about to be started: those of the benchmarks."""
+"""Free ports and socket paths for new processes, from the benchmarks."""
 
 from benchmarks.free_port import free_port as free_port
 from benchmarks.short_paths import short_path as short_path

@@ -1,7 +1,7 @@
 """Kills preprocessing at many points and resumes it; a program run by tests/data/test_preprocess.py.
 
-Every point is a call in the code that writes files, the steps at the end included. A child process is forked for each,
-so nothing has to be imported again.
+Every point is a call in the code that writes files, including the last steps. A child process is forked for each point,
+so that it need not import anything again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Numbers:
 
 
 def run(name: Path, stop_at: int = 0) -> list[bool]:
-    """Preprocess, and end this process at one of the points; returns for each whether it is one of the last steps."""
+    """Preprocess, and kill this process at one point; return for each point whether it is one of the last steps."""
     points: list[bool] = []
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
@@ -60,7 +60,7 @@ def content(name: Path) -> tuple[bytes, bytes]:
 
 
 def spread(points: Sequence[int], count: int) -> list[int]:
-    """``count`` of the points, the first and the last among them."""
+    """Select ``count`` points evenly, including the first and the last."""
     return [points[(len(points) - 1) * number // (count - 1)] for number in range(count)]
 
 
@@ -73,7 +73,7 @@ def main(folder: Path, kills: int) -> None:
         name = folder / f"run-{kill}"
         for ending in (".bin", ".idx"):
             Path(f"{name}{ending}").write_bytes(older)
-        stops = [stop_at] if kill % 3 else [stop_at // 3, stop_at]  # some are killed twice
+        stops = [stop_at] if kill % 3 else [stop_at // 3, stop_at]  # some runs are killed twice
         for stop in filter(None, stops):
             child = os.fork()
             if not child:
@@ -81,7 +81,7 @@ def main(folder: Path, kills: int) -> None:
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             assert os.WIFSIGNALED(status) or len(stops) == 2, f"point {stop} was not reached"
-        if Path(f"{name}.idx").exists():  # whatever happened, an index belongs to the tokens beside it
+        if Path(f"{name}.idx").exists():  # in every case, an index belongs to the tokens beside it
             assert content(name) in (whole, (older, older)), f"files of two runs after a kill at {stop_at}"
         run(name)
         assert content(name) == whole, f"other files after a kill at point {stop_at} of {len(points)}"

@@ -1,4 +1,4 @@
-"""QLoRA: adapters over quantised weights, trained by plain ``peft`` on one process and by the ranks of a model."""
+"""QLoRA: adapters over quantised weights, trained by plain ``peft`` in one process and by the ranks of a model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from support.float64 import lifted_casts
 
 @dataclass
 class QuantizedRun:
-    """What one process computes; tensors are full, names those of ``PeftModel``.
+    """Reference results of one process: full tensors under their names in ``PeftModel``.
 
     Attributes:
         directory: the checkpoint.
         adapter: the configuration of the adapter.
         options: how the ranks load the checkpoint.
-        initial: the adapter as ``peft`` makes it from ``seed``; that of training is saved beside the checkpoint.
+        initial: the adapter as ``peft`` makes it from ``seed``; the starting adapter is saved beside the checkpoint.
         dequantized: the weights of the quantised layers.
         bytes_held: the bytes of their values and scales.
         logits: before training.
@@ -59,7 +59,7 @@ def batches(seed: int, steps: int = 5) -> list[Batch]:
 
 
 def reference_run(directory: Path, base: Any, adapter: Any, seed: int, **options: Any) -> QuantizedRun:
-    """Train an adapter with plain ``peft`` over a model of transformers; ``options`` are those of the ranks."""
+    """Train an adapter with plain ``peft`` over a model of transformers; ``options`` are load options of the ranks."""
     from peft import get_peft_model
 
     run = QuantizedRun(directory, copy.deepcopy(adapter), seed, options, batches=batches(seed))
@@ -68,7 +68,7 @@ def reference_run(directory: Path, base: Any, adapter: Any, seed: int, **options
     trained = trained_parameters(model)
     run.initial = {key: param.detach().clone() for key, param in trained.items()}
     with torch.no_grad():
-        for param in trained.values():  # half of which is zero
+        for param in trained.values():  # half of the parameters start at zero
             param += 0.1 * torch.randn_like(param)
     run.start = {key: param.detach().clone() for key, param in trained.items()}
     model.save_pretrained(run.saved)
@@ -90,7 +90,7 @@ def error_of_logits(run: QuantizedRun, exact: Any) -> float:
 
 
 def train_on_ranks(run: QuantizedRun, tp: int, pp: int, tolerance: float) -> dict[str, float]:
-    """On each rank: load the checkpoint, add the adapter, save it and train it; returns the largest differences."""
+    """On each rank, load the checkpoint, add, save and train the adapter; return the largest differences."""
     from peft import get_peft_model
 
     cls: Any = registry.find("LlamaForCausalLM")
@@ -129,7 +129,7 @@ def train_on_ranks(run: QuantizedRun, tp: int, pp: int, tolerance: float) -> dic
 
 
 def check_weights(run: QuantizedRun, base: Any) -> None:
-    """Each quantised weight is held as quantised, and is bit for bit that part of the one of one process."""
+    """Check that quantised weights stay quantised, and equal the shards of the single-process weights bit for bit."""
     names = {} if base.stage is None else base.stage.full_names
     held, share, seen = 0.0, 0.0, 0
     for name, param in base.named_parameters():
@@ -156,14 +156,14 @@ def _difference(one: Tensor, other: Tensor | None) -> float:
 
 
 def _mean_difference(one: Tensor, other: Tensor | None) -> float:
-    """The root mean square."""
+    """Return the root mean square difference."""
     assert other is not None and one.shape == other.shape
     return float((one.double() - other.double()).square().mean().sqrt())
 
 
 @torch.no_grad()
 def _logits(model: Any, batch: Batch) -> Tensor:
-    """In training mode: evaluation on a CPU has bitsandbytes pack its weights for products in bfloat16 for good."""
+    """Return logits in training mode: evaluation on a CPU makes bitsandbytes pack its weights for bfloat16 for good."""
     with lifted_casts():
         logits: Tensor = model(input_ids=batch["input_ids"]).logits
     return logits

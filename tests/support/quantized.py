@@ -1,4 +1,4 @@
-"""Tiny quantised checkpoints of Llama, and the comparison of a rank's shards with the weights that one process has."""
+"""Tiny quantised checkpoints of Llama, and the comparison of a rank's shards with single-process weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from oslo_models.checkpoint.quantized import PackedWeight, reader
 from support.float64 import lifted_casts
 
 SIZES = dict(vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6)
-"""Sizes at which three ranks get shards of the MLP that end within words and groups."""
+"""Sizes with MLP shards that end within words and groups on three ranks."""
 
 Quantize = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
-"""The weight of a linear layer to the tensors that replace it, by suffix, and the weight that they stand for."""
+"""Maps the weight of a linear layer to its quantised tensors by suffix, and to the dequantised weight."""
 
 
 def llama_config(**changes: Any) -> LlamaConfig:
@@ -38,7 +38,7 @@ def is_quantized(name: str) -> bool:
 
 
 def write_checkpoint(directory: Path, seed: int, settings: dict[str, Any], quantize: Quantize, **sizes: Any) -> Any:
-    """Write a Llama whose linear layers are quantised; returns the model that one process would have, in float64."""
+    """Write a Llama with quantised linear layers; return the single-process model in float64."""
     torch.manual_seed(seed)
     config = llama_config(**sizes)
     full = LlamaForCausalLM(config).state_dict()
@@ -74,7 +74,7 @@ def load_and_compare(
     name: str = "LlamaForCausalLM",
     **options: Any,
 ) -> dict[str, int]:
-    """In a worker: compare each parameter with its shard, bit for bit, and the logits; returns the bytes read."""
+    """In a worker, compare each parameter with its shard bit for bit, and the logits; return the bytes read."""
     logging.disable_progress_bar()
     read: dict[str, int] = {}
     copy = CheckpointReader._copy
@@ -105,6 +105,6 @@ def load_and_compare(
 
 
 def reference(model: Any, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-    """The weights of one process and its logits."""
+    """Return the single-process weights and logits."""
     with torch.no_grad(), lifted_casts():
         return model.state_dict(), model(input_ids=tokens(seed)).logits

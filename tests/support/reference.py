@@ -1,4 +1,4 @@
-"""What one process computes with the class of transformers, and how a rank compares its shard of the results.
+"""Reference results of transformers in one process, and their comparison with the shards of a rank.
 
 The reference is computed in the parent process and sent to the ranks as full tensors. Each rank loads its shards of the
 same weights, takes the same step, and compares its results with its shards of the reference.
@@ -31,10 +31,10 @@ TOLERANCE = 1e-10
 def reference_model(
     name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = torch.float64, **options: Any
 ) -> Any:
-    """A transformers model in training mode none of whose parameters is zero or one, as biases and norms begin.
+    """Return a transformers model in training mode, without the zeros and ones of initial biases and norms.
 
-    It is loaded: `from_pretrained` computes its buffers in float32 whatever the dtype of the model, `_from_config` in
-    that dtype (GPT-J's table of positions), and the zoo does as the former.
+    The model is loaded with `from_pretrained`, like the models of the zoo: it computes buffers in float32 for every
+    model dtype, while `_from_config` computes them in the model dtype (GPT-J's table of positions).
     """
     torch.manual_seed(seed)
     cls = zoo.original(name)
@@ -46,13 +46,13 @@ def reference_model(
         elif config.model_type == "deepseek_v4":  # the experts of each token
             tensor.random_(config.num_local_experts)
     model = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options).train()
-    for param in model.parameters():  # some of XLNet's and DeBERTa's are float32, whatever is asked for
+    for param in model.parameters():  # some of XLNet's and DeBERTa's ignore the requested dtype and are float32
         param.data = param.data.to(dtype)
     return model
 
 
 def full_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Copies of all parameters, tied ones under each of their names."""
+    """Return copies of all parameters; tied parameters occur under each of their names."""
     return {name: param.detach().clone() for name, param in model.named_parameters(remove_duplicate=False)}
 
 
@@ -68,7 +68,7 @@ def parallel_model(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Any:
-    """This rank's shard of a model with the given full weights."""
+    """Return this rank's shard of a model with the given full weights."""
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tensor_parallel_size, dtype=dtype, seed=0, **options)
     load(model, weights)
@@ -76,7 +76,7 @@ def parallel_model(
 
 
 def own_part(model: Any, name: str, full: Tensor) -> Tensor:
-    """What this rank holds of a tensor: buffers without a layout are whole."""
+    """Return the local shard of a tensor, or the whole tensor without a layout (buffers)."""
     return model.layouts[name].shard(full, model.mesh.tp.rank) if name in model.layouts else full
 
 
@@ -91,11 +91,11 @@ def load(model: Any, weights: Mapping[str, Tensor]) -> None:
         part = model.layouts[name].shard(weights[name], model.mesh.tp.rank)
         assert part.shape == param.shape, f"{name}: {tuple(param.shape)} instead of {tuple(part.shape)}"
         param.copy_(part)
-        param.requires_grad_(True)  # as transformers loads it, even if it is frozen in a model that is made anew (DETR)
+        param.requires_grad_(True)  # loading unfreezes it, like transformers; new models of DETR freeze some parameters
 
 
 def tensors(output: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating tensors of an output, with the way to each. Caches are left out."""
+    """Yield the floating-point tensors of an output with their paths, without caches."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield prefix, output
@@ -114,7 +114,7 @@ def all_outputs(output: Any) -> Tensor:
 
 
 def loss_or_all_outputs(output: Any) -> Tensor:
-    """The objective to differentiate: the loss, or a sum over all outputs of a class without one."""
+    """Return the loss, or a weighted sum of all outputs of a class without a loss."""
     return output.loss if output.get("loss") is not None else all_outputs(output)
 
 
@@ -123,7 +123,7 @@ Objective = Callable[[Any], Tensor]
 
 @dataclass
 class Step:
-    """One forward and backward pass of one process: inputs, weights, outputs and gradients, all as full tensors."""
+    """One forward and backward pass in one process: inputs, weights, outputs and gradients, all as full tensors."""
 
     name: str
     config: PreTrainedConfig
@@ -140,12 +140,12 @@ class Step:
 def take_step(
     model: PreTrainedModel, batch: Mapping[str, Any], objective: Objective, lift: bool = True
 ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
-    """Forward and backward: outputs, the value that was differentiated, gradients of floating inputs."""
+    """Run forward and backward; return the outputs, the objective, and gradients of floating-point inputs."""
     inputs = {
         key: value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in batch.items()
     }
-    if "input_values" in inputs:  # of which transformers' models make a leaf themselves
+    if "input_values" in inputs:  # transformers' models make a leaf of them themselves
         inputs["input_values"] = batch["input_values"]
     if lift:
         with lifted_casts():
@@ -169,9 +169,9 @@ def reference_step(
     batch: dict[str, Any] | None = None,
     **options: Any,
 ) -> Step:
-    """The step of the class of transformers. In float64, its casts to float32 do nothing."""
+    """Return the step of the transformers class. In float64, its casts to float32 do nothing."""
     model = reference_model(name, config, seed, dtype, **options)
-    weights = {**model.state_dict(), **full_parameters(model)}  # buffers too, such as what BART adds to its logits
+    weights = {**model.state_dict(), **full_parameters(model)}  # buffers too, such as the logits bias of BART
     batch = zoo.batch(name, config, seed + 1, dtype) if batch is None else batch
     outputs, value, input_gradients = take_step(model, batch, objective, lift=dtype == torch.float64)
     return Step(
@@ -180,7 +180,7 @@ def reference_step(
 
 
 def differences(what: str, own: Tensor | None, expected: Tensor | None, tolerance: float) -> list[str]:
-    """One line if the two tensors differ by more than the tolerance, none otherwise."""
+    """Return one line if the tensors differ by more than the tolerance, else none."""
     if own is None or expected is None:
         return [] if own is expected else [f"{what}: {'no' if own is None else 'a'} tensor"]
     if own.shape != expected.shape or own.dtype != expected.dtype:
@@ -194,7 +194,7 @@ def differences(what: str, own: Tensor | None, expected: Tensor | None, toleranc
 def shard_differences(
     model: Any, what: str, own: Mapping[str, Tensor | None], full: Mapping[str, Tensor | None], tolerance: float
 ) -> list[str]:
-    """A line for each of this rank's tensors, by parameter name, that is not its shard of the full one."""
+    """Return a line for each local tensor that differs from its shard of the full tensor."""
     lines = []
     for name, part in own.items():
         expected = full[name]
@@ -205,7 +205,7 @@ def shard_differences(
 
 
 def step_differences(model: Any, step: Step, tolerance: float = TOLERANCE, without: tuple[str, ...] = ()) -> list[str]:
-    """Take the same step with this rank's shard of the model; a line for each result that differs."""
+    """Take the same step with this rank's shard of the model; return a line for each different result."""
     outputs, value, input_gradients = take_step(model, step.batch, step.objective, lift=tolerance > 0)
     expected = {path: tensor for path, tensor in step.outputs.items() if not path.startswith(without or " ")}
     lines = [] if outputs.keys() == expected.keys() else [f"outputs: {list(outputs)} instead of {list(expected)}"]
@@ -220,7 +220,7 @@ def step_differences(model: Any, step: Step, tolerance: float = TOLERANCE, witho
 
 
 def train(model: Any, batches: Sequence[Mapping[str, Any]], optimizer: str = "SGD", lr: float = 0.01) -> list[float]:
-    """One step of an optimizer of ``torch.optim`` for each batch; returns the losses."""
+    """Take one optimizer step for each batch; return the losses."""
     return take_steps(model, make_optimizer(optimizer, model.parameters(), lr), batches)
 
 
@@ -230,14 +230,14 @@ gradient: torch's default of 1e-8 makes 1e-10 of an error of 1e-16, which no ord
 
 
 def make_optimizer(name: str, params: Iterable[Tensor], lr: float = 0.01) -> Any:
-    """An optimizer of ``torch.optim`` that does not magnify what rounding leaves of a gradient that is zero."""
+    """Return an optimizer of ``torch.optim`` that does not magnify rounding errors of zero gradients."""
     return getattr(torch.optim, name)(params, lr=lr, **({"eps": ADAMW_EPS} if name == "AdamW" else {}))
 
 
 def take_steps(
     model: Any, optimizer: Any, batches: Sequence[Mapping[str, Any]], after: Callable[[], Any] = lambda: None
 ) -> list[float]:
-    """A step for each batch, after which ``after`` is called; returns the losses."""
+    """Take a step for each batch, and call ``after`` after each step; return the losses."""
     losses = []
     with lifted_casts():
         for batch in batches:
@@ -251,9 +251,9 @@ def take_steps(
 
 
 def saved_step(name: str, config: PreTrainedConfig, seed: int, batch: dict[str, Any], folder: Path) -> Step:
-    """The step of a transformers model that is saved too, so that its buffers come along."""
+    """Save a transformers model, and return its step, including its buffers."""
     model = reference_model(name, config, seed)
-    model._weight_conversions = None  # experts one by one, as on the hub, and not as in the state dict it has loaded
+    model._weight_conversions = None  # save experts as separate weights, like checkpoints on the hub, not as loaded
     model.save_pretrained(folder)
     torch.manual_seed(0)
     outputs, value, inputs = take_step(model, batch, loss_or_all_outputs)

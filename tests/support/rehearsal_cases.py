@@ -1,4 +1,4 @@
-"""Cases of a rehearsal that go wrong, each in another way, and one that measures."""
+"""Failing cases of a rehearsal, each with another fault, and one case that measures."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def hangs(bench: Any) -> None:
 
 def leaves_a_process(bench: Any) -> None:
     if os.fork() == 0:
-        os.setsid()  # out of reach of a signal to the group of the case
+        os.setsid()  # signals to the case's process group do not reach it
         time.sleep(4)
         os._exit(0)
 
 
 def counts(bench: Any, folder: str) -> None:
-    """Prepare for long: count in a file until `measures` is through."""
+    """Prepare for a long time: count in a file until `measures` has finished."""
     for number in range(1000):
         Path(folder, "count").write_text(str(number))
         time.sleep(0.1)
@@ -43,20 +43,20 @@ def counts(bench: Any, folder: str) -> None:
 
 
 def measures(bench: Any, folder: str) -> None:
-    """Report how far `counts` gets while this measures."""
+    """Report the progress of `counts` during the measurement."""
     while not Path(folder, "count").exists():
         time.sleep(0.02)
     bench.ready()
     found = []
     for _ in range(2):
-        time.sleep(0.5)  # what was being written is written
+        time.sleep(0.5)  # lets a pending write finish
         found.append(int(Path(folder, "count").read_text() or -1))
     bench.row("peer", "counted", found[1] - found[0], "")
     Path(folder, "measured").touch()
 
 
 def recompiles(bench: Any) -> None:
-    """More shapes than dynamo compiles; the figure before that is right."""
+    """Use more shapes than dynamo compiles; the earlier figure is valid."""
     import torch
 
     torch._dynamo.config.recompile_limit = 2

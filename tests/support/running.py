@@ -1,4 +1,4 @@
-"""Requests for the running batch, and the batch without workers: every rank schedules for itself."""
+"""Requests for the running batch, and a batch without workers, where every rank schedules for itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11) -> list[dict[str, Any]]:
     """Arguments of calls of `generate`, each with a ``seed`` for its draws; some have two rows, one of them padded.
 
-    Half of the prompts begin as the one before.
+    Half of the prompts share a prefix with the previous prompt.
     """
     made = []
     for number in range(count):
@@ -56,7 +56,7 @@ def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11
 
 
 def alone(model: Any, given: dict[str, Any]) -> Tensor:
-    """What plain transformers generates for one call."""
+    """Return the tokens that plain transformers generates for one call."""
     options = {key: value for key, value in given.items() if key != "seed"}
     torch.manual_seed(given["seed"])
     with torch.no_grad():
@@ -67,7 +67,7 @@ def alone(model: Any, given: dict[str, Any]) -> Tensor:
 def together(
     model: Any, given: Sequence[dict[str, Any]], rng: random.Random, limits: BatchLimits = LIMITS
 ) -> list[Tensor | None]:
-    """The results of calls that arrive at random steps; ``None`` for a few that are dropped while they are computed.
+    """Return the results of calls that arrive at random steps; ``None`` for a few calls dropped during computation.
 
     Prompts are computed in chunks, or several together.
     """
@@ -109,7 +109,7 @@ def together(
 def differences(
     name: str, variant: str, folder: Any, sizes: dict[str, int], given: list[dict[str, Any]], expected: Any, seed: int
 ) -> list[str]:
-    """On a rank: the calls of a class whose results differ from those expected."""
+    """On a rank, list the calls of a class with unexpected results."""
     from oslo_models import registry
 
     cls: Any = registry.find(name)
@@ -127,7 +127,7 @@ def differences(
 def checked(
     variant: str, folder: Any, seed: int, count: int, **changes: Any
 ) -> tuple[str, list[dict[str, Any]], list[Tensor]]:
-    """Save a decoder; returns its class, calls, and what plain transformers answers to each by itself."""
+    """Save a decoder; return its class, calls, and the answers of plain transformers to each call alone."""
     name, config = zoo.lm_head(variant), zoo.config(variant, **changes)
     reference = reference_model(name, config, seed, torch.float64).eval()
     reference.save_pretrained(folder)
@@ -138,7 +138,7 @@ def checked(
 
 
 def compare(pool: Any, variant: str, folder: Path, seed: int, count: int = 12, **sizes: int) -> None:
-    """The calls of a class in the batch, computed by ranks that schedule alike, against plain transformers."""
+    """Compare calls of a class in the batch with plain transformers; all ranks make the same schedule."""
     name, calls, expected = checked(variant, folder, seed, count)
     ranks = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
     for found in pool.run(ranks, differences, name, variant, folder, sizes, calls, expected, seed):

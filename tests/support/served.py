@@ -1,4 +1,4 @@
-"""``oslo-models serve`` in a process of its own."""
+"""``oslo-models serve`` in a separate process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def get(url: str, *headers: str, host: str = "elsewhere.example") -> tuple[int, 
 
 
 def workers_of(application: int) -> list[int]:
-    """The ids of its workers: of the processes below it, those that have no children."""
+    """Return the process ids of the workers: the descendants of the application without children."""
     listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True)
     children: dict[int, list[int]] = {}
     for line in listed.stdout.splitlines():
@@ -39,7 +39,7 @@ def workers_of(application: int) -> list[int]:
 
 
 class Running:
-    """``oslo-models serve`` in a process, and what it prints."""
+    """A process of ``oslo-models serve``, and its output."""
 
     def __init__(self, folder: Path, *options: object) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
@@ -50,7 +50,7 @@ class Running:
         threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()  # type: ignore[arg-type]
 
     def says(self, text: str, seconds: float = 300.0) -> str:
-        """The line with this text, when it has come."""
+        """Wait for a line with this text, and return it."""
         wait_until(lambda: self.process.poll() is not None or any(text in line for line in list(self.lines)), seconds)
         seen: list[str] = []
         for line in self.lines:

@@ -1,4 +1,4 @@
-"""Mistakes that are put into a source in C++ while a test runs, to see that the test fails."""
+"""Puts mistakes into a C++ source while a test runs, to check that the test fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oslo_kernels import build
 
 @contextmanager
 def threads(count: int, module: ModuleType) -> Iterator[None]:
-    """Torch has so many threads, and `module` of ``oslo_kernels`` takes all of them, however little there is to do."""
+    """Give torch ``count`` threads, and let `module` of ``oslo_kernels`` use all of them for any amount of work."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -27,7 +27,7 @@ def threads(count: int, module: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def mistake(module: ModuleType, right: str, wrong: str, folder: Path) -> Iterator[None]:
-    """`module` runs its source, the one of its name, with ``wrong`` in the place of ``right``, which is there once."""
+    """Within the block, `module` runs a copy of its C++ source that replaces the single ``right`` by ``wrong``."""
     for source in build.SOURCES.glob("*"):
         (folder / source.name).write_bytes(source.read_bytes())
     path = folder / f"{module.__name__.rpartition('.')[2]}.cpp"

@@ -1,6 +1,6 @@
 """``make pins``, ``make check-pins`` and ``make test-stacks``: the pinned versions, for every supported Python.
 
-uv resolves and installs from PyPI alone, whatever pip is configured to use. The environments share its downloads.
+uv resolves and installs from PyPI alone and ignores the configuration of pip. The environments share its downloads.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FROM_SOURCE = "deepspeed"
 
 @dataclass(frozen=True)
 class Stack:
-    """Versions to test with: ``constraints/NAME.in`` says what they have to be, ``constraints/NAME.txt`` pins them all.
+    """Versions to test with: ``constraints/NAME.in`` holds requirements, ``constraints/NAME.txt`` pins all versions.
 
-    The pins of the stack ``newest`` hold for all Pythons and all extras, and are those of `make venv`.
+    The pins of the stack ``newest`` hold for all Pythons and all extras, and `make venv` installs them.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Stack:
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """The options of uv for everything that is pinned."""
+        """The options of uv for all pinned requirements."""
         if self == NEWEST:
             return ("setup.py", "--all-extras", "--universal", "--python-version", PYTHONS[0])
         return ("setup.py", "--extra", "test", "--python-version", self.python)
@@ -86,8 +86,8 @@ def make_pins() -> dict[str, tuple[str, ...]]:
 def pin_checks() -> dict[str, tuple[str, ...]]:
     """The options of uv that check each file of pins, with metadata alone.
 
-    What setup.py requires has to allow the pins, and PyPI has to have built distributions of them for each Python,
-    whose own requirements allow the other pins.
+    The requirements of setup.py have to allow the pins. PyPI has to offer a built distribution of each pin for each
+    Python, and its requirements have to allow the other pins.
     """
     checks = {f"setup.py with {stack.pins}": (*stack.requirements, "--constraint", stack.pins) for stack in STACKS}
     for stack in STACKS:
@@ -148,7 +148,7 @@ def install(stack: Stack) -> None:
 
 
 def find_python(version: str) -> Path:
-    """Return an interpreter on ``PATH``, or of pyenv or uv.
+    """Return an interpreter from ``PATH``, pyenv or uv.
 
     Raises:
         StackError: there is none.
@@ -161,7 +161,7 @@ def find_python(version: str) -> Path:
     candidates += [Path(managed.stdout.strip())] if managed.returncode == 0 else []
     question = "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"
     for candidate in candidates:
-        if candidate.is_file():  # pyenv puts scripts on PATH also for versions that are not in use
+        if candidate.is_file():  # pyenv puts scripts of inactive versions on PATH too
             done = subprocess.run([candidate, "-c", question], capture_output=True, text=True, check=False)
             if done.stdout.strip() == version:
                 return candidate

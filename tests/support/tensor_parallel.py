@@ -19,17 +19,17 @@ from support.reference import (
 
 
 def tensor_parallel_model(model: Any, n: int = 2, **options: Any) -> Any:
-    """The model on ``n`` ranks, all on the CPU."""
+    """Shard the model over ``n`` ranks on the CPU."""
     return oslo_models.tensor_parallel(model, ["cpu"] * n, **options)
 
 
 def transformers_model(variant: str, seed: int, dropout: float = 0.0, **options: Any) -> Any:
-    """The language model of a variant, as transformers has it."""
+    """Return the language model of a variant from transformers."""
     return reference_model(zoo.lm_head(variant), zoo.config(variant, dropout), seed, **options)
 
 
 def check_tensor_parallel_step(name: str, variant: str, n: int, seed: int, **options: Any) -> None:
-    """Outputs, loss, gradients of the input and, on each rank, of the parameters are those of transformers."""
+    """Compare outputs, loss, input gradients and, on each rank, parameter gradients with transformers."""
     config = zoo.config_of(name, zoo.config(variant))
     step = reference_step(name, config, seed)
     model = tensor_parallel_model(reference_model(name, config, seed), n, gather_logits=True, **options)

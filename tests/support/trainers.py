@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer in float64 on one process, and the same on the ranks of a sharded model."""
+"""Runs transformers' Trainer in float64 in one process, and on the ranks of a sharded model."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ SHORT = {
     "max_steps": 5,
     "per_device_train_batch_size": 4,
 }
-"""Arguments of a short training on CPUs that reports each step to nobody but its state."""
+"""Arguments of a short training run on CPUs that logs each step in its state only."""
 
 
 def at_sizes(*quick: str) -> Any:
-    """Run a test at all sizes, those but the given ones in the tests of the zoo only."""
+    """Run a test at all sizes; only the tests of the zoo run sizes other than the given ones."""
     cases = [size if size in quick else pytest.param(size, marks=pytest.mark.zoo) for size in SIZES]
     return pytest.mark.parametrize("sizes", cases)
 
 
 def fresh_accelerate() -> None:
-    """Forget what accelerate knows of the processes of an earlier test: its state lives as long as the worker."""
+    """Reset the state of accelerate, which outlives a test in its worker and describes earlier processes."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def text_rows(config: PreTrainedConfig, seed: int, count: int, length: int = 7, masked: int = 2) -> Rows:
-    """Rows of tokens, with up to ``2 * masked`` labels that do not count."""
+    """Return rows of tokens with up to ``2 * masked`` ignored labels."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, config.vocab_size, (count, length), generator=generator).tolist()
     return [
@@ -67,13 +67,13 @@ def text_rows(config: PreTrainedConfig, seed: int, count: int, length: int = 7, 
 
 
 def arguments(output_dir: Any, **options: Any) -> TrainingArguments:
-    """Arguments of a short training."""
+    """Return the arguments of a short training run."""
     defaults = {**SHORT, "per_device_eval_batch_size": 4}
     return options.pop("cls", TrainingArguments)(str(output_dir), **{**defaults, **options})
 
 
 class Ordered:
-    """Takes the rows in their order: with another batch size, shuffled batches of one process hold other rows."""
+    """Keeps the order of rows: shuffled batches of one process, with another batch size, would hold other rows."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset)
@@ -95,7 +95,7 @@ def watch(trainer: Any, steps: tuple[int, ...], parameters: Any) -> dict[int, di
 
 @dataclass
 class Run:
-    """What a training on one process has given."""
+    """Results of a training run in one process."""
 
     name: str
     config: PreTrainedConfig
@@ -105,7 +105,7 @@ class Run:
 
 
 def in_float64(function: Any) -> Any:
-    """Call ``function`` with float64 as the default, which the sums of losses in Trainer have then too."""
+    """Call ``function`` with float64 as the default dtype, also for the loss sums in Trainer."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -118,7 +118,7 @@ def in_float64(function: Any) -> Any:
 def reference_run(
     name: str, config: PreTrainedConfig, seed: int, rows: Rows, args: TrainingArguments, cls: Any, **options: Any
 ) -> Run:
-    """Train on one process, by the class of transformers."""
+    """Train in one process with the transformers class."""
     fresh_accelerate()
     model = reference_model(name, config, seed)
     run = Run(name, config, full_parameters(model))
@@ -132,7 +132,7 @@ def reference_run(
 def rank_trainer(
     run: Run, tp: int, pp: int, args: Mapping[str, Any], rows: Rows, cls: Any, micro: int = 2, **options: Any
 ) -> Any:
-    """A trainer of this rank's part of the same model."""
+    """Return a trainer of this rank's stage and shard of the same model."""
     fresh_accelerate()
     more = {"micro_batch_size": micro} if pp > 1 else {}
     model = model_on_stages(run.name, run.config, run.weights, tp, pp, **more)
@@ -140,7 +140,7 @@ def rank_trainer(
 
 
 def differences_of_run(trainer: Any, run: Run) -> list[str]:
-    """Train, and a line for each number logged and each parameter that is not that of one process."""
+    """Train; return a line for each logged number and each parameter that differs from the single-process run."""
     seen = watch(trainer, (1, 5), stage_parameters)
     in_float64(trainer.train)
     logs = trainer.state.log_history
@@ -153,7 +153,7 @@ def differences_of_run(trainer: Any, run: Run) -> list[str]:
 
 
 def log_differences(own_logs: list[dict[str, float]], expected_logs: list[dict[str, float]]) -> list[str]:
-    """A line for each number but times, and but those of the last log, that is not the expected one."""
+    """Return a line for each unexpected number, except for times and the last log."""
     lines = []
     for own, expected in zip(own_logs[:-1], expected_logs[:-1], strict=True):
         if own.keys() != expected.keys():

@@ -1,4 +1,4 @@
-"""Runs of TRL's trainers in float64 on one process, and the same on the ranks of a sharded model."""
+"""Runs TRL's trainers in float64 in one process, and on the ranks of a sharded model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ STEPS = (1, 5)
 ARGUMENTS = {
     **SHORT,
     "bf16": False,
-    "gradient_checkpointing": False,  # whose recomputation would leave float64
+    "gradient_checkpointing": False,  # recomputation would leave float64
     "max_grad_norm": 0.5,
 }
 Rows = list[dict[str, str]]
 
 
 class PlainScores:
-    """In the place of TRL's kernel, which sums in float32: the same from all logits, in the dtype of its arguments."""
+    """Replaces TRL's kernel, which sums in float32: computes the same from all logits in their dtype."""
 
     @staticmethod
     def apply(
@@ -96,13 +96,13 @@ def sentences(config: PreTrainedConfig, seed: int, count: int, columns: tuple[st
 
 
 def unlike_words(completions: list[str], **columns: Any) -> list[float]:
-    """A reward that is another one for nearly every completion, also for equal ones of one group."""
+    """A reward that differs for nearly every completion, even for equal completions of a group."""
     sums = [sum(int(word[1:]) % 7 for word in text.split() if word[1:].isdigit()) for text in completions]
     return [total / 3 + i % 4 for i, total in enumerate(sums)]
 
 
 def drawn_words(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Completions that depend on the prompt and the position in its group only."""
+    """Return completions that depend only on the prompt, its position in the group, and the step."""
     tokenizer = trainer.processing_class
     completions = []
     for i, prompt in enumerate(prompts):
@@ -112,7 +112,7 @@ def drawn_words(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], rows: Rows, **options: Any) -> Any:
-    """A trainer that takes the rows in their order."""
+    """Return a trainer that keeps the order of the rows."""
     import trl
     from datasets import Dataset, load_from_disk
 
@@ -125,7 +125,7 @@ def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], row
         cls = type("Own", (cls,), ordered)
     tokenizer = tiny_tokenizer(config.vocab_size)
     dataset = Dataset.from_list(rows)
-    if "rows_in" in options:  # a folder beside which TRL caches what it makes of them
+    if "rows_in" in options:  # a folder; TRL caches the prepared rows beside it
         if not Path(folder := options.pop("rows_in")).exists():
             dataset.save_to_disk(folder)
         dataset = load_from_disk(folder)
@@ -135,18 +135,18 @@ def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], row
 
 
 def exactly(function: Any, *args: Any, **options: Any) -> Any:
-    """Call a function that constructs a trainer, or trains, in float64."""
+    """Call a function that constructs or runs a trainer, in float64."""
     with plain_scores():
         return in_float64(lambda: function(*args, **options))
 
 
 def parameters(model: Any) -> dict[str, Any]:
-    """Of a model with adapters, those of the adapters."""
+    """Return the parameters of this stage, or of its adapters if the model has any."""
     return adapters.trained_parameters(model) if hasattr(model, "peft_config") else stage_parameters(model)
 
 
 def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **options: Any) -> Run:
-    """Train on one process, by the class of TRL."""
+    """Train in one process with the TRL class."""
     import trl
 
     fresh_accelerate()
@@ -168,7 +168,7 @@ def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **o
 def differences_on_ranks(
     run: Run, kind: str, tp: int, args: Mapping[str, Any], rows: Rows, options: Mapping[str, Any]
 ) -> list[str]:
-    """Train on the ranks, and a line for each logged number and parameter that is not that of one process."""
+    """Train on the ranks; return a line for each logged number and parameter that differs from one process."""
     from oslo_models import integrations
 
     fresh_accelerate()
@@ -197,7 +197,7 @@ def refuse(kind: str, pp: int, args: Mapping[str, Any], rows: Rows, message: str
 
 
 def refuse_bare_mixin(args: Mapping[str, Any], rows: Rows) -> None:
-    """On each rank: TRL's trainer itself, and the mixin in front of it, refuse a sharded model."""
+    """On each rank, check that TRL's trainer and the mixin over it refuse a sharded model."""
     import trl
 
     from oslo_models import LlamaForCausalLM
@@ -213,7 +213,7 @@ def refuse_bare_mixin(args: Mapping[str, Any], rows: Rows) -> None:
 
 
 def use_fused_head_of_trl() -> None:
-    """On each rank: a model with TRL's own fused head, outside of our trainers, refuses to use it."""
+    """On each rank, check that a model refuses TRL's fused head outside of our trainers."""
     from trl.trainer.utils import add_fused_lm_head
 
     from oslo_models import LlamaForCausalLM

@@ -1,9 +1,9 @@
-"""Python processes that tests start, as copies of one that has imported torch and transformers, which takes 4 s anew.
+"""Forks the Python processes of tests from a process that has imported torch and transformers, to save 4 s each.
 
 The `WarmServer` is a copy of the test process from before its first test. Where `warm_interpreters` patches
-``subprocess``, it forks what would have run this interpreter: a child of the caller, with the arguments, environment,
-folder and files of the call (see `support.warm_process`). What is tested may not depend on how an interpreter starts,
-on which modules it has imported, or on how it is torn down. Where a copy would not be like a new process, there is one.
+``subprocess``, the server forks a child of the caller instead of starting this interpreter. The child has the
+arguments, environment, folder and files of the call (see `support.warm_process`). Tests may not depend on how an
+interpreter starts, on its imported modules, or on its shutdown. A new process starts where a copy would differ from it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Order(NamedTuple):
-    """What a process is to run: ``python [-u] SCRIPT | - | -m MODULE | -c CODE``, and what it inherits."""
+    """Command line of a process, ``python [-u] SCRIPT | - | -m MODULE | -c CODE``, and its inherited state."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -118,7 +118,7 @@ def receive(connection: socket.socket, length: int) -> bytes:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """A process below this one whose parent ends within the block becomes a child of this one."""
+    """Within the block, this process adopts descendants when their parents end."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -128,7 +128,7 @@ def _adopting() -> Iterator[None]:
 
 
 def _arguments(command: list[str], environment: Mapping[str, str]) -> list[str]:
-    """Those of this interpreter; empty if the command starts something else, or with options of the interpreter."""
+    """Return the arguments of this interpreter; empty for other commands and for interpreter options."""
     if command[0] != sys.executable:
         found = shutil.which(command[0], path=environment.get("PATH"))
         if found is None or not _is_script(Path(found)):

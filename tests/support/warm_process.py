@@ -1,4 +1,4 @@
-"""What the server of `support.warm` forks: a process that runs a Python program as a new interpreter does."""
+"""The process that the server of `support.warm` forks: it runs a Python program like a new interpreter."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def start_warm_server(environment: dict[str, str], modules: Sequence[str] = MODU
     """
     ours, theirs = socket.socketpair()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: that of pytest-xdist only waits
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the thread of pytest-xdist only waits
         pid = os.fork()
     if pid == 0:
         try:
@@ -77,7 +77,7 @@ def _be_server(connection: socket.socket, modules: Sequence[str]) -> NoReturn:
     leave_files({connection.fileno()})
     gc.disable()
     for name in modules:
-        with suppress(ImportError):  # an older transformers lacks some architectures; programs report what they miss
+        with suppress(ImportError):  # an older transformers lacks some architectures; programs report missing ones
             importlib.import_module(name)
     gc.freeze()
     while head := socket.recv_fds(connection, LENGTH.size, MOST_FILES):
@@ -92,7 +92,7 @@ def _be_server(connection: socket.socket, modules: Sequence[str]) -> NoReturn:
 
 
 def _fork(order: Order, files: list[int], connection: socket.socket) -> int:
-    """The id of a new process whose parent, between this one and it, has ended."""
+    """Fork twice; return the id of the grandchild after its parent has ended."""
     reading, writing = os.pipe()
     if (between := os.fork()) == 0:
         first_parent = os.getpid()
@@ -134,7 +134,7 @@ def _become(order: Order, files: list[int]) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run the program and what it has registered for its end; returns the exit code."""
+    """Run the program and its exit handlers; return the exit code."""
     code = 0
     try:
         _run_main(arguments)
@@ -179,7 +179,7 @@ def _run_main(arguments: list[str]) -> None:
         exec(compile(Path(first).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
-# What is not to be noticed of the tests -------------------------------------------------------------------------------
+# Removing traces of the tests -----------------------------------------------------------------------------------------
 
 
 def _take_files(files: list[int], numbers: list[int]) -> None:
@@ -191,7 +191,7 @@ def _take_files(files: list[int], numbers: list[int]) -> None:
 
 
 def _forget_tests(python_path: str) -> None:
-    """Put the interpreter into the state of a new one, but for the libraries that are imported."""
+    """Reset the interpreter to the state of a new one, except for imported libraries."""
     import numpy
     import torch
 
@@ -233,4 +233,4 @@ def _open_streams(unbuffered: bool) -> None:
     for handler in [reference() for reference in logging._handlerList]:  # type: ignore[attr-defined]
         if type(handler) is logging.StreamHandler:
             handler.stream = sys.stderr
-            vars(handler).pop("flush", None)  # transformers' is that of the stream that was there
+            vars(handler).pop("flush", None)  # transformers' flush belongs to the former stream

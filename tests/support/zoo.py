@@ -44,7 +44,7 @@ _T5: dict[str, Any] = {
 }
 
 FOUNDING = ("bert", "gpt2", "gpt_neo", "gptj", "llama", "t5")
-"""The model types of `VARIANTS`, on which everything is tested; those of `MORE` get the tests of test_zoo.py."""
+"""The model types of `VARIANTS`, on which everything is tested; test_zoo.py tests the types of `MORE`."""
 
 VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     # the main variant of each architecture bears its name
@@ -532,7 +532,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"], "laurel_rank": 3},
         **{"num_kv_shared_layers": 2, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.7, 0.0, 0.6, 0.0]},
     },
-    "blt": {  # transformers makes a cache for so many blocks as the whole says, of which it has no default
+    "blt": {  # number of blocks in the cache of transformers; it has no default
         "num_hidden_layers": 2,
         "encoder_config": {**_BYTES, "num_hidden_layers": 1, "num_key_value_heads": 2, "cross_attn_k": 2},
         "global_config": {**_BYTES, "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 2},
@@ -650,9 +650,9 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 LEFT_OUT: dict[str, set[str]] = {
-    # whose loss calls the encoder three times, and compares the rows of a batch
+    # its loss calls the encoder three times, and compares the rows of a batch
     "roc_bert": {"RoCBertForPreTraining"},
-    # of images too
+    # models of images and text
     "llama4_text": {"Llama4ForConditionalGeneration", "Llama4VisionModel"},
     "aria_text": {"AriaForConditionalGeneration", "AriaModel"},
     "gemma4_text": {
@@ -661,7 +661,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "cohere_compass_text": {
         *("CohereCompassForConditionalGeneration", "CohereCompassModel", "CohereCompassVisionModel"),
     },
-    "blt": {"BltPatcher"},  # a part of the others
+    "blt": {"BltPatcher"},  # a submodel of the other classes
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
     "inkling2_text": {"Inkling2ForConditionalGeneration", "Inkling2Model", "Inkling2VisionModel"},
     "inkling_text": {"InklingAudioModel", "InklingForConditionalGeneration", "InklingModel", "InklingVisionModel"},
@@ -683,7 +683,7 @@ LEFT_OUT: dict[str, set[str]] = {
 """Classes that transformers has in the module of a model type and the zoo does not."""
 
 WITHOUT_BEAMS = {"rwkv", "xlstm"}
-"""Model types whose states transformers does not reorder."""
+"""Model types without reordering of states in transformers."""
 
 SLOW_TESTS_ONLY = {
     # close relatives of types that the fast tests cover
@@ -703,28 +703,28 @@ SLOW_TESTS_ONLY = {
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
-"""Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
+"""Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
 
 def cases(variants: Iterable[str]) -> list[Any]:
-    """Parameters of a fast test: those in `SLOW_TESTS_ONLY` are marked."""
+    """Return the parameters of a fast test; mark the variants in `SLOW_TESTS_ONLY`."""
     return [pytest.param(each, marks=pytest.mark.zoo) if each in SLOW_TESTS_ONLY else each for each in variants]
 
 
 _OF_ROWS = ("mc_labels", "next_sentence_label", "sentence_order_label", "sentence_image_labels", "matched_label", "ans")
-"""Labels of rows that go beside those of words."""
+"""Labels of whole rows, given beside token labels."""
 
 
 def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConfig:
-    """A configuration; all of its dropout rates are ``dropout``."""
+    """Return a configuration with all dropout rates set to ``dropout``."""
     model_type, values = {**VARIANTS, **ODD}.get(variant) or (variant, MORE[variant])
     tokens = {} if {"image_size", "vision_config", "backbone_config"} & values.keys() else TOKENS
     parts = [name for name in ("encoder", "decoder", "question_encoder", "generator") if name in values]
-    if parts:  # they know the sizes of vocabularies
+    if parts:  # the parts define vocabulary sizes
         tokens = {key: value for key, value in TOKENS.items() if key != "vocab_size"}
     made = CONFIG_MAPPING[model_type](**copy.deepcopy({**tokens, **values, **changes}))
     for each in (made, *(getattr(made, name) for name in parts)):
-        each.classifier_dropout = dropout  # else 0.1 where a configuration does not know it
+        each.classifier_dropout = dropout  # otherwise 0.1 for configurations without the option
         for key, value in each.to_dict().items():
             if "drop" in key and "layerdrop" not in key and not isinstance(value, (bool, str)):
                 setattr(each, key, dropout)
@@ -732,7 +732,7 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
 
 
 def config_of(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of a configuration of a whole that one of its classes takes."""
+    """Return the part of a composite configuration that a class takes."""
     if name == "ReformerForMaskedLM":
         config.is_decoder = False
     wanted = original(name).config_class
@@ -741,13 +741,13 @@ def config_of(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def heads(variant: str) -> list[str]:
-    """The names of all classes of the architecture."""
+    """Return the names of all classes of the architecture."""
     model_type, _ = {**VARIANTS, **ODD}.get(variant, (variant, {}))
     return list(registry.model_classes(model_type))
 
 
 def lm_heads(variant: str) -> list[str]:
-    """The names of the classes with logits over the vocabulary."""
+    """Return the names of the classes with logits over the vocabulary."""
     endings = (
         "LMHeadModel",
         "ModelWithLMHead",
@@ -763,16 +763,16 @@ def lm_heads(variant: str) -> list[str]:
         "SequenceForGeneration",
     )
     named = [name for name in heads(variant) if name.endswith(endings)]
-    return [name for name in named if "sampled_negative_indices" not in parameters_of_forward(name)]  # of sounds
+    return [name for name in named if "sampled_negative_indices" not in parameters_of_forward(name)]  # no audio
 
 
 def lm_head(variant: str) -> str:
-    """The name of the class that generates text."""
+    """Return the name of the class that generates text."""
     return next(name for name in lm_heads(variant) if "DoubleHeads" not in name and original(name).can_generate())
 
 
 def main_head(variant: str) -> str:
-    """The name of the class that is tested most: that which generates text, or else that with the most to predict."""
+    """Return the name of the main class: the class that generates text, or else the one with most predictions."""
     is_decoder = MORE.get(variant, {}).get("is_decoder")
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
@@ -783,13 +783,13 @@ def main_head(variant: str) -> str:
 
 
 def base(variant: str) -> str:
-    """The name of the class without a head."""
+    """Return the name of the class without a head."""
     model_type, _ = {**VARIANTS, **ODD}.get(variant, (variant, {}))
     return f"{registry.ARCHITECTURES[model_type]}Model"
 
 
 def fault_of_release(variant: str) -> str | None:
-    """Why the installed transformers computes the micro-batches of a model otherwise than the batch, if it does."""
+    """Return why micro-batches differ from the batch in the installed transformers, if they do."""
     if variant == "umt5" and "is_causal" not in inspect.getsource(modeling_umt5.UMT5LayerSelfAttention):
         return (
             f"a row of UMT5 without padding depends on the padding of others in transformers {transformers.__version__}"
@@ -798,7 +798,7 @@ def fault_of_release(variant: str) -> str | None:
 
 
 def original(name: str) -> type[PreTrainedModel]:
-    """The transformers class of the same name."""
+    """Return the transformers class of the same name."""
     found = registry.find(name).__mro__  # type: ignore[attr-defined]
     return next(cls for cls in found if cls.__name__ == name and cls.__module__.startswith("transformers."))
 
@@ -808,7 +808,7 @@ def parameters_of_forward(name: str) -> Mapping[str, inspect.Parameter]:
 
 
 def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """What the forward of a class can be given: left padding, types of tokens, labels of which some do not count."""
+    """Return inputs for the forward of a class, with left padding, token types and some ignored labels."""
     known = parameters_of_forward(name)
     generator = torch.Generator().manual_seed(seed)
     if original(name).main_input_name != "input_ids" or name.startswith("CLIP"):
@@ -819,15 +819,15 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
-    rows, length = 3, 12 if name.startswith("Reformer") else 9  # that one wants whole chunks
+    rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     vocab = getattr(config, "vocab_size", None) or config.decoder.vocab_size
     vocab = min(vocab, getattr(config, "unpadded_vocab_size", None) or vocab)
     choices = (2,) if name.endswith(("MultipleChoice", "DoubleHeadsModel")) else ()
     shape = (rows, *choices, length)
     ids, mask = integers(3, vocab, *shape), torch.ones(shape, dtype=torch.long)
-    ids[1, ..., 1], ids[2, ..., 2] = vocab - 1, 2  # the last word, and one that no row draws
+    ids[1, ..., 1], ids[2, ..., 2] = vocab - 1, 2  # the last token id, and an id outside of the random range
     if config.is_encoder_decoder:
-        ids[..., -1] = config.eos_token_id  # as often in each row: T5ForSequenceClassification wants that
+        ids[..., -1] = config.eos_token_id  # T5ForSequenceClassification needs equally many in each row
     for row, padding in enumerate((3, 0, 1)):
         ids[row, ..., :padding] = config.pad_token_id
         mask[row, ..., :padding] = 0
@@ -835,9 +835,9 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     if name.startswith("xLSTM"):
         given["use_cache"] = False  # type: ignore[assignment]  # transformers has no gradients with its cache
     if name == "OpenAIGPTDoubleHeadsModel":
-        del given["attention_mask"]  # transformers cannot
-    if name in ("FalconModel", "FalconForQuestionAnswering"):  # they compare or choose among all positions, and with
-        # ALiBi, torch's kernels give a position that sees padding alone other gradients
+        del given["attention_mask"]  # transformers has no mask here
+    if name in ("FalconModel", "FalconForQuestionAnswering"):  # they use all positions; with ALiBi, positions that
+        # see only padding get different gradients in torch's kernels
         given["attention_mask"] = torch.ones_like(ids)
     if "token_type_ids" in known:
         tables = (len(config.type_vocab_sizes),) if hasattr(config, "type_vocab_sizes") else ()  # TAPAS
@@ -851,17 +851,16 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     words[0, ..., -1], words[1, ..., -2] = vocab - 1, 0
     attended = mask
     if name.startswith("Falcon"):
-        # With ALiBi, its mask is finite. For rows that the mask covers entirely, torch's fused attention, which a rank
-        # with one head takes, has other gradients than its plain one, which several heads with one key take: nothing
-        # is predicted from padding.
+        # With ALiBi, its mask is finite. For fully masked rows, torch's fused attention (a rank with one head) and
+        # plain attention (several heads with one key) have different gradients. Thus, labels ignore padding.
         attended = mask * mask.roll(1, -1)
         words = words.masked_fill(attended == 0, -100)
     if name in lm_heads(config.model_type):
-        # whether a token was replaced is a number, which transformers makes a float32 if it is none
+        # labels of replaced tokens are floats; transformers would cast integers to float32
         replaced = name in ("ElectraForPreTraining", "FunnelForPreTraining")
         given["labels"] = (words > vocab // 2).double() if replaced else words
         if name.startswith(("MBart", "PLBart")) and "decoder_input_ids" in known:
-            given["decoder_input_ids"] = integers(0, vocab, *shape)  # which it cannot make of a row without labels
+            given["decoder_input_ids"] = integers(0, vocab, *shape)  # not derivable from a row without labels
         given |= {key: integers(0, 2, rows) for key in _OF_ROWS if key in known}
     elif "start_positions" in known:
         given |= {"start_positions": integers(0, length, rows), "end_positions": integers(0, length, rows)}
@@ -887,7 +886,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
 
 def _documents(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Documents that were found for each row, with left padding, and their scores."""
+    """Return retrieved documents for each row, with left padding, and their scores."""
     rows, vocab = 3, config.generator.vocab_size
     size = (rows * config.n_docs, 9)
     ids, mask = torch.randint(3, vocab, size, generator=generator), torch.ones(size, dtype=torch.long)
@@ -902,7 +901,7 @@ def _documents(name: str, config: Any, generator: torch.Generator, dtype: torch.
 
 
 def _entities(name: str, config: PreTrainedConfig, shape: tuple[int, ...], integers: Any) -> dict[str, Tensor]:
-    """Two entities of up to three words in each row."""
+    """Return two entities of up to three tokens for each row."""
     shape = (*shape[:-1], 2)
     given = {"entity_ids": integers(1, config.entity_vocab_size, *shape)}
     given |= {"entity_token_type_ids": integers(0, 2, *shape), "entity_position_ids": integers(3, 9, *shape, 3)}
@@ -924,7 +923,7 @@ def _regions(
     generator: torch.Generator,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Four regions of an image in each row, of which one is not attended to, and the labels that they change."""
+    """Return four image regions in each row, one of them masked, and the labels that they change."""
     rows, length, size = shape[0], shape[-1], (*shape[:-1], 4)
 
     def floats(*shape: int) -> Tensor:
@@ -941,14 +940,14 @@ def _regions(
     elif name.endswith("QuestionAnswering"):
         given["labels"] = floats(rows, config.num_labels).softmax(-1)
     elif name.endswith("Alignment"):
-        given["visual_attention_mask"] = torch.ones_like(mask)  # the logits of others are the least of all numbers
+        given["visual_attention_mask"] = torch.ones_like(mask)  # masked regions have the smallest number as logit
         given["region_to_phrase_position"] = torch.randint(-1, length, (rows, 3), generator=generator)
         given["labels"] = floats(rows, 3, 4).softmax(-1)
     return given
 
 
 def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
-    """`batch` of a class that takes images or sounds: sounds with padding on the right, labels of the kind it takes."""
+    """Return `batch` of a class for images or audio: right-padded audio, and labels of its kind."""
     known, rows, positions = parameters_of_forward(name), 3, 19
     shapes: dict[str, tuple[int, ...]] = {"input_values": (rows, 200), "input_ids": (rows, 9)}
     if "pixel_values" in known:
@@ -957,7 +956,7 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         shapes["pixel_values"] = (rows, 3, side, side)
         positions = (side // getattr(images, "patch_size", side)) ** 2
     if "input_features" in known:
-        whisper = name.startswith("Whisper")  # takes sounds of one length only, and their features first
+        whisper = name.startswith("Whisper")  # takes audio of a fixed length, with features before frames
         frames = 2 * config.max_source_positions
         shapes["input_features"] = (rows, config.num_mel_bins, frames) if whisper else (rows, 29, 5)
     main = original(name).main_input_name
@@ -966,7 +965,7 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         return torch.randint(low, high, shape, generator=generator)
 
     given = {main: torch.randn(shapes[main], generator=generator, dtype=dtype)}
-    if main == "input_ids":  # and an image beside it
+    if main == "input_ids":  # and images
         given = {main: integers(3, 101, *shapes[main])}
         given[main][:, -2] = 1
         if "pixel_values" in known:
@@ -983,7 +982,7 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     elif "sampled_negative_indices" in known:
         given["mask_time_indices"] = integers(0, 2, rows, positions).bool()
         given["sampled_negative_indices"] = integers(0, rows * positions, rows, positions, config.num_negatives)
-    elif "labels" in known and "pixel_mask" not in known:  # DETR's need another package
+    elif "labels" in known and "pixel_mask" not in known:  # DETR's labels need another package
         given["labels"] = integers(0, 2, rows)
     elif "decoder_input_ids" in known:
         given["decoder_input_ids"] = integers(0, config.vocab_size, rows, 7)

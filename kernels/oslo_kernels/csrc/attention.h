@@ -72,7 +72,7 @@ inline void exponentials(float* x, int64_t count) {
     constexpr int64_t kWidth = Vector<float>::kWidth;
     int64_t i = 0;
     for (; i + kWidth <= count; i += kWidth) {
-        // 2^n e^r, with r between -ln(2) / 2 and ln(2) / 2 and the Taylor series of e^r, whose rest is below 2e-8
+        // 2^n e^r, with r between -ln(2) / 2 and ln(2) / 2 and the Taylor series of e^r, with a remainder below 2e-8
         const Floats given = load(x + i), low = given < -87.0f ? Floats{} - 87.0f : given;
         const Integers n = __builtin_convertvector(low * 1.44269504f - 0.5f, Integers); // to the nearest, as it is negative
         const Floats whole = __builtin_convertvector(n, Floats);
@@ -96,7 +96,7 @@ inline void exponentials(double* x, int64_t count) {
     for (int64_t i = 0; i < count; ++i) x[i] = std::exp(x[i]);
 }
 
-// In several sums, since rounding grows with the length of each.
+// Use several partial sums, since the rounding error grows with the length of a sum.
 template <typename T>
 inline T sum_of(const T* x, int64_t count) {
     constexpr int64_t kWidth = Vector<T>::kWidth;

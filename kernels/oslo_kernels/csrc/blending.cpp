@@ -8,7 +8,7 @@ extern "C" void oslo_blend(
     int64_t datasets, int64_t size, const int64_t* shares, int64_t total, uint32_t* dataset, uint32_t* sample) {
     using wide = unsigned __int128;
     std::vector<int64_t> done(datasets, 0), deadline(datasets, 0);
-    // `open` is a heap of datasets whose next sample is released, with the earliest deadline on top.
+    // `open` is a heap of the datasets with a released sample. The earliest deadline is on top.
     std::vector<uint32_t> next(datasets, 0), open;
     const auto later = [&](uint32_t a, uint32_t b) {
         return deadline[a] != deadline[b] ? deadline[a] > deadline[b] : a > b;

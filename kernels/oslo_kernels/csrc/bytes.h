@@ -1,7 +1,7 @@
 // Products of few rows with weights [outer, inner] of 8 bits, a part of linear.cpp.
 //
-// x is rounded to 16 bits, in units of the largest value of each group of columns, so that integers are multiplied,
-// which takes fewer instructions than converting the weights. An error of 2^-16 is far below that of the weights.
+// x is rounded to 16 bits, in units of the largest value of each group of columns. Integer products take fewer
+// instructions than converting the weights. The error of 2^-16 is far below the rounding error of the weights.
 
 constexpr int64_t kGroup = 512; // their sum fits into 32 bits
 
@@ -23,7 +23,7 @@ inline __m512i add_products_of_bytes(__m512i sum, __m512i weights, const int8_t*
     return _mm512_dpbusd_epi32(sum, weights, _mm512_loadu_si512(x));
 }
 
-// One group of one row; with a value that is not finite, its unit is NaN.
+// One group of one row. Its unit becomes NaN if a value is not finite.
 inline void halve(const float* x, int64_t count, int8_t* high, int8_t* low, int32_t* begin, float& unit) {
     const auto mask = [&](int64_t k) { return __mmask16(count - k < 16 ? (1u << (count - k)) - 1 : 0xffff); };
     __m512 most = _mm512_setzero_ps(), finite = most;

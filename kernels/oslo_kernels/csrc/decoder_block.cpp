@@ -28,7 +28,7 @@ struct Linear {
 enum Activation { kSiLU, kTanhGELU };
 
 struct Block {
-    Norm attention_norm, mlp_norm, query_norm, key_norm; // the last two of heads
+    Norm attention_norm, mlp_norm, query_norm, key_norm; // the last two norm heads
     Linear into[3], out, mlp_into[2], mlp_out;           // one or three to queries, keys and values; one or two (gated)
     int64_t hidden, heads, groups, width, activation, sums; // the last: whether outputs are sums over the ranks
 };
@@ -44,7 +44,7 @@ struct Step {
     int64_t rows, turned, table_of_row, threads, most_per_thread;
     Reduce reduce; // or 0: the caller sums
     void* region;
-    attention::Attention attention; // whose result is [rows, heads, width]
+    attention::Attention attention; // its result is [rows, heads, width]
 };
 
 // Returned, shifted by 32 bits, with the number of the next phase: sum `part` over the ranks first.
@@ -127,7 +127,7 @@ void add(const Step& step, const Linear& layer, int64_t hidden, const float* x, 
         }
 }
 
-// The sum of `part` over the ranks: 0 when it is done.
+// Sum `part` over the ranks. Return 0 when done.
 int64_t sum(const Step& step, const Block& block) {
     if (!block.sums) return 0;
     if (!step.reduce || !step.region) return kSum;
@@ -145,7 +145,7 @@ extern "C" int oslo_block_threads(void) { return has_threads(); }
 extern "C" void oslo_block_begin(const void* of_block, const void* of_step) {
     const Block& block = *static_cast<const Block*>(of_block);
     Step step;
-    std::memcpy(&step, of_step, offsetof(Step, reduce)); // the rest is for what follows
+    std::memcpy(&step, of_step, offsetof(Step, reduce)); // oslo_block_finish uses the other fields
     thread_local std::vector<float> normed;
     const int64_t hidden = block.hidden, columns = (block.heads + 2 * block.groups) * block.width;
     normed.resize(step.rows * hidden);
@@ -167,8 +167,9 @@ extern "C" void oslo_block_begin(const void* of_block, const void* of_step) {
     }
 }
 
-// Write `out`, from a phase on: 0 attention, 1 its output projection, 2 MLP, 3 the last residual. Returns 0 when done,
-// or the next phase << 32 | what the sum before it has returned; once `part` is summed, call with that phase.
+// Write `out`, beginning at a phase: 0 attention, 1 its output projection, 2 MLP, 3 the last residual. Return 0 when
+// done. Otherwise return next phase << 32 | code, with the code returned by the sum. Call again with that phase once
+// `part` is summed.
 extern "C" int64_t oslo_block_finish(const void* of_block, const void* of_step, int64_t phase) {
     const Block& block = *static_cast<const Block*>(of_block);
     Step step;

@@ -1,4 +1,4 @@
-// bfloat16, which is computed with in float32. The compiler itself has float16, as _Float16.
+// bfloat16, computed in float32. float16 is the compiler's _Float16.
 
 #pragma once
 

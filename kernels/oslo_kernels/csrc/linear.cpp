@@ -6,9 +6,9 @@
 extern "C" int oslo_linear_threads(void) { return has_threads(); }
 
 // out = x w^T + bias, or x w + bias, with at least 8 columns; all tensors are dense. `a` holds x, w, bias or 0, out,
-// rows, inner, outer, the kind (all tensors are 0 float32, 1 bfloat16, 2 float16; or float32 but for w, which is
-// 3 bfloat16, 4 int8), whether w is [inner, outer] (not of kinds 3 and 4), the number of threads, and the scales of
-// w's rows or 0.
+// rows, inner, outer, the kind (0, 1, 2: all tensors are float32, bfloat16, float16; 3, 4: w is bfloat16, int8, and the
+// other tensors are float32), whether w is [inner, outer] (kinds 0 to 2 only), the number of threads, and the scales
+// of w's rows or 0.
 extern "C" void oslo_linear(const int64_t* a) {
     thread_local linear::Scratch scratch;
     const auto pointer = [&](int i) { return reinterpret_cast<void*>(a[i]); };

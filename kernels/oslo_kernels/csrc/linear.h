@@ -22,7 +22,7 @@ namespace linear {
 #if defined(__AVX512BW__)
 constexpr int kBytes = 64; // of a register
 #else
-constexpr int kBytes = 32; // which compilers divide where the processor's are shorter
+constexpr int kBytes = 32; // compilers divide them where the registers are shorter
 #endif
 typedef float Floats __attribute__((vector_size(kBytes)));
 constexpr int kWidth = kBytes / 4;
@@ -276,13 +276,14 @@ inline const float* paired(const float* x, int64_t rows, int64_t inner, std::vec
     return buffer.data();
 }
 
-// What the products of one activation need beside it.
+// Buffers for converted copies of the activations.
 struct Scratch {
     std::vector<float> wide, pairs;
     Narrowed narrowed;
 };
 
-// Complete a product whose x is given as it is: `kind` and `inner_first` as oslo_linear has them.
+// Convert x as the kernels need it, complete the product, and return the kernel. `kind` and `is_inner_first` are
+// oslo_linear's arguments.
 inline Part prepare(Product& p, const void* x, int64_t kind, bool is_inner_first, Scratch& scratch) {
     const int64_t count = p.rows * p.inner;
     p.x = static_cast<const float*>(x);
@@ -303,7 +304,7 @@ inline Part prepare(Product& p, const void* x, int64_t kind, bool is_inner_first
     return parts[kind][is_inner_first];
 }
 
-// Products that a thread computes its part of, one after another.
+// Products to compute one after another. Each thread computes its share of each.
 struct Work {
     const Product* products;
     Part part;

@@ -7,7 +7,7 @@ namespace {
 
 struct Rows {
     void* logits;           // [rows, columns], rows `stride` apart
-    const int64_t* columns_of; // [rows]: the column of the target; -1 if it is elsewhere; -2 if the row is ignored
+    const int64_t* columns_of; // [rows]: column of the target; -1 if it is on another rank; -2 if the row is ignored
     void* statistics;       // [4, rows]: maximum, sum of exponentials, target's logit, sum of logits
     const void* log_total;  // [rows], or null: make the statistics
     int64_t rows, columns, stride, is_double, threads;

@@ -15,7 +15,7 @@ namespace {
 struct Problem {
     void *scores;              // [rows, vocab], of `bytes` bytes each
     const int64_t *ids;        // [rows, length]: the tokens so far
-    const int64_t *source;     // [rows / group, source_length]: the tokens whose n-grams must not recur
+    const int64_t *source;     // [rows / group, source_length]: the source of the banned n-grams
     int64_t scores_stride, ids_stride, source_stride;
     int64_t rows, length, source_length, group, vocab, size, bytes;
     uint64_t minus_infinity;   // its bits in the type of the scores

@@ -23,9 +23,9 @@
 
 namespace {
 
-// How long to spin before sleeping is learned: where ranks share cores, a rank that spins keeps the others from coming.
+// The spin time before sleeping is learned: if ranks share cores, a spinning rank keeps the others from running.
 constexpr int kMostSpins = 2000;      // 20 to 100 us
-constexpr int kFewestSpins = 20;      // enough to notice that the others come at once again
+constexpr int kFewestSpins = 20;      // enough to notice that the others arrive immediately again
 constexpr int kSpinsPerYield = 10;    // after spinning, yield the core a tenth as often
 constexpr int64_t kSoon = 150000;     // ns; a rank that comes in this time would have been worth spinning for
 constexpr long kPatience = 100000000; // ns of sleep, after which the caller checks signals, timeout and peer
@@ -71,7 +71,7 @@ bool reached(Rank& state, uint32_t exchange) {
     return static_cast<int32_t>(state.posted.load(std::memory_order_acquire) - exchange) >= 0;
 }
 
-// Spin, then yield, then sleep until the rank comes or patience is over: whether it has come.
+// Spin, then yield, then sleep until the rank arrives or `kPatience` is over. Return whether it has arrived.
 bool wait_long(Rank& state, uint32_t exchange, int spins) {
     for (int i = 0; i < spins; ++i) {
         if (reached(state, exchange)) return true;

@@ -11,7 +11,7 @@ extern "C" void oslo_rms_norm(const void* arguments) {
     p.is_double ? small::norm<double>(p) : small::norm<float>(p);
 }
 
-// x * cos + rotate_half(x) * sin of queries and keys; what follows the first `turned` elements of a head is copied.
+// x * cos + rotate_half(x) * sin of queries and keys. The elements of a head after the first `turned` are copied.
 extern "C" void oslo_rotate(const void* arguments) {
     small::Rotation p;
     std::memcpy(&p, arguments, sizeof p);

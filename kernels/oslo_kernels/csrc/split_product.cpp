@@ -1,11 +1,11 @@
-// Products of float32 matrices by the units of a processor that multiply tiles of bfloat16 numbers (AMX); see
-// split_product.py.
+// Products of float32 matrices by bfloat16 tile units (AMX); see split_product.py.
 //
-// Every number is the sum of three of bfloat16, largest first. Of the nine products of two numbers' parts, those of a
-// smallest part with another but the largest are left out: together they are less than a rounding error.
+// Every number is the sum of three bfloat16 parts, largest first. Two numbers have nine products of parts. The three
+// smallest are left out (second by third, third by second, third by third): together they are less than a rounding
+// error.
 //
-// Sizes: panels of 32 rows by `kTerms` terms, of which a step has 32. The panels of the right operand that are used at
-// a time stay in the second-level cache; those of the left one pass by.
+// Sizes: a panel has 32 rows and `kTerms` terms, and a step has 32 terms. The panels of the right operand in use stay
+// in the second-level cache, and the panels of the left operand stream through it.
 
 #include <atomic>
 #include <cerrno>
@@ -48,7 +48,7 @@ inline Floats load(const float* from) {
     return values;
 }
 
-// A matrix whose element (row, term) is data[row * of_row + term * of_term]; one of these strides is 1.
+// A matrix with the element (row, term) at data[row * of_row + term * of_term]. One of these strides is 1.
 struct Operand {
     const float* data;
     int64_t of_row, of_term, rows;
@@ -56,8 +56,8 @@ struct Operand {
 
 // Packing -------------------------------------------------------------------------------------------------------------
 
-// The parts of each number, in the upper halves of words. What is finite is not rounded to infinity, nor are sums of
-// parts; what is not sets bits in `strange`.
+// The parts of each number, in the upper halves of words. Finite values and sums of their parts never overflow to
+// infinity. Infinities and NaNs set bits in `strange`.
 inline void split(Floats x, Words parts[kParts], Words& strange) {
     const Words bits = as<Words>(x), magnitude = bits & 0x7fffffffu;
     const Words round = (Words)(magnitude < 0x7f7f8000u) & 0x8000u;
@@ -91,8 +91,8 @@ inline void transpose(Words m[kSide]) {
 
 #undef BOTH
 
-// The tiles of 16 rows and 32 terms. The left operand's have a row in each row; the right one's a pair of terms, with
-// the rows one after another. The terms t and t + 16 make a pair, which both operands agree on.
+// Pack tiles of 16 rows and 32 terms. A tile row of the left operand holds one matrix row. A tile row of the right
+// operand holds one pair of terms, of all matrix rows in order. In both operands, terms t and t + 16 make a pair.
 inline void pack_tiles(
     const float* data, int64_t of_row, int64_t of_term, bool is_left, uint16_t* to, Words& strange) {
     const bool by_rows = of_term == 1;
@@ -158,7 +158,7 @@ struct alignas(64) Tiles {
     uint8_t rows[16] = {};
 };
 
-// GCC's own functions name 8 of the 64 bytes only, so that it leaves out what writes the others.
+// GCC's intrinsics declare 8 of the 64 bytes only, so that it would drop the stores to the others as dead.
 inline void configure(const Tiles& tiles) {
     __asm__ volatile("" : : "r"(&tiles) : "memory");
     _tile_loadconfig(&tiles);
@@ -170,7 +170,8 @@ inline void read_configuration(Tiles& tiles) {
     __asm__ volatile("" : : "r"(&tiles) : "memory");
 }
 
-// The tiles' shapes while it lives. Others, such as oneDNN, may rely on what they were before.
+// Set the tile shapes for the lifetime of the object. Then restore them, since other code, such as oneDNN, may rely on
+// the shapes it has set.
 struct Configured {
     Tiles before;
 
@@ -293,7 +294,7 @@ void multiply_all(const Product& p) {
         if (strange[i]) *p.strange = 1;
 }
 
-// The part of a thread: some columns of the result or, if it has more rows than columns, some rows.
+// Compute the share of a thread: some columns of the result or, if it has more rows than columns, some rows.
 template <typename Unit>
 void share(void* given) {
     Product p = *static_cast<Product*>(given);
@@ -317,7 +318,7 @@ void run(Product& p, int64_t threads) {
 
 } // namespace
 
-// Ask the system for the units, once per process: 0, or why there are none: ENOTSUP if the processor has none.
+// Request the units from the system, once per process. Return 0 or an error number: ENOTSUP if the processor has none.
 extern "C" int oslo_split_ready(void) {
 #if defined(__AMX_BF16__)
     constexpr int kRequest = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -1,4 +1,4 @@
-// Vectors of 32 bytes, which compilers divide where the processor's are shorter.
+// Vectors of 32 bytes. Compilers divide them where the registers are shorter.
 
 #pragma once
 

@@ -13,13 +13,13 @@ from oslo_models.sharding.layout import Range
 
 _BITS, _PER_WORD = 4, 8
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""For each of eight neighbouring output features its position in their word."""
+"""Positions of eight neighbouring output features in their 32-bit word."""
 
 
 class AWQWeight(QuantizedWeight):
     """``scales[g] * (qweight - qzeros[g])`` with ``g = input feature // group_size``, transposed.
 
-    All are packed along the output features, in an order of their own.
+    Values and zero points are packed along the output features, in the order of `_ORDER`.
 
     Source: Lin et al., "AWQ", 2023; the packing is AutoAWQ's for its matrix product ("gemm").
     """

@@ -1,4 +1,4 @@
-"""bitsandbytes: nf4 and fp4 in blocks of elements, and int8 by rows; its own library dequantises each region."""
+"""bitsandbytes: nf4 and fp4 in blocks of elements, and int8 per row. The library dequantises each region."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandby
 
 
 class Bnb4BitWeight(QuantizedWeight):
-    """4-bit numbers, two in a byte, in blocks of consecutive elements of the flattened weight.
+    """4-bit numbers, two per byte, in blocks of consecutive elements of the flattened weight.
 
-    The scales of the blocks (``absmax``) are stored as they are or themselves quantised in blocks.
+    The block scales (``absmax``) are stored plainly or quantised in blocks themselves.
 
     Source: Dettmers et al., "QLoRA", 2023.
     """
@@ -37,7 +37,7 @@ class Bnb4BitWeight(QuantizedWeight):
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """The numbers that describe the weight: its shape, type and size of the blocks."""
+        """Metadata of the weight: shape, dtype and block sizes."""
         name = next(state for state in _STATES if state in self.parts)
         state: dict[str, Any] = json.loads(bytes(self.part(name).tolist()))
         return state
@@ -52,7 +52,7 @@ class Bnb4BitWeight(QuantizedWeight):
 
         (height, width), block = self.shape, self.state["blocksize"]
         wide, flat = cover(columns, block), (rows[0] * width, rows[1] * width)
-        is_grid = width % block == 0  # each row consists of whole blocks; otherwise all elements are taken as one row
+        is_grid = width % block == 0  # each row has whole blocks; otherwise treat all elements as one row
         grid, own = ((height, width), (rows, wide)) if is_grid else ((1, height * width), ((0, 1), flat))
         own = own[0], cover(own[1], block, grid[1])
         size = (own[0][1] - own[0][0], own[1][1] - own[1][0])
@@ -70,8 +70,8 @@ class Bnb4BitWeight(QuantizedWeight):
         return values[0, within(flat, own[1])].view(rows[1] - rows[0], width)[:, slice(*columns)]
 
     def _packed(self, grid: tuple[int, int], rows: Range, columns: Range) -> Tensor:
-        """The bytes of a region of the weight, taken as a matrix of shape ``grid``."""
-        per_item = 2 * self.reader.tensors[self.parts["weight"]].dtype.itemsize  # a byte, or of the model's type
+        """Return the bytes of a region of the weight, viewed as a matrix of shape ``grid``."""
+        per_item = 2 * self.reader.tensors[self.parts["weight"]].dtype.itemsize  # bytes or the model's dtype
         shape = (grid[0], -(-grid[1] // per_item))
         region = (slice(*rows), slice(*units(columns, per_item)))
         items = self.reader.read_region(self.parts["weight"], region, shape)
@@ -79,7 +79,7 @@ class Bnb4BitWeight(QuantizedWeight):
         return items.view(torch.uint8).flatten()[: (count + 1) // 2].view(-1, 1)
 
     def _absmax(self, grid: tuple[int, int], rows: Range, columns: Range) -> Tensor:
-        """The scales of the blocks of the same region."""
+        """Return the block scales of the same region."""
         per_row = -(-grid[1] // self.state["blocksize"])
         blocks = rows[0] * per_row, rows[1] * per_row
         size = self.state["nested_blocksize"] if "weight.nested_absmax" in self.parts else 1
@@ -98,7 +98,7 @@ class Bnb4BitWeight(QuantizedWeight):
 
 
 class Bnb8BitWeight(QuantizedWeight):
-    """int8 with the largest absolute value of each row (``SCB``), to which 127 corresponds.
+    """int8 with the largest absolute value of each row (``SCB``), which maps to 127.
 
     Source: Dettmers et al., "LLM.int8()", 2022.
     """

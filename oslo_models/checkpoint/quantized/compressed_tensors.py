@@ -1,4 +1,4 @@
-"""compressed-tensors, the format of llm-compressor; its own library decompresses each region."""
+"""compressed-tensors, the format of llm-compressor. Its library decompresses each region."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 
 
 class CompressedTensorsWeight(QuantizedWeight):
-    """A weight packed as integers of 1 to 8 bits (``pack-quantized``), or stored as int8 or float8.
+    """Weight packed as integers of 1 to 8 bits (``pack-quantized``), or stored as int8 or float8.
 
-    Scales are for the tensor, for each output feature, for groups of input features or for blocks of both. Activations
-    that the checkpoint would also quantise are not quantised.
+    Scales are per tensor, per output feature, per group of input features or per block of both. Activation quantisation
+    of the checkpoint is ignored.
     """
 
     suffixes = (
@@ -82,7 +82,7 @@ class CompressedTensorsWeight(QuantizedWeight):
         return full[within(rows, wide_rows), within(columns, wide_columns)]
 
     def _grid(self) -> tuple[int, int]:
-        """The units of rows and of columns that can be read by themselves."""
+        """Return the row and column units of independently readable regions."""
         weights = self.scheme.weights
         height, width = weights.block_structure or (1, weights.group_size if self._has("group") else 1)
         if self.is_packed:
@@ -94,7 +94,7 @@ class CompressedTensorsWeight(QuantizedWeight):
         return bool(self.scheme.weights.strategy == strategy)
 
     def _scales(self, part: str, rows: Range, columns: Range) -> Tensor:
-        """The scales, or unpacked zero points, of a region."""
+        """Return the scales, or unpacked zero points, of a region."""
         shape = self.part_shape(part)
         if self._has("tensor") or not shape:
             return self.part(part)
@@ -114,7 +114,7 @@ class CompressedTensorsWeight(QuantizedWeight):
         return self.part("weight_zero_point", words, groups)
 
     def _scheme(self) -> Any:
-        """The library's scheme of the layer: that of the group of layers to which it belongs."""
+        """Return the library's quantisation scheme of the layer, from the first matching group of layers."""
         from compressed_tensors.quantization import QuantizationConfig
         from compressed_tensors.utils.match import is_match
 

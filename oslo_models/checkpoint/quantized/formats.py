@@ -1,4 +1,4 @@
-"""The formats of quantised checkpoints: which can be dequantised shard by shard, and what is said of the others."""
+"""Formats of quantised checkpoints: selects the reader of a format and raises errors for unsupported formats."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ FORMATS: dict[str, type[QuantizedWeight]] = {
     "bitsandbytes_4bit": Bnb4BitWeight,
     "bitsandbytes_8bit": Bnb8BitWeight,
 }
-"""The formats that can be read, by the name that `format_name` gives."""
+"""Supported formats by the result of `format_name`."""
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """The ``quantization_config`` of a model's configuration; ``None`` if its weights are not quantised."""
+    """Return the ``quantization_config`` of a model's configuration; ``None`` for plain weights."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
@@ -35,7 +35,7 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def take_quantization(config: Any) -> dict[str, Any] | None:
-    """Remove `quantization_of` a configuration from it and return it: the model will have plain weights."""
+    """Remove the ``quantization_config`` from a configuration and return it. The model then has plain weights."""
     settings = quantization_of(config)
     if settings is not None:
         del config.quantization_config
@@ -43,8 +43,8 @@ def take_quantization(config: Any) -> dict[str, Any] | None:
 
 
 def format_name(settings: Mapping[str, Any]) -> str:
-    """The name of a format: transformers' ``quant_method``, with the bits for bitsandbytes, which has two formats."""
-    method = settings.get("quant_method") or "bitsandbytes"  # whose first versions did not write their name
+    """Return transformers' ``quant_method``. For bitsandbytes, add the bits, since it has two formats."""
+    method = settings.get("quant_method") or "bitsandbytes"  # early versions did not write quant_method
     method = str(getattr(method, "value", method))
     if method == "bitsandbytes":
         return f"{method}_4bit" if settings.get("load_in_4bit") or settings.get("_load_in_4bit") else f"{method}_8bit"
@@ -52,10 +52,10 @@ def format_name(settings: Mapping[str, Any]) -> str:
 
 
 def format_of(settings: Mapping[str, Any]) -> type[QuantizedWeight]:
-    """The class that reads a format.
+    """Return the class that reads a format.
 
     Raises:
-        ValueError: the format, or this variant of it, cannot be read.
+        ValueError: the format or this variant of it is not supported.
     """
     name = format_name(settings)
     reason = FORMATS[name].unreadable(settings) if name in FORMATS else f"the formats that can are {', '.join(FORMATS)}"
@@ -68,10 +68,10 @@ def format_of(settings: Mapping[str, Any]) -> type[QuantizedWeight]:
 
 
 def check_quantization(settings: Mapping[str, Any], dequantize: bool) -> None:
-    """Check that a quantised checkpoint can be loaded as asked for.
+    """Check that a quantised checkpoint can be loaded with this value of ``dequantize``.
 
     Raises:
-        ValueError: its format cannot be read, or its weights would stay quantised and cannot.
+        ValueError: the format is not supported, or it is supported only with ``dequantize=True``.
     """
     if not format_of(settings).can_stay and not dequantize:
         raise ValueError(
@@ -85,9 +85,9 @@ def check_not_quantized(directory: Any, names: Iterable[str], known: Collection[
     """Raise ``ValueError`` if tensors of a checkpoint belong to quantised weights.
 
     Args:
-        directory: where it is.
+        directory: the directory of the checkpoint.
         names: the names of its tensors.
-        known: names that the model has, whatever they look like.
+        known: tensor names of the model. They never count as quantised.
     """
     markers = tuple(f"{kind.separator}{each}" for kind in FORMATS.values() for each in kind.markers)
     found = next((name for name in names if name.endswith(markers) and name not in known), None)

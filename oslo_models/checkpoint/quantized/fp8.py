@@ -1,4 +1,4 @@
-"""Weights in float8 with one scale per block of rows and columns, as DeepSeek and Qwen publish them."""
+"""float8 weights with one scale per block of rows and columns, as published by DeepSeek and Qwen."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from oslo_models.sharding.layout import Range
 
 
 class Fp8Weight(QuantizedWeight):
-    """``weight * weight_scale_inv``, where a scale is for a block of ``weight_block_size``, or for all elements.
+    """``weight * weight_scale_inv`` with one scale per block of ``weight_block_size``, or one scale per tensor.
 
-    Blocks at the right and lower edge may be cut. Scales are numbers, or the exponents ``e + 127`` in bytes.
+    Blocks at the right and lower edge may be truncated. Scales are floats, or exponents ``e + 127`` stored as bytes.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
     """
@@ -44,7 +44,7 @@ class Fp8Weight(QuantizedWeight):
         return self.part("weight", rows, columns).float() * self._scales(rows, columns)
 
     def _scales(self, rows: Range, columns: Range) -> Tensor:
-        """The scale of each element of a region; one scalar if the weight has only one."""
+        """Return the scale of each element of a region; one scalar if the weight has only one scale."""
         if len(self.part_shape("weight_scale_inv")) < 2:
             return _as_numbers(self.part("weight_scale_inv"))
         (height, width), intervals = self.block, (rows, columns)

@@ -15,10 +15,11 @@ from oslo_models.sharding.layout import Range
 class GPTQWeight(QuantizedWeight):
     """``scales[g] * (qweight - qzeros[g])`` with ``g = g_idx[input feature]``, transposed.
 
-    ``qweight`` is packed along the input features, ``qzeros`` along the output features. Input features were quantised
-    in the order of their importance (``desc_act``) if ``g_idx`` is not ascending; a shard of them can be of any groups.
+    ``qweight`` is packed along the input features, ``qzeros`` along the output features. With ``desc_act``, input
+    features were quantised in order of importance: ``g_idx`` is not ascending, and a shard of the input features can
+    belong to any groups.
 
-    Source: Frantar et al., "GPTQ", 2022; the packing is that of AutoGPTQ and GPTQModel.
+    Source: Frantar et al., "GPTQ", 2022. The packing follows AutoGPTQ and GPTQModel.
     """
 
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
@@ -54,7 +55,7 @@ class GPTQWeight(QuantizedWeight):
         return ((weight[within(columns, cover(columns, self.per_word))] - zeros) * scales).T
 
     def _groups(self, columns: Range) -> Tensor:
-        """The group of each of these input features."""
+        """Return the group index of each input feature in ``columns``."""
         if "g_idx" in self.parts:
             return self.part("g_idx", columns).long()
         size = self.settings.get("group_size", 128)
@@ -63,6 +64,6 @@ class GPTQWeight(QuantizedWeight):
     def _zeros(self, groups: Range, rows: Range) -> Tensor:
         words = self.part("qzeros", groups, units(rows, self.per_word))
         if self.settings.get("checkpoint_format", "gptq") == "gptq":
-            # The first version of the format stores zero points less one, subtracted from the packed words.
+            # The first version of the format stores zero points minus one, subtracted in packed form.
             words = words + sum(1 << shift for shift in range(0, 32, self.bits))
         return unpack_words(words, self.bits, dim=1)[:, within(rows, cover(rows, self.per_word))]

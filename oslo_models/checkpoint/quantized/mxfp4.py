@@ -1,4 +1,4 @@
-"""mxfp4: stacked experts as 4-bit floating-point numbers in blocks of 32, as gpt-oss has them."""
+"""mxfp4: stacked experts as 4-bit floating-point numbers in blocks of 32, as in gpt-oss."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from oslo_models.sharding.layout import Range
 
 _BLOCK, _PER_BYTE = 32, 2
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of the three bits below the sign."""
+"""Values of the three bits below the sign bit."""
 
 
 class Mxfp4Weight(QuantizedWeight):
     """``2 ** (scale - 127)`` times numbers of one sign, two exponent and one mantissa bits.
 
-    Two are in a byte, the first in the low bits. Blocks are along the input features. The tensors are ``blocks``
+    Each byte has two numbers, the first in the low bits. Blocks are along the input features. Tensors are ``blocks``
     ``[experts, out, in / 32, 16]`` and ``scales`` ``[experts, out, in / 32]``; the model holds ``[experts, in, out]``.
 
     Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023.

@@ -1,4 +1,4 @@
-"""`PackedWeight`: a rank's part of a quantised weight that stays quantised, and is dequantised where it is used."""
+"""`PackedWeight`: local shard of a quantised weight. It stays quantised in memory; each use dequantises it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SAME = frozenset((_aten.detach.default, _aten.alias.default))
 
 @dataclass
 class HeldTensors:
-    """The regions of a checkpoint's tensors that a quantised weight has read, in memory: a reader for it alone.
+    """In-memory reader of one quantised weight: caches the regions of checkpoint tensors that the weight has read.
 
     Attributes:
-        tensors: shapes and types of the full tensors.
-        read: reads a region that is not held yet; ``None``: all that are needed are held.
-        regions: those that are held, by name, bounds and shape.
+        tensors: shapes and dtypes of the full tensors.
+        read: reads a region that is not cached yet; ``None`` once all required regions are cached.
+        regions: the cached regions, by name, bounds and shape.
     """
 
     tensors: dict[str, StoredTensor]
@@ -40,17 +40,17 @@ class HeldTensors:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> HeldTensors:
-        """A reader of tensors that are in memory."""
+        """Return a reader of tensors in memory."""
 
         def read(name: str, region: Index, shape: tuple[int, ...] | None) -> Tensor:
             tensor = tensors[name] if shape is None else tensors[name].view(shape)
-            return tensor[region].clone()  # of a view, all of it would be held
+            return tensor[region].clone()  # a view would keep the full tensor in memory
 
         infos = {name: StoredTensor(Layout(tuple(each.shape)), each.dtype, ()) for name, each in tensors.items()}
         return cls(infos, read)
 
     def read_region(self, name: str, region: Index, shape: tuple[int, ...] | None = None) -> Tensor:
-        """As of `CheckpointReader`."""
+        """See `CheckpointReader.read_region`."""
         key = name, tuple((each.start, each.stop) for each in region), shape
         if key not in self.regions:
             assert self.read is not None, f"{key} is not held"
@@ -58,20 +58,20 @@ class HeldTensors:
         return self.regions[key]
 
     def with_tensors(self, tensors: list[Tensor]) -> HeldTensors:
-        """The same regions elsewhere."""
+        """Return a copy with ``tensors`` as the cached regions, such as copies on another device."""
         return replace(self, regions=dict(zip(self.regions, tensors, strict=True)))
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What a `PackedWeight` consists of.
+    """Content of a `PackedWeight`.
 
     Attributes:
         weight: the quantised weight; its reader is a `HeldTensors`.
-        regions: the rows and columns of the full weight that are joined.
-        dim: the dimension along which they are.
-        is_transposed: the layer has the weight as ``[in, out]``.
-        compute_dtype: the type in which products are computed; by default that of the other factor.
+        regions: the row and column ranges of the full weight that are concatenated.
+        dim: the dimension of the concatenation.
+        is_transposed: the layer stores the weight as ``[in, out]``.
+        compute_dtype: the dtype of matrix products. Defaults to the dtype of the other operand.
     """
 
     weight: QuantizedWeight
@@ -92,7 +92,7 @@ class Packing:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the layer's weight."""
+        """The shape of the layer's weight."""
         sizes = [sum(stop - start for start, stop in {each[dim] for each in self.regions}) for dim in (0, 1)]
         return (sizes[1], sizes[0]) if self.is_transposed else (sizes[0], sizes[1])
 
@@ -102,7 +102,7 @@ class Packing:
         return replace(self, weight=weight)
 
     def values(self) -> Tensor:
-        """Dequantise the weight, in the type that its format gives."""
+        """Dequantise the weight in the dtype of its format."""
         device = self.tensors[0].device
         with nullcontext() if device.type == "cpu" else device:
             parts = [self.weight.read(rows, columns) for rows, columns in self.regions]
@@ -111,13 +111,14 @@ class Packing:
 
 
 class PackedWeight(Tensor):
-    """A weight of a layer that is held as quantised values and scales; frozen.
+    """Frozen weight of a layer, stored as quantised values and scales.
 
-    Products with it, in the forward and in the backward pass, dequantise it and forget the result. Other functions see
-    the dequantised weight. Its type is that of the model, and ``to(dtype)`` changes what it is dequantised to only.
+    Matrix products in the forward and backward pass dequantise the weight and discard the result. Other functions
+    receive the dequantised weight. Its ``dtype`` is the dtype of the model. ``to(dtype)`` changes only the dtype of the
+    dequantised weight.
 
     Attributes:
-        packing: what it consists of.
+        packing: the quantised tensors and their arrangement.
     """
 
     packing: Packing
@@ -133,12 +134,12 @@ class PackedWeight(Tensor):
         self.packing = packing
 
     def dequantize(self) -> Tensor:
-        """The plain weight."""
+        """Return the plain weight."""
         return self.packing.values().to(self.dtype)
 
     @property
     def nbytes_held(self) -> int:
-        """The bytes of its values and scales."""
+        """The bytes of the quantised values and scales."""
         return sum(tensor.nbytes for tensor in self.packing.tensors)
 
     @property
@@ -212,7 +213,7 @@ def _plain(value: Any) -> Any:
 
 
 def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """A product, in the type of the other factor unless the weight names one; the result has the other's type."""
+    """Compute a product in ``compute_dtype``, by default the other operand's dtype. The result has the latter."""
     packing = next(arg.packing for arg in args if isinstance(arg, PackedWeight))
     others = [arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, PackedWeight)]
     given = others[-1].dtype if others else packing.values().dtype
@@ -235,14 +236,14 @@ def pack(
     is_transposed: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> PackedWeight:
-    """A rank's part of a quantised weight: of the values and scales, what its dequantisation reads, and no more.
+    """Return the local shard of a quantised weight. Only the values and scales that its dequantisation needs are read.
 
     Args:
         weight: the full weight.
-        layout: that of the layer's weight.
-        dtype: the type that the plain weight would have.
-        is_transposed: the layer has the weight as ``[in, out]``.
-        compute_dtype: as of `Packing`.
+        layout: the layout of the layer's weight.
+        dtype: the dtype of the dequantised weight.
+        is_transposed: the layer stores the weight as ``[in, out]``.
+        compute_dtype: see `Packing`.
     """
     source: Any = weight.reader
     infos = {name: replace(source.tensors[name], files=()) for name in weight.parts.values()}
@@ -260,14 +261,14 @@ def pack(
 
 @dataclass(frozen=True)
 class PackingReader(CheckpointReader):
-    """A checkpoint of which the weights of some layers are read as `PackedWeight`.
+    """Checkpoint that returns the weights of some layers as `PackedWeight`.
 
     Attributes:
         inner: the checkpoint.
         packed: the names of these weights.
-        quantized: gives the quantised full weight of a name.
-        transposed: the names of those whose layer holds them as ``[in, out]``.
-        compute_dtype: as of `Packing`.
+        quantized: returns the quantised full weight for a name.
+        transposed: the names of packed weights that layers store as ``[in, out]``.
+        compute_dtype: see `Packing`.
     """
 
     inner: CheckpointReader | None = None

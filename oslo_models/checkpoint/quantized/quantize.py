@@ -1,4 +1,4 @@
-"""Quantises weights of a plain checkpoint with bitsandbytes as they are read, as the library does on one process."""
+"""Quantises the weights of a plain checkpoint with bitsandbytes while reading. Equals bitsandbytes on one process."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from oslo_models.checkpoint.reader import CheckpointReader
 from oslo_models.sharding.layout import Layout
 
 _BLOCK, _NESTED_BLOCK = 64, 256
-"""bitsandbytes' numbers of elements in a block of a weight, and of scales in a block of scales."""
+"""Block sizes of bitsandbytes: elements per weight block, scales per block of scales."""
 _CHUNK = 1 << 22
-"""Elements of the plain weight that are in memory at a time."""
+"""Elements of the plain weight in memory at a time."""
 
 
 def quantize(
     reader: CheckpointReader, name: str, is_transposed: bool, config: Any, dtype: torch.dtype
 ) -> QuantizedWeight:
-    """The quantised full weight, of which some rows at a time are read.
+    """Quantise a full weight. Rows are read in chunks to bound memory.
 
     Args:
         reader: the checkpoint.
         name: the name of the plain weight in it.
-        is_transposed: it is stored as ``[in, out]``.
+        is_transposed: the checkpoint stores the weight as ``[in, out]``.
         config: a ``BitsAndBytesConfig``.
-        dtype: the type in which the plain weight is quantised.
+        dtype: the dtype to which the plain weight is cast before quantisation.
     """
     chunks = (chunk.to(dtype) for chunk in _rows(reader, name, is_transposed))
     kind, make = (Bnb4BitWeight, _in_4bit) if config.load_in_4bit else (Bnb8BitWeight, _in_8bit)
@@ -41,7 +41,7 @@ def quantize(
 
 
 def _rows(reader: CheckpointReader, name: str, is_transposed: bool) -> Iterator[Tensor]:
-    """The rows of a weight in their order, some at a time, which are whole blocks."""
+    """Yield the rows of a weight in order, in chunks of whole quantisation blocks."""
     shape, dim = reader.tensors[name].shape, int(is_transposed)
     rows, columns = shape[dim], shape[1 - dim]
     unit = _BLOCK // math.gcd(_BLOCK, columns)

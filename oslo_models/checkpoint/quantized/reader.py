@@ -1,4 +1,4 @@
-"""Reads a quantised checkpoint as if it held plain weights: each rank dequantises the shards that it asks for."""
+"""Reads a quantised checkpoint as plain weights. Each rank dequantises only its local shards."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor
 from oslo_models.sharding.layout import Layout
 
 _CHUNK = 1 << 22
-"""Elements that are dequantised at a time, which bounds the memory for intermediate results."""
+"""Elements per dequantisation step. Bounds the memory of intermediate results."""
 
 
 @dataclass(frozen=True)
 class DequantizingReader(CheckpointReader):
-    """A checkpoint whose quantised weights are read as plain ones, under the names that these have in the model.
+    """Checkpoint that returns quantised weights as plain weights, under their names in the model.
 
     Attributes:
-        weights: the quantised weights, by that name.
-        transposed: the names of those whose layer holds them as ``[in, out]`` (``Conv1D``).
+        weights: the quantised weights, by their names in the model.
+        transposed: the names of weights that layers store as ``[in, out]`` (``Conv1D``).
     """
 
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class DequantizingReader(CheckpointReader):
         return out
 
     def _read_matrix(self, name: str, wanted: tuple[slice, ...], out: Tensor, expert: tuple[int, ...]) -> None:
-        """Read a region of a weight, or of that of one expert, a few rows at a time."""
+        """Read a region of a weight, or of one expert's weight, a few rows at a time."""
         target = out.T if name in self.transposed else out
         rows, columns = wanted[::-1] if name in self.transposed else wanted
         if not target.numel():
@@ -62,13 +62,13 @@ def dequantizing_reader(
     dtype: torch.dtype | None,
     is_transposed: Callable[[str], bool],
 ) -> DequantizingReader:
-    """A reader of a quantised checkpoint that gives plain weights.
+    """Return a reader that gives the weights of a quantised checkpoint as plain weights.
 
     Args:
         reader: the checkpoint.
         settings: its ``quantization_config``.
-        dtype: the type of the dequantised weights; by default, that of the weights that are not quantised.
-        is_transposed: tells by the name of a weight whether its layer holds it as ``[in, out]``.
+        dtype: the dtype of the dequantised weights. Defaults to the dtype of the unquantised weights.
+        is_transposed: returns whether the layer stores the weight of this name as ``[in, out]``.
 
     Raises:
         CheckpointError: tensors of a quantised weight are missing.
@@ -100,7 +100,7 @@ def dequantizing_reader(
 
 
 def _layers(reader: CheckpointReader, kind: type[QuantizedWeight]) -> dict[str, dict[str, str]]:
-    """For the path of each quantised layer the names of its tensors, by suffix."""
+    """Return the tensor names of each quantised layer: layer path to suffix to name."""
     layers: dict[str, dict[str, str]] = {}
     for name in reader.tensors:
         suffix = max((each for each in kind.suffixes if name.endswith(kind.separator + each)), key=len, default=None)

@@ -1,4 +1,4 @@
-"""`QuantizedWeight`: what the formats of quantised checkpoints have in common."""
+"""`QuantizedWeight`: base class of the formats of quantised checkpoints."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from oslo_models.sharding.layout import Range
 
 
 class QuantizedWeight(ABC):
-    """The weight of a linear layer, or of stacked experts, as a checkpoint with quantised values and scales has it.
+    """Weight of a linear layer or of stacked experts, stored as quantised values and scales in a checkpoint.
 
     Attributes:
         reader: the checkpoint.
-        parts: the names of these tensors, by their suffix after the path of the layer.
+        parts: the names of the stored tensors, by their suffix after the path of the layer.
         settings: the ``quantization_config`` of the checkpoint.
         suffixes: the suffixes of all tensors that replace the weight in this format.
         markers: a layer is quantised if it has a tensor with one of these suffixes.
-        separator: what stands between the path of the layer and a suffix.
-        plain_suffix: what the plain weight has after that path.
-        can_stay: whether it can stay quantised in a layer (`PackedWeight`); stacked experts cannot.
-        is_transposed: the model always has ``[in, out]``; otherwise, that depends on the layer.
+        separator: the string between the path of the layer and a suffix.
+        plain_suffix: the suffix of the plain weight after the path of the layer.
+        can_stay: whether the weight can stay quantised in a layer (`PackedWeight`); stacked experts cannot.
+        is_transposed: the model always stores ``[in, out]``. Otherwise the layer determines the order.
     """
 
     separator: ClassVar[str] = "."
@@ -41,13 +41,13 @@ class QuantizedWeight(ABC):
 
     @classmethod
     def unreadable(cls, settings: Mapping[str, Any]) -> str | None:
-        """Why this variant of the format cannot be read, and what to do instead; ``None`` if it can."""
+        """Return why this variant of the format cannot be read, with a remedy; ``None`` if it can."""
         return None
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight, ``(out_features, in_features)``, of stacked experts with their number before it."""
+        """The shape of the weight: ``(out_features, in_features)``, or ``(experts, out_features, in_features)``."""
 
     @abstractmethod
     def read(self, rows: Range, columns: Range, *expert: int) -> Tensor:
@@ -56,42 +56,42 @@ class QuantizedWeight(ABC):
         Args:
             rows: the range of output features.
             columns: the range of input features.
-            expert: the number of the expert, for stacked ones.
+            expert: the index of the expert, for stacked experts.
 
         Returns:
-            ``[rows, columns]``, in the floating-point type in which the format is dequantised.
+            ``[rows, columns]`` in the floating-point dtype of the format's dequantisation.
         """
 
     def part(self, suffix: str, *ranges: Range) -> Tensor:
-        """A region of one of the stored tensors; all of it without ``ranges``."""
+        """Read a region of one stored tensor; the full tensor without ``ranges``."""
         full = [(0, size) for size in self.part_shape(suffix)]
         return self.reader.read_region(self.parts[suffix], tuple(slice(*each) for each in ranges or full))
 
     def part_shape(self, suffix: str) -> tuple[int, ...]:
-        """The shape of one of the stored tensors."""
+        """Return the shape of one stored tensor."""
         return self.reader.tensors[self.parts[suffix]].shape
 
 
 def missing_library(name: str) -> str | None:
-    """Why a format cannot be read without its library; ``None`` if that is installed."""
+    """Return an error text if a format's library is not installed; ``None`` if it is."""
     if importlib.util.find_spec(name) is not None:
         return None
     return f"its library is not installed: pip install {name.replace('_', '-')}"
 
 
 def cover(interval: Range, unit: int, size: int | None = None) -> Range:
-    """The smallest range of whole units that contains ``interval``; ends at ``size``, where the last one may be cut."""
+    """Return the smallest range of whole units that contains ``interval``, truncated at ``size``."""
     start, stop = interval[0] // unit * unit, -(-interval[1] // unit) * unit
     return start, stop if size is None else min(stop, size)
 
 
 def units(interval: Range, unit: int) -> Range:
-    """The numbers of the units of ``unit`` elements that contain ``interval``."""
+    """Return the index range of the units of ``unit`` elements that contain ``interval``."""
     return interval[0] // unit, -(-interval[1] // unit)
 
 
 def within(interval: Range, outer: Range) -> slice:
-    """The index of ``interval`` in a tensor that begins at that of ``outer``."""
+    """Return the slice of ``interval`` in a tensor that starts at the start of ``outer``."""
     return slice(interval[0] - outer[0], interval[1] - outer[0])
 
 
@@ -102,10 +102,10 @@ def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | No
         words: int32, of two dimensions.
         bits: a divisor of 32.
         dim: the dimension along which the integers are packed.
-        order: for each integer of a word its position among them, counted from the lowest bits.
+        order: the position of each integer in its word, counted from the lowest bits.
 
     Returns:
-        int32, with ``32 / bits`` times as many elements along ``dim``.
+        int32; the size of ``dim`` is multiplied by ``32 / bits``.
     """
     positions = torch.tensor(order or range(32 // bits), dtype=torch.int32)
     shifts = (positions * bits).view(1, -1, 1) if dim == 0 else positions * bits

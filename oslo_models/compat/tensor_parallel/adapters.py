@@ -1,4 +1,4 @@
-"""PEFT's adapters on a model whose ranks are threads: ``peft`` wraps those of one part, and the others follow."""
+"""PEFT adapters on a thread-parallel model: ``peft`` wraps the modules of one part, and the other parts follow."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _SEE_ONE_PART = {
     *("_get_learnable_bias_state_dict", "get_peft_model_state_dict", "set_peft_model_state_dict"),
     "get_embedding_layer_name",
 }
-"""Functions of ``peft`` that match the names of modules with those of configurations and of full tensors."""
+"""Functions of ``peft`` that match module names with adapter configurations and with full tensors."""
 
 
 class AdaptableThreads(AdaptableModel):
-    """What a model of threads does when ``peft`` adds adapters to it.
+    """Adapter support for a thread-parallel model.
 
-    Where ``peft`` matches names, the modules are those of the first part, with their names in the full model. Elsewhere
-    they are those of all parts, so that adapters are selected, disabled and merged in all of them.
+    Where ``peft`` matches names, `named_modules` yields the modules of the first part under their full-model names.
+    Elsewhere it yields the modules of all parts, so that adapters are selected, disabled and merged in every part.
     """
 
     parts: nn.ModuleList
     threads: ThreadGroup
 
     def adopt_adapters(self, are_new: bool = False) -> None:
-        """As `AdaptableModel.adopt_adapters`: adds adapters of the first part to the others too."""
+        """Extend `AdaptableModel.adopt_adapters`: copy the adapters of the first part to the other parts."""
         configs = self._peft_config
         if configs is None:
             return
@@ -47,11 +47,12 @@ class AdaptableThreads(AdaptableModel):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; for some functions of ``peft``, those of the first part."""
+        """Yield named modules; for the name matching of ``peft``, the modules of the first part only."""
         named = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
         caller = sys._getframe(1)
         if _is_peft(caller) and caller.f_code.co_name == "add_weighted_adapter":
-            self.adopt_adapters(are_new=True)  # only the first part has the new one, and those of all are combined
+            # Only the first part has the new adapter so far, and peft combines the adapters of all parts.
+            self.adopt_adapters(are_new=True)
         if not _sees_one_part(caller):
             return named
         if caller.f_code.co_name == "inject_adapter":
@@ -62,7 +63,7 @@ class AdaptableThreads(AdaptableModel):
         return _of_first_part(named, "")
 
     def get_submodule(self, target: str) -> nn.Module:
-        """As of any module; ``peft`` also finds modules of the first part by their names in the full model.
+        """Return the submodule. ``peft`` also finds modules of the first part by their full-model names.
 
         Raises:
             ValueError: ``peft`` looks for embeddings to make a prompt encoder.
@@ -80,7 +81,10 @@ class AdaptableThreads(AdaptableModel):
         return self.parts[0].get_submodule(target)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Raises ``NotImplementedError``, as transformers expects of models without: each part has its own."""
+        """Raise ``NotImplementedError``, which transformers expects where a model has no single embedding.
+
+        Each part has its own shard of the embeddings. ``peft`` gets the shard of the first part.
+        """
         if _is_peft(sys._getframe(1)):
             return self._first_part().get_input_embeddings()
         raise NotImplementedError(
@@ -88,13 +92,13 @@ class AdaptableThreads(AdaptableModel):
         )
 
     def get_output_embeddings(self) -> Any:
-        """As of a transformers model; for ``peft``, that of the first part."""
+        """Return the output embeddings; for ``peft``, the output embeddings of the first part."""
         if _is_peft(sys._getframe(1)):
             return self._first_part().get_output_embeddings()
         return super().get_output_embeddings()
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method, with the arguments that `AdaptableModel.load_adapter` takes."""
+        """Load an adapter. Takes the arguments of `AdaptableModel.load_adapter`."""
         from oslo_models.modeling.adapters.loading import load_adapter
 
         return load_adapter(self, *args, **kwargs)
@@ -110,15 +114,15 @@ def _is_peft(caller: Any) -> bool:
 def _sees_one_part(caller: Any) -> bool:
     if not _is_peft(caller) or caller.f_code.co_name not in _SEE_ONE_PART:
         return False
-    # it freezes all parameters but those below the modules that it asks for
+    # This caller freezes every parameter outside the modules it gets, so it has to see all parts.
     return bool(caller.f_back.f_code.co_name != "_mark_only_adapters_as_trainable")
 
 
 def _of_first_part(named: Iterator[tuple[str, nn.Module]], model: str) -> Iterator[tuple[str, nn.Module]]:
-    """Of modules those outside of the parts and those of the first part, with their names in the full model.
+    """Yield the modules outside the parts, and the modules of the first part under their full-model names.
 
     Args:
-        model: what precedes the names of the model of threads.
+        model: name prefix of the thread-parallel model.
     """
     parts = f"{model}parts"
     for name, module in named:
@@ -134,7 +138,7 @@ def _of_first_part(named: Iterator[tuple[str, nn.Module]], model: str) -> Iterat
 
 
 def _adopt(model: Any, names: list[str]) -> None:
-    """Add adapters of the first part to the other ones, and make them parallel."""
+    """Add adapters of the first part to the other parts, and make them parallel."""
     from peft import inject_adapter_in_model
 
     from oslo_models.modeling.adapters.peft_model import under_construction
@@ -163,7 +167,10 @@ def _adopt(model: Any, names: list[str]) -> None:
 
 
 def _follow_first_part(parts: Any) -> None:
-    """Select and train in all parts what is selected and trained in the first; copies of gathering modules gather."""
+    """Copy the selected adapters and trainable flags of the first part to all parts.
+
+    Copies of gathering modules gather from the same modules of all ranks.
+    """
     named = [dict(part.named_modules(remove_duplicate=False)) for part in parts]
     for name, first in named[0].items():
         modules = tuple(of_part[name] for of_part in named)
@@ -179,23 +186,23 @@ def _follow_first_part(parts: Any) -> None:
 
 
 class ThreadsPeftModel:
-    """Mixed in before the class of a ``PeftModel`` whose model is one of threads."""
+    """Mixin before the class of a ``PeftModel`` around a thread-parallel model."""
 
     def named_modules(
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module; for some functions of ``peft``, those of the first part."""
+        """Yield named modules; for the name matching of ``peft``, the modules of the first part only."""
         named = nn.Module.named_modules(self, memo, prefix, remove_duplicate)  # type: ignore[arg-type]
         return _of_first_part(named, "base_model.model.") if _sees_one_part(sys._getframe(1)) else named
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """As of ``PeftModel``."""
+        """Add an adapter as ``PeftModel`` does, then to all parts."""
         peft_model: Any = self
         super().add_adapter(*args, **kwargs)  # type: ignore[misc]
         peft_model.get_base_model().adopt_adapters(are_new=True)
 
     def _get_base_model_class(self, *args: Any, **kwargs: Any) -> type:
-        """transformers' class, so that the saved adapter loads without this library."""
+        """Return the transformers class, so that the saved adapter loads without this library."""
         found: type = original_class(super()._get_base_model_class(*args, **kwargs))  # type: ignore[misc]
         return found
 
@@ -205,18 +212,18 @@ def _threads_peft_class(cls: Any) -> type:
     return type(cls.__name__, (ThreadsPeftModel, cls), {"__module__": cls.__module__})
 
 
-# Models that have adapters before -------------------------------------------------------------------------------------
+# Sharding models with adapters ----------------------------------------------------------------------------------------
 
 
 def shard_with_adapters(model: Any, shard: Callable[[Any], Any]) -> Any:
-    """Shard a full model that has adapters: without them first, and then they are added again with their values.
+    """Shard a full model with adapters: shard the base model, then add the adapters again and load their values.
 
     Args:
         model: a ``PeftModel``, or a transformers model with adapters; it is not changed.
         shard: shards a full model without adapters over threads.
 
     Raises:
-        ValueError: an adapter is merged, or of a kind that threads do not support.
+        ValueError: an adapter is merged, or threads do not support its kind.
     """
     from peft import PeftModel, inject_adapter_in_model
 
@@ -254,7 +261,7 @@ def shard_with_adapters(model: Any, shard: Callable[[Any], Any]) -> Any:
 
 
 def _without_adapters(base: Any) -> Any:
-    """A model with the same parameters but without adapters; ``base`` keeps its own."""
+    """Return a model with the same parameters but without adapters; ``base`` keeps its adapters."""
     from oslo_models.modeling.adapters.adoption import unwrapped
 
     plain = copy.deepcopy(base, {id(tensor): tensor for tensor in base.parameters()})
@@ -269,7 +276,7 @@ def _without_adapters(base: Any) -> Any:
 
 
 def _adapter_tensors(base: Any) -> dict[str, Tensor]:
-    """The tensors of the adapters of a full model, and the originals of modules that they train, by their names."""
+    """Return the adapter tensors of a full model, and its trained copies of whole modules, by name."""
     from oslo_models.modeling.adapters.adoption import plain_name
 
     names = {name for name, _ in _without_adapters(base).named_parameters(remove_duplicate=False)}
@@ -281,7 +288,7 @@ def _adapter_tensors(base: Any) -> dict[str, Tensor]:
 
 
 def _like(part: Any, full: Any) -> None:
-    """Give the modules and parameters of the first part the selected adapters, and what is trained, of a full model."""
+    """Copy the selected adapters and trainable flags of a full model to the first part."""
     own: dict[str, Any] = dict(part.named_modules(remove_duplicate=False))
     for name, module in full.named_modules(remove_duplicate=False):
         if name in own:

@@ -1,4 +1,4 @@
-"""Chooses the parallel class of a model that `tensor_parallel` is given: of the zoo, or with a derived plan."""
+"""Chooses the parallel class for a model passed to `tensor_parallel`: from the zoo, or with a derived plan."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from oslo_models.modeling.full_model import is_full
 from oslo_models.modeling.original_class import original_class
 
 _TRIED_PARAMETERS = 50_000_000
-"""Rules of larger models are not tried without inputs."""
+"""Without inputs, rules of larger models are not verified."""
 
 
 def class_for(model: Any, plan: Any, inputs: Any, n: int) -> tuple[Any, bool]:
-    """The parallel class for a model, and whether its plan could be tried.
+    """Return the parallel class for a model, and whether its plan needs no check at the first call.
 
     Args:
         model: a module of any class.
-        plan: a plan of the user, their rules, ``"derive"`` or ``None``: that of the zoo, or a derived one where the zoo
-            has none.
-        inputs: arguments of a call, with which a derived plan or rules are tried.
+        plan: a user's plan or rules, ``"derive"``, or ``None`` for the zoo's plan, or a derived plan for a class
+            outside the zoo.
+        inputs: arguments of a call that verifies a derived plan or rules.
         n: the number of ranks.
 
     Raises:
@@ -63,7 +63,7 @@ def class_for(model: Any, plan: Any, inputs: Any, n: int) -> tuple[Any, bool]:
 
 
 def _ruled(model: Any, rules: Config, inputs: Any, n: int) -> tuple[Any, bool]:
-    """As `class_for`, with the rules of the user."""
+    """Implement `class_for` for a user's rules."""
     cls: Any = original_class(type(model)) if isinstance(model, PreTrainedModel) else type(model)
     if inputs is not None:
         named = isinstance(inputs, Mapping)
@@ -74,7 +74,7 @@ def _ruled(model: Any, rules: Config, inputs: Any, n: int) -> tuple[Any, bool]:
 
 
 def check_rules(rules: Any, plan: Any, sharded: Any) -> None:
-    """Raise ``ValueError`` if ``tensor_parallel_config`` is none, or does not go with other arguments."""
+    """Raise ``ValueError`` if ``tensor_parallel_config`` is not a `Config`, or conflicts with other arguments."""
     if not isinstance(rules, Config):
         raise ValueError(
             f"tensor_parallel_config must be a Config(state_rules, input_rules, output_rules, attr_rules), got "
@@ -91,7 +91,7 @@ def check_rules(rules: Any, plan: Any, sharded: Any) -> None:
 
 @torch.no_grad()
 def initialize_ruled(model: Any, rules: Config, inputs: Any) -> Any:
-    """Turn a module of any class, in place, into this rank's part of it by rules. A collective.
+    """Shard a module of any class for this rank by rules, in place. A collective.
 
     Raises:
         ValueError: a rule does not fit; on every rank, with the model unchanged.
@@ -109,11 +109,11 @@ def initialize_ruled(model: Any, rules: Config, inputs: Any) -> Any:
 
 
 def default_plan(model: Any) -> str | None:
-    """``"derive"`` for a model that the zoo has no plan for."""
+    """Return ``"derive"`` for a model without a plan in the zoo, else ``None``."""
     return None if isinstance(model, PreTrainedModel) and has_plan(type(model)) else "derive"
 
 
 def untried_copy(model: nn.Module) -> nn.Module:
-    """The structure of a model on the meta device, to make a random model of at its first call."""
+    """Copy a model to the meta device. The first call makes a random model from the copy."""
     params = {id(param): nn.Parameter(param.detach().to("meta"), param.requires_grad) for param in model.parameters()}
     return copy.deepcopy(model, params)

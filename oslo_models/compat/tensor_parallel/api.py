@@ -59,11 +59,12 @@ def tensor_parallel(
 ) -> Any:
     """Shard a model over devices of this process, without a launcher, for training and generation.
 
-    A model that the zoo has no plan for gets a derived one: ``sharding_report()`` of the result says which. A small
-    random model is compared with its unsharded self first; if that needs ``inputs``, at the first call.
+    A model without a plan in the zoo gets a derived plan; ``sharding_report()`` of the result shows it. The plan is
+    verified first: a small random model must compute the same outputs sharded and unsharded. If this check needs
+    ``inputs``, it runs at the first call.
 
     The returned model has the same class, and the shards of all devices as its parameters. Its ``state_dict`` and
-    ``save_pretrained`` are those of the full model. Ranks are threads of this process, which take turns
+    ``save_pretrained`` return and write full weights. Ranks are threads of this process, which take turns
     (`oslo_models.distributed.thread_group`).
 
     Args:
@@ -73,21 +74,21 @@ def tensor_parallel(
             assign=True)``, or `convert_state_dict` and accelerate; then call ``tie_weights()``.
         device_ids: the device of each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all
             GPUs.
-        tensor_parallel_config: rules that say how the model is sharded, for a model of any class. They are tried on a
-            random copy of the model: with ``inputs``, or at the first call, up to 50 million parameters.
+        tensor_parallel_config: sharding rules, for a model of any class. They are verified on a random copy of the
+            model: with ``inputs``, or at the first call, up to 50 million parameters.
         distributed: ``True``: each process, started by ``torchrun``, is a rank, as with `initialize`.
         sharded: also shard trained parameters that several devices need, such as norms and shared key-value heads, and
-            gather them for their use (ZeRO stage 3): each parameter, gradient and optimizer state is stored once. On by
-            default for the classes of the zoo; ``False`` replicates them, which is faster.
-        sharded_param_names: the parameters to shard so; default: all.
+            gather them for use (ZeRO stage 3). Each parameter, gradient and optimizer state is then stored once. On by
+            default for the classes of the zoo; ``False`` replicates these parameters, which is faster.
+        sharded_param_names: the parameters to shard with ZeRO stage 3; default: all.
         output_device: the device of the outputs; default: the first device. ``output_device_index``: its index among
             the devices.
-        delay_init: leave the shards where the model is until the first call, which moves them to their devices: for
-            weights that are loaded or changed before.
+        delay_init: keep the shards on the CPU until the first call, which moves them to their devices. Use it to load
+            or change weights before.
         gather_logits: as with `ParallelModel.from_pretrained_with_parallel`.
-        plan: as with `initialize`; ``"derive"`` is the default for what the zoo has no plan for.
-        inputs: where a plan is derived, arguments of a call: a tensor, a tuple or a dictionary of arguments by name.
-            With them, layers that can compute with shards of each other do so.
+        plan: as with `initialize`; ``"derive"`` is the default for models without a plan in the zoo.
+        inputs: for a derived plan, arguments of a call: a tensor, a tuple or a dictionary of arguments by name. With
+            them, consecutive layers pass shards to each other where they can.
 
     Raises:
         ValueError: an argument is invalid, or no plan could be derived.
@@ -155,7 +156,7 @@ def tensor_parallel(
 
 
 def _over_processes(model: Any, rules: Config | None, plan: Any, gather_logits: bool | None, inputs: Any) -> Any:
-    """As `tensor_parallel` with ``distributed=True``: this rank's part of the model. A collective."""
+    """Implement ``distributed=True``: return this rank's part of the model. A collective."""
     start_process_group()
     if rules is not None:
         return initialize_ruled(model, rules, inputs)
@@ -164,7 +165,7 @@ def _over_processes(model: Any, rules: Config | None, plan: Any, gather_logits: 
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Raise ``ValueError`` if buffers have no values: those that no checkpoint has would stay without."""
+    """Raise ``ValueError`` for buffers on the meta device: non-persistent ones would never get values."""
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
@@ -175,7 +176,7 @@ def _check_buffers(model: nn.Module) -> None:
 def _join_parts(
     model: nn.Module, cls: type, parts: list[Any], threads: ThreadGroup, output_device: torch.device
 ) -> Any:
-    """A model of the transformers class, with these parts as its modules and the other attributes of ``model``."""
+    """Return a model of the original class, with these parts as modules and the other attributes of ``model``."""
     is_transformers = isinstance(model, PreTrainedModel)
     original: Any = original_class(cls) if is_transformers else type(model)
     base = TensorParallelModel if is_transformers else TensorParallel
@@ -195,7 +196,7 @@ def _join_parts(
 
 
 class _Constructor(type):
-    """Calling `TensorParallel` or `TensorParallelModel` itself calls `tensor_parallel`, with the same arguments."""
+    """Makes ``TensorParallel(...)`` and ``TensorParallelModel(...)`` call `tensor_parallel`, with equal arguments."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         is_public = cls in (TensorParallel, TensorParallelModel)
@@ -203,23 +204,23 @@ class _Constructor(type):
 
 
 class TensorParallel(ThreadedModule, metaclass=_Constructor):
-    """The base class, beside the class of the full model, of the models that `tensor_parallel` returns.
+    """First base class of the models that `tensor_parallel` returns. The second base is the full model's class.
 
     ``TensorParallel(model, device_ids, ...)`` is ``tensor_parallel(model, device_ids, ...)``.
     """
 
 
 class TensorParallelModel(TensorParallel, AdaptableThreads):
-    """The base class of those of transformers' kind."""
+    """First base class of transformers models that `tensor_parallel` returns."""
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of parameters of the full model, as `ParallelModel.num_parameters`."""
+        """Return the number of parameters of the full model, as `ParallelModel.num_parameters` does."""
         part: Any = self.parts[0]
         count: int = part.num_parameters(only_trainable, exclude_embeddings)
         return count
 
     def deparallelize(self) -> Any:
-        """A full model of the transformers class on the CPU, with copies of the weights; this one stays as it is.
+        """Return a full transformers model on the CPU, with copies of the weights. This model does not change.
 
         Raises:
             ValueError: the model has adapters.
@@ -242,7 +243,7 @@ class TensorParallelModel(TensorParallel, AdaptableThreads):
             dtype=self.dtype,
             attn_implementation=config._attn_implementation,
         )
-        for name, tensor in full.state_dict(keep_vars=True).items():  # each in its own type
+        for name, tensor in full.state_dict(keep_vars=True).items():  # keep the dtype of each tensor
             tensor.data = state[name].clone()
             tensor.requires_grad_(trained.get(name, False))
         if full.can_generate():
@@ -254,7 +255,7 @@ class TensorParallelModel(TensorParallel, AdaptableThreads):
         return self.output_device
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Tie the weights in each part again: needed after weights were loaded one by one."""
+        """Tie the weights in each part again. Needed after weights were loaded one by one."""
         parts: Any = self.parts
         for part in parts:
             for names in part.all_tied_weights_keys.items():
@@ -265,13 +266,13 @@ class TensorParallelModel(TensorParallel, AdaptableThreads):
                     module._parameters[leaf] = loaded
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """The encoders of all parts as one module."""
+        """Return the encoders of all parts as one module."""
         self._move_parts()
         parts: Any = self.parts
         return ThreadShards([part.get_encoder(*args, **kwargs) for part in parts], self.threads, self.output_device)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises ``RuntimeError``: the vocabulary is sharded."""
+        """Raise ``RuntimeError``: the vocabulary is sharded."""
         raise RuntimeError("the vocabulary is sharded: resize it before tensor_parallel")
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
@@ -282,4 +283,4 @@ class TensorParallelModel(TensorParallel, AdaptableThreads):
 
 
 TensorParallelPreTrainedModel = TensorParallelModel
-"""Its name in tensor_parallel."""
+"""Alias from tensor_parallel."""

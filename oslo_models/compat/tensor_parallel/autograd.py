@@ -1,4 +1,4 @@
-"""Calls the parts of all threads of a process as one module, which is one node for autograd."""
+"""Calls the parts of all threads as one module, which is one autograd node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oslo_models.distributed.thread_group import ThreadGroup
 
 
 class ThreadShards(nn.Module):
-    """The parts of one module. Its ``forward`` has their signature, which ``generate`` inspects."""
+    """The parts of one module. Its ``forward`` keeps their signature, because ``generate`` inspects it."""
 
     def __init__(self, parts: Sequence[nn.Module], threads: ThreadGroup, output_device: torch.device) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class ThreadShards(nn.Module):
 def run_on_threads(
     parts: nn.ModuleList, threads: ThreadGroup, output_device: torch.device, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call each part with the same arguments; returns the output of rank 0, which all parts share.
+    """Call each part with the same arguments. Return the output of rank 0; it is the same on all ranks.
 
     Raises:
         Exception: the exception of the first part that failed.
     """
     call = _Call(parts, threads, (args, kwargs))
     if torch.is_grad_enabled():
-        handle = torch.empty(0, requires_grad=True)  # since parameters are not among the arguments of the node
+        handle = torch.empty(0, requires_grad=True)  # the node has no parameters as inputs, so it needs another one
         differentiable = iter(_Node.apply(call, handle, *call.inputs))
     else:
         differentiable = iter(call.forward(grad=False))
@@ -47,10 +47,11 @@ def run_on_threads(
 
 
 class _Node(torch.autograd.Function):
-    """The forward and backward pass of all ranks, each with its own graph.
+    """The forward and backward passes of all ranks; each rank has a separate graph.
 
-    Source: reentrant activation checkpointing in ``torch.utils.checkpoint``, whose backward also calls autograd. Rank 0
-    runs in the thread of this node, the only one in which autograd works for the GPU of rank 0.
+    Rank 0 runs in the thread of this node. Autograd works for the GPU of rank 0 in this thread only.
+
+    Source: reentrant activation checkpointing in ``torch.utils.checkpoint``, which also calls autograd in its backward.
     """
 
     @staticmethod
@@ -75,7 +76,7 @@ class _Call:
 
     Attributes:
         inputs: the arguments that require a gradient.
-        output: the output of rank 0, flattened, and its structure. Caches in it hold those of all ranks.
+        output: the output of rank 0, flattened, and its structure. Caches in it hold the caches of all ranks.
     """
 
     output: tuple[list[Any], Any]
@@ -84,7 +85,7 @@ class _Call:
         self._parts, self._threads = parts, threads
         leaves, self._structure = tree_flatten(arguments)
         self.inputs = [leaf for leaf in leaves if torch.is_grad_enabled() and _requires_grad(leaf)]
-        # Before any of them runs: in-place changes to arguments stay local to the rank.
+        # Copy before any rank runs, so that in-place changes to arguments stay local to the rank.
         self._arguments = [[self._of_rank(leaf, rank) for leaf in leaves] for rank in range(threads.size)]
         self._graphs: list[tuple[list[Tensor], list[Tensor]]] = []
 
@@ -97,7 +98,7 @@ class _Call:
         return own.requires_grad_(torch.is_grad_enabled() and leaf.requires_grad)
 
     def forward(self, grad: bool) -> tuple[Tensor, ...]:
-        """Call the parts; returns the outputs of rank 0 that require a gradient, detached."""
+        """Call the parts. Return the outputs of rank 0 that require a gradient, detached."""
         arguments, self._arguments = self._arguments, []
 
         def of_rank(rank: int) -> Any:
@@ -115,7 +116,7 @@ class _Call:
         return tuple(output.detach() for output in outputs[0])
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Backpropagate the same output gradients on each rank; returns the gradients of `inputs`."""
+        """Backpropagate the same output gradients on each rank. Return the gradients of `inputs`."""
         graphs, self._graphs = self._graphs, []
         if not graphs:
             raise RuntimeError("the graph of this call is gone: one call has one backward pass, without retain_graph")
@@ -138,7 +139,7 @@ def _requires_grad(leaf: Any) -> bool:
 
 
 class CacheOfRanks(Cache):
-    """The cache of rank 0, which holds those of the other ranks and applies the changes of ``generate`` to all."""
+    """The cache of rank 0, with the caches of the other ranks. Applies changes by ``generate`` to all of them."""
 
     others: list[Cache]
 
@@ -169,7 +170,7 @@ def _joined(kind: type[Cache]) -> type[Cache]:
 
 
 def join_caches(caches: Sequence[Any]) -> Cache:
-    """Turn the cache of rank 0, in place, into one that holds those of all ranks."""
+    """Turn the cache of rank 0 into a `CacheOfRanks` for all ranks, in place."""
     first, *others = caches
     if not isinstance(first, CacheOfRanks):
         kind: Any = type(first)
@@ -179,10 +180,10 @@ def join_caches(caches: Sequence[Any]) -> Cache:
 
 
 def caches_of_ranks(cache: Any, ranks: int) -> list[Cache]:
-    """The cache of each rank; an empty one, as ``generate`` creates it, is copied for each rank.
+    """Return the cache of each rank. An empty cache, as ``generate`` creates it, is copied for each rank.
 
     Raises:
-        ValueError: it was filled by another model.
+        ValueError: another model filled the cache.
     """
     if not isinstance(cache, CacheOfRanks):
         if cache.get_seq_length() > 0:

@@ -1,4 +1,4 @@
-"""tensor_parallel's `Config`: a strategy of the user, as rules for the names of tensors and modules."""
+"""tensor_parallel's `Config`: a user-defined sharding strategy, as rules for tensor and module names."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ StateRules = Mapping[Any, Any]
 ModuleRules = Mapping[Any, Mapping[int | str, Any]]
 
 _OPERATIONS = {"sum": 0, "gather": 1, "split": 1, "scale": 0}
-"""How many numbers follow each operation."""
+"""Number of dimensions after each operation."""
 _STATE = ("split", "scale")
 
 
 @dataclass
 class Config:
-    """A strategy: for regular expressions, what is done with the tensors or modules whose names they find.
+    """A sharding strategy: maps regular expressions for tensor and module names to actions.
 
     Args:
-        state_rules: parameters and buffers; the first expression found in a name decides. An action of
-            `state_actions`, or a function ``(tensor, rank) -> part``. What no rule names is the same on all ranks.
+        state_rules: parameters and buffers; the first matching expression decides. An action of `state_actions`, or a
+            function ``(tensor, rank) -> shard``. Tensors without a rule are replicated on all ranks.
         input_rules: for modules, ``{argument: operation}``; an argument is a position or a name. An operation is
-            ``"sum"`` or ``"gather DIM"`` over the ranks, ``"split DIM"`` for the part of the rank, ``"scale"`` to
-            divide by the number of ranks, an action, or a function ``(value, rank) -> value`` of one rank.
-        output_rules: likewise for what a module returns, by position or key; ``0`` is a tensor that it returns itself.
+            ``"sum"`` or ``"gather DIM"`` over the ranks, ``"split DIM"`` for the local shard, ``"scale"`` to divide by
+            the number of ranks, an action, or a function ``(value, rank) -> value`` of one rank.
+        output_rules: likewise for module outputs, by position or key; ``0`` is a single output tensor.
         attr_rules: for modules, ``{attribute: function}``, with ``(value, rank) -> value``.
 
     Raises:
@@ -68,12 +68,12 @@ class Config:
                     raise ValueError(f"{rules}: {pattern.pattern!r} is found in the name of no {kind}{hint}")
 
     def layouts(self, tensors: Mapping[str, Tensor], n: int) -> dict[str, tuple[Layout, Any]]:
-        """What ``n`` ranks hold of each tensor: a layout, and what a rank computes of the tensor at each use.
+        """Return the layout of each tensor over ``n`` ranks, and the action that runs at each use, if any.
 
         Tensors that share memory get the rule of any of their names.
 
         Raises:
-            ValueError: their rules contradict, or an action does not fit.
+            ValueError: an action does not fit.
         """
         groups: dict[Any, list[str]] = {}
         for name, tensor in tensors.items():
@@ -90,10 +90,10 @@ class Config:
         return found
 
     def actions(self, kind: str, name: str) -> dict[int | str, Any]:
-        """What is done with the ``"input"``, ``"output"`` or ``"attr"`` of a module.
+        """Return the actions for the ``"input"``, ``"output"`` or ``"attr"`` of a module.
 
         Raises:
-            ValueError: rules contradict.
+            ValueError: rules contradict each other.
         """
         found: dict[int | str, Any] = {}
         for pattern, actions in getattr(self, f"{kind}_rules").items():
@@ -108,7 +108,7 @@ _KINDS = ("input", "output", "attr")
 
 
 def _ends(plain: str, names: Iterable[str]) -> list[str]:
-    """The last parts of names, as many as ``plain`` has."""
+    """Cut each name to its last components, to the depth of ``plain``."""
     return [".".join(name.split(".")[-1 - plain.count(".") :]) for name in names]
 
 

@@ -12,14 +12,14 @@ Device = torch.device | str | int
 
 
 def _device(device: Device) -> torch.device:
-    """The device, with its index."""
+    """Return the device, with its index."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     is_current = found == torch.device("cuda") and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if is_current else found
 
 
 def device_of_outputs(devices: Sequence[torch.device], device: Device | None, index: int | None) -> torch.device:
-    """The device of the outputs, given as a device or as an index among those of the ranks."""
+    """Return the output device, given as a device or as an index into the devices of the ranks."""
     if device is not None and index is not None:
         raise ValueError(f"output_device={device!r} and output_device_index={index!r}: pass one of them")
     if index is None:
@@ -32,7 +32,7 @@ def device_of_outputs(devices: Sequence[torch.device], device: Device | None, in
 
 
 def devices_of_ranks(device_ids: Sequence[Device] | None) -> list[torch.device]:
-    """The device of each rank."""
+    """Return the device of each rank."""
     devices = [_device(device) for device in (range(torch.cuda.device_count()) if device_ids is None else device_ids)]
     if not devices:
         raise ValueError(f'there is no GPU: {visible_gpus()}; pass device_ids, such as ["cpu", "cpu"]')

@@ -17,7 +17,7 @@ from oslo_models.modeling.quantizing import copy_to_device
 
 
 def has_numpy(model: nn.Module) -> bool:
-    """Whether transformers' code of the model may draw from numpy's generator: few import it at all."""
+    """Return whether the model's transformers code may draw from numpy's generator. Few models import numpy at all."""
     return any("np" in vars(sys.modules[type(module).__module__]) for module in model.modules())
 
 
@@ -25,7 +25,7 @@ def has_numpy(model: nn.Module) -> bool:
 def make_part(
     model: Any, cls: type, config: PreTrainedConfig | None, threads: ThreadGroup, rank: int, device: torch.device
 ) -> Any:
-    """The part of one rank, on a device, created without a copy of the full model."""
+    """Return the part of one rank on a device, without a copy of the full model."""
     shared = {} if config is None else {id(model.config): config}
     part: Any = copy.deepcopy(model, {**shared, **{id(param): param for param in model.parameters()}})
     part.__class__ = cls

@@ -1,8 +1,8 @@
-"""Applies a `Config` to a module of any class: each rank computes with its parts, and calls communicate by its rules.
+"""Applies a `Config` to a module of any class: shards its tensors, and adds the collectives that its rules ask for.
 
-The ranks compute one function together, whose value is the output of rank 0. Each collective has the gradient of that
-function, so gradients of activations and of full parameters are partial on each rank, and summed where they end: at
-the arguments of the model and at its full parameters.
+The ranks compute one function together; its value is the output of rank 0. Each collective has the gradient of this
+function. Gradients of activations and of full parameters are therefore partial on each rank. They are all-reduced where
+the backward pass ends: at the arguments of the model and at its full parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from oslo_models.sharding.layout import Layout
 
 @dataclass(frozen=True)
 class Rules:
-    """What a `Config` does to a module; called as a plan of the user is applied.
+    """Applies the rules of a `Config` to a module. Called where a user's plan would be applied.
 
     Attributes:
         config: the rules.
@@ -44,10 +44,10 @@ class Rules:
 
     @torch.no_grad()
     def __call__(self, model: Any, mesh: ParallelMesh) -> dict[str, Layout]:
-        """Turn a full module into this rank's part of it, in place. Returns the layouts of its tensors.
+        """Shard a full module for this rank, in place. Return the layouts of its tensors.
 
         Raises:
-            ValueError: a rule finds nothing, or does not fit what it finds.
+            ValueError: a rule matches no name, or does not fit a tensor or module with a matching name.
         """
         tp, config = mesh.tp, self.config
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
@@ -84,13 +84,13 @@ def _set_attributes(name: str, module: nn.Module, actions: Mapping[Any, Any], tp
 
 
 def _place(model: nn.Module, name: str, full: Tensor, placed: Any, tp: Axis, made: dict[int, Tensor]) -> None:
-    """Replace a tensor by this rank's part of it; ``made`` holds those of tied ones."""
+    """Replace a tensor by its local shard; ``made`` keeps the shards for tied tensors."""
     (layout, action), (owner, _, leaf) = placed, name.rpartition(".")
     module = model.get_submodule(owner)
     if action is not None:
         if not isinstance(full, nn.Parameter):
             raise ValueError(f"the state rule for the buffer {name} computes something else than shards of it")
-        action(full, rank=tp.rank)  # so that it raises here, if it does
+        action(full, rank=tp.rank)  # an action that does not fit raises here, not in the first forward pass
         cls: Any = type(module)
         module.__class__ = _computing(cls, leaf, action, tp.rank)
     elif layout.dim is not None:
@@ -105,9 +105,9 @@ def _place(model: nn.Module, name: str, full: Tensor, placed: Any, tp: Axis, mad
 
 
 def _computing(cls: type[nn.Module], leaf: str, action: Any, rank: int) -> type[nn.Module]:
-    """A class of modules that hold a parameter in full, and read what an action makes of it.
+    """Return a subclass that stores a full parameter, and applies an action to it at each read.
 
-    So an optimizer takes the step of one process, whatever the action is.
+    An optimizer therefore takes the same step as on one process, for any action.
     """
     value = property(lambda module: action(module._parameters[leaf], rank=rank))
     return type(cls.__name__, (cls,), {leaf: value, "__module__": cls.__module__})
@@ -141,7 +141,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _OfFirst(torch.autograd.Function):
-    """Identity forward; backward, only the gradient of rank 0 counts: all ranks get the same."""
+    """Identity forward. Backward keeps the gradient of rank 0 only, because all ranks get the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
@@ -174,7 +174,7 @@ def _applied(action: Any, value: Any, tp: Axis, what: str) -> Any:
 def _change_inputs(
     name: str, actions: Mapping[int | str, Any], tp: Axis, module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """The arguments of a call after the input rules. An argument may be passed by position or by name."""
+    """Apply the input rules to the arguments of a call. An argument may be passed by position or by name."""
     parameters = [*inspect.signature(module.forward).parameters]
     args, kwargs = list(args), dict(kwargs)
     for key, action in actions.items():
@@ -191,7 +191,7 @@ def _change_inputs(
 def _change_outputs(
     name: str, actions: Mapping[int | str, Any], tp: Axis, module: nn.Module, args: Any, output: Any
 ) -> Any:
-    """What a module returns, after the output rules."""
+    """Apply the output rules to the output of a module."""
     is_tuple, is_mapping = isinstance(output, (tuple, list)), isinstance(output, Mapping)
     values = dict(enumerate(output)) if is_tuple else dict(output) if is_mapping else {0: output}
     for key, action in actions.items():
@@ -212,7 +212,7 @@ def _change_outputs(
 
 
 def _enter(tp: Axis, layouts: Mapping[str, Layout], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Sum the gradients of arguments, and of parameters that all ranks hold in full, over the ranks."""
+    """All-reduce the gradients of arguments and of replicated parameters."""
     if not torch.is_grad_enabled():
         return None
     for name, param in module.named_parameters():
@@ -226,7 +226,7 @@ def _summed(tp: Axis, grad: Tensor) -> Tensor:
 
 
 def _leave(mesh: ParallelMesh, module: nn.Module, args: Any, output: Any) -> Any:
-    if module.training and mesh.tp.threads is None:  # ranks may have drawn other numbers of random ones for dropout
+    if module.training and mesh.tp.threads is None:  # dropout may have drawn more random numbers on some ranks
         synchronize(mesh.tp, mesh.device)
     if not torch.is_grad_enabled():
         return None
@@ -234,15 +234,15 @@ def _leave(mesh: ParallelMesh, module: nn.Module, args: Any, output: Any) -> Any
 
 
 class RuledModule(DerivedModule):
-    """The parallel base class of a module that is sharded by the rules of a `Config`."""
+    """Parallel base class of a module that the rules of a `Config` shard."""
 
     derived_plan: Any
 
     def _mark_parameters(self) -> None:
-        """Parameters stay plain ones, which layers and code of any class compute with."""
+        """Leave parameters plain, because layers and code of any class compute with them."""
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of parameters of the full model, as transformers counts them."""
+        """Return the number of parameters of the full model, as transformers counts them."""
         embeddings = [name for name, module in self.named_modules() if isinstance(module, nn.Embedding)]
         excluded = {f"{name}.weight" for name in embeddings if exclude_embeddings}
         return sum(
@@ -252,11 +252,11 @@ class RuledModule(DerivedModule):
         )
 
     def sharding_report(self) -> ShardingReport:
-        """What is sharded along which dimension."""
+        """Report the sharded dimension of each tensor."""
         return report_of_layouts(self, self.layouts)
 
 
 def ruled_class(cls: type[Any], config: Config) -> Any:
-    """The parallel class for a class of modules, with the rules of a `Config`."""
+    """Return the parallel class for a module class and the rules of a `Config`."""
     namespace = {"derived_plan": Rules(config), "__module__": cls.__module__, "__doc__": cls.__doc__}
     return type(cls.__name__, (RuledModule, cls), namespace)

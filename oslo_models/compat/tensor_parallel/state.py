@@ -1,4 +1,4 @@
-"""The state of a model that `tensor_parallel` returned: that of the full model outside, one shard a rank inside."""
+"""State dicts of models from `tensor_parallel`: full weights outside, one shard per rank inside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oslo_models.sharding.layout import Layout
 
 
 def merge_state(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Merge the state of the parts into that of the full model, in host memory; tied tensors share memory."""
+    """Merge the state of the parts into full weights, in host memory. Tied tensors share memory."""
     parts = [_pop_prefixed(state, f"{prefix}parts.{rank}.") for rank in range(len(model.parts))]
     check_not_quantized(parts[0], "full weights are not put together from such shards: the original model has them")
     params = dict(model.parts[0].named_parameters(remove_duplicate=False))
@@ -33,7 +33,7 @@ def merge_state(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -
 
 
 def shard_state(model: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """Shard the state of a full model for the parts; that of `convert_state_dict` is sharded already."""
+    """Shard the state of a full model for the parts. Shards from `convert_state_dict` pass unchanged."""
     layouts, given = model.parts[0].layouts, _pop_prefixed(state, prefix)
     fits = [name for name, tensor in given.items() if name in layouts and layouts[name].shape == tensor.shape]
     fitting = {name: given.pop(name) for name in fits}
@@ -41,7 +41,7 @@ def shard_state(model: Any, state: dict[str, Any], prefix: str, metadata: dict[s
         tensor = given.pop(name)
         given |= {f"parts.{rank}.{name}": tensor for rank in range(len(model.parts))}
     for name, tensor in {**given, **_shards_of(fitting, layouts, len(model.parts))}.items():
-        if metadata.get("assign_to_params_buffers"):  # it becomes the parameter
+        if metadata.get("assign_to_params_buffers"):  # the tensor itself becomes the parameter
             tensor = tensor.to(model.devices[int(name.split(".")[1])], copy=True)
         state[prefix + name] = tensor
 
@@ -52,10 +52,10 @@ def convert_state_dict(
     world_size: int,
     for_pretrained: bool = False,
 ) -> dict[str, Tensor]:
-    """The shards of all ranks, named as in a model that `tensor_parallel` returns.
+    """Return the shards of all ranks, with the names of a model from `tensor_parallel`.
 
-    For models too large to be read at once: file by file, each shard goes to the device that
-    `infer_sharded_device_map` names.
+    Use it for models too large to load at once: convert the checkpoint file by file, and move each shard to its device
+    in `infer_sharded_device_map`.
 
     Args:
         input_state_dict: weights of the full model, or some of them.
@@ -89,17 +89,17 @@ def _shards_of(state: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks
 
 
 def infer_sharded_device_map(model: Any) -> dict[str, torch.device]:
-    """The device of each part of a model that `tensor_parallel` returned, by the name of the part."""
+    """Return the device of each part of a model from `tensor_parallel`, by part name."""
     return {f"parts.{rank}": device for rank, device in enumerate(model.devices)}
 
 
 def _pop_prefixed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Remove the entries with this prefix from the state; returned without it."""
+    """Remove the entries with this prefix from the state. Return them without the prefix."""
     names = [name for name in state if name.startswith(prefix)]
     return {name.removeprefix(prefix): state.pop(name) for name in names}
 
 
 @contextmanager
 def save_tensor_parallel(model: nn.Module) -> Iterator[nn.Module]:
-    """For compatibility with the original: models are always saved in full here."""
+    """Do nothing. Exists for compatibility: models are always saved in full here."""
     yield model

@@ -1,4 +1,4 @@
-"""tensor_parallel's state actions: which part of a tensor a rank gets. Pure functions of a full tensor and a rank."""
+"""tensor_parallel's state actions: pure functions from a full tensor and a rank to the local shard."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from oslo_models.sharding.layout import Layout
 
 
 class StateAction:
-    """The base class of actions. One of your own computes the part of a rank with torch's functions."""
+    """Base class of actions. A subclass computes the local shard with torch functions."""
 
     def __call__(self, tensor: Tensor, rank: int) -> Tensor:
-        """The part of a rank."""
+        """Return the shard of a rank."""
         raise TypeError(f"{type(self).__name__} has no __call__(self, tensor, rank)")
 
 
 class Split(StateAction):
-    """Equal parts along a dimension; the first ranks get one element more where it does not divide."""
+    """Equal shards along a dimension. The first ranks get one more element if the ranks do not divide the size."""
 
     def __init__(self, world_size: int, dim: int) -> None:
         self.world_size, self.dim = world_size, dim
@@ -35,7 +35,7 @@ class Split(StateAction):
 
 
 class SplitInChunks(Split):
-    """As `Split`, but chunks of ``chunk_size`` elements, such as attention heads, stay whole."""
+    """Split like `Split`, but keep chunks of ``chunk_size`` elements, such as attention heads, whole."""
 
     def __init__(self, world_size: int, dim: int, chunk_size: int, optional: bool = False) -> None:
         super().__init__(world_size, dim)
@@ -46,7 +46,7 @@ class SplitInChunks(Split):
 
 
 class SplitInGroupedChunks(Split):
-    """``num_groups`` concatenated matrices (query, key and value), each split as by `SplitInChunks`."""
+    """Split ``num_groups`` concatenated matrices (query, key and value), each like `SplitInChunks`."""
 
     def __init__(self, world_size: int, dim: int, num_groups: int, chunk_size: int) -> None:
         super().__init__(world_size, dim)
@@ -65,7 +65,7 @@ def _chunks_of(tensor: Tensor, dim: int, groups: int, chunk: int, action: Split,
 
 
 class Scale(StateAction):
-    """The tensor divided by the number of ranks, such as a bias that is added before a sum over them."""
+    """Divide a tensor by the number of ranks, for example a bias that every rank adds before an all-reduce."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -81,13 +81,13 @@ Action = StateAction | Callable[..., Any] | str
 
 
 def resolved(action: Any, n: int) -> Callable[..., Any]:
-    """An action on one rank's value as a function ``(value, rank=rank)``, for ``n`` ranks.
+    """Return an action as a function ``(value, rank=rank)`` for ``n`` ranks.
 
     Args:
-        action: an action, a function, a pair of such a function and its inverse, ``"split DIM"`` or ``"scale"``.
+        action: an action, a function, a pair of a function and its inverse, ``"split DIM"`` or ``"scale"``.
 
     Raises:
-        ValueError: it was made for another number of ranks.
+        ValueError: the action was made for another number of ranks.
     """
     action = action[0] if isinstance(action, tuple) else action
     if isinstance(action, str):
@@ -101,23 +101,23 @@ def resolved(action: Any, n: int) -> Callable[..., Any]:
 
 
 def layout_of(action: Callable[..., Any], tensor: Tensor, n: int) -> Layout | None:
-    """The layout of which an action computes the shards; ``None``: it computes something else than shards.
+    """Return the layout that an action implements; ``None`` if its results are not shards of the tensor.
 
-    The action is applied to the positions of the elements, which tell what each rank gets.
+    The action runs on the positions of the elements. The result shows which elements each rank gets.
     """
     shape, known = tuple(tensor.shape), type(action) in (Split, SplitInChunks, SplitInGroupedChunks)
     if known and not -len(shape) <= action.dim < len(shape):  # type: ignore[attr-defined]
         raise ValueError(f"{action} has no such dimension in a tensor with the shape {list(shape)}")
     dims = [action.dim % len(shape)] if known else [*range(len(shape))]  # type: ignore[attr-defined]
-    if known:  # the other dimensions do not matter
+    if known:  # these actions treat all other dimensions alike
         shape = tuple(size if dim == dims[0] else 1 for dim, size in enumerate(shape))
-    positions = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape)  # zeros would be those of a padding
+    positions = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape)  # from 1, since zeros mean padding
     try:
         shards = [action(positions, rank=rank) for rank in range(n)]
     except (RuntimeError, TypeError, NotImplementedError):
         if known:
             raise
-        return None  # not for integers
+        return None  # the action does not work on integers
     if any(not isinstance(each, Tensor) or each.dtype != positions.dtype for each in shards):
         return None
     if all(torch.equal(each, positions) for each in shards):
@@ -130,7 +130,7 @@ def layout_of(action: Callable[..., Any], tensor: Tensor, n: int) -> Layout | No
 
 
 def _rows(positions: Tensor, shard: Tensor, dim: int) -> list[int] | None:
-    """The indices along ``dim`` that a shard selects; ``None`` if it is no selection of such."""
+    """Return the indices along ``dim`` that a shard selects; ``None`` if it is not a selection along ``dim``."""
     if shard.dim() != positions.dim() or not positions.numel():
         return None
     if not shard.shape[dim]:

@@ -1,4 +1,4 @@
-"""`ThreadedModule`: what the models that `tensor_parallel` returns have in common."""
+"""`ThreadedModule`: the common base class of models that `tensor_parallel` returns."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from oslo_models.sharding.layout import Layout
 
 
 def move_part(part: Any, device: torch.device) -> Any:
-    """The part itself, with its tensors on the device; meta tensors are loaded later."""
+    """Move the tensors of a part to the device, and return the part. Meta tensors are loaded later."""
     return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 class ThreadedModule(nn.Module):
-    """A module whose parts compute on threads, each on its device, as one.
+    """One module computed by several parts, each on its thread and device.
 
     Attributes:
         parts: the models of the ranks.
-        threads: the group of the ranks.
+        threads: the thread group of the ranks.
         output_device: the device of the outputs.
         waits_for_call: whether the first call has to move the parts to their devices.
     """
@@ -39,11 +39,11 @@ class ThreadedModule(nn.Module):
     _untried: tuple[nn.Module, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of the class of the full model, with the same errors. One call allows one backward pass.
+        """Run the forward pass of the full model, with the same errors. One call allows one backward pass.
 
         Raises:
-            ValueError: the first call of a model with a derived plan that could not be tried before: a small random
-                one computes something else.
+            ValueError: at the first call, for a derived plan that could not be verified before: a small random model
+                computes different outputs with it.
         """
         if self._untried:
             part: Any = self.parts[0]
@@ -61,7 +61,9 @@ class ThreadedModule(nn.Module):
             self.waits_for_call = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch's, but each parameter of the full model counts once: torch would count replicated ones repeatedly.
+        """Clip the gradient norm as torch does, but count each parameter of the full model once.
+
+        torch would count a replicated parameter once per rank.
 
         Returns:
             The norm before clipping.
@@ -70,7 +72,7 @@ class ThreadedModule(nn.Module):
         return self.threads.run(lambda rank: parts[rank].clip_grad_norm_(max_norm, norm_type))[0].to(self.output_device)
 
     def sharding_report(self) -> ShardingReport:
-        """What is sharded how, and why some is not; printed, it is a table."""
+        """Report how each tensor is sharded, or why it is not. Prints as a table."""
         part: Any = self.parts[0]
         report: ShardingReport = part.sharding_report()
         return report
@@ -82,12 +84,12 @@ class ThreadedModule(nn.Module):
 
     @property
     def tensor_parallel_config(self) -> dict[str, Layout] | Config:
-        """For `convert_state_dict`: the layouts of the parameters, by their names in the full model, or its rules."""
+        """Argument for `convert_state_dict`: the parameter layouts by full-model name, or the rules of the model."""
         part: Any = self.parts[0]
         return part.derived_plan.config if isinstance(part, RuledModule) else dict(part.layouts)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Implements ``to``, ``half`` and so on. Each part stays on its device."""
+        """Implement ``to``, ``half`` and similar methods. Each part stays on its device."""
         moved = [device for device in set(self.threads.devices) if fn(torch.empty(0, device=device)).device != device]
         if moved:
             raise ValueError(

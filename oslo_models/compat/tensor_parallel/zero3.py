@@ -1,6 +1,6 @@
-"""Shards over the threads of one process what tensor parallelism holds more than once, and gathers it for use.
+"""ZeRO stage 3 over the threads of one process, for parameters that tensor parallelism stores more than once.
 
-That is: replicated parameters such as norms, and key-value heads that several ranks need.
+These are replicated parameters such as norms, and key-value heads that several ranks need. Layers gather them for use.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 3.
 """
@@ -17,17 +17,17 @@ from torch import nn
 from oslo_models.sharding.layout import Layout, Range, even_ranges
 
 Piece = tuple[int, int, int]
-"""A rank, and the range of its shard: a part of what another rank needs."""
+"""A rank, and a range of rows of its shard that another rank gathers."""
 
 
 def shard_shared(parts: Sequence[Any], names: Collection[str] | None) -> None:
-    """Shard parameters that several ranks hold by rows, and with them their gradients and optimizer states.
+    """Shard parameters that several ranks store, by rows. Their gradients and optimizer states follow.
 
-    Layers read what they need, which exists only while they use it.
+    Layers gather the rows that they need. A gathered parameter exists only while a layer uses it.
 
     Args:
-        parts: the models of the ranks, whose ``layouts`` follow.
-        names: the names of the parameters; ``None``: all that are trained and have a row for each rank.
+        parts: the models of the ranks; their ``layouts`` are updated.
+        names: the names of the parameters; ``None``: all trained parameters with at least one row per rank.
 
     Raises:
         ValueError: a name is unknown, or its parameter cannot be sharded by rows.
@@ -59,9 +59,9 @@ def shard_shared(parts: Sequence[Any], names: Collection[str] | None) -> None:
 
 
 def held_once(layout: Layout, n: int) -> tuple[Layout, Layout]:
-    """What each of ``n`` ranks needs of a tensor, and a layout in which they hold each of these elements once.
+    """Return two layouts over ``n`` ranks: the ranges that each rank needs, and ranges that store each element once.
 
-    Ranges that several ranks need are split among them.
+    The second layout splits each shared range evenly among the ranks that need it.
     """
     rows = layout.shape[0] if layout.dim is None else 0
     needed = Layout(layout.shape, 0, (((0, rows),),) * n) if layout.dim is None else layout
@@ -77,7 +77,7 @@ def held_once(layout: Layout, n: int) -> tuple[Layout, Layout]:
 
 
 def _own_rows(local: torch.Tensor, needed: Layout, held: Layout, rank: int) -> torch.Tensor:
-    """The rows that a rank holds, cut out of those that it needs."""
+    """Cut the rows that a rank stores out of the rows that it needs."""
     assert needed.dim is not None
     offset, rows = 0, []
     for (start, stop), (first, last) in zip(needed.ranges[rank], held.ranges[rank], strict=True):
@@ -87,7 +87,7 @@ def _own_rows(local: torch.Tensor, needed: Layout, held: Layout, rank: int) -> t
 
 
 def _pieces(needed: Layout, held: Layout, rank: int) -> list[Piece]:
-    """Where a rank finds what it needs, in order."""
+    """Return the pieces of other ranks' shards that make up a rank's rows, in order."""
     places: list[tuple[Range, Piece]] = []
     for other, local in enumerate(held.ranges):
         offset = 0
@@ -112,7 +112,10 @@ def _reason_against(layout: Layout | None, ranks: int) -> str | None:
 
 @cache
 def _gathering_class(cls: Any, leaf: str, rank: int) -> type:
-    """A subclass whose attribute ``leaf`` gathers what this rank needs, with a gradient for this rank's shard."""
+    """Return a subclass that gathers the rows for this rank when ``leaf`` is read.
+
+    The gradient flows to the shard of this rank only.
+    """
 
     def read(module: nn.Module) -> Any:
         if leaf in vars(module):  # set by a layer while it computes
@@ -122,7 +125,7 @@ def _gathering_class(cls: Any, leaf: str, rank: int) -> type:
         if own.is_meta:  # not loaded yet: loaders inspect the shard
             return own
         dim, pieces = vars(module)["_pieces"][leaf]
-        # Each rank has the gradient of all that it needs, and keeps only that of its shard.
+        # Each rank computes the gradient of all its gathered rows, and keeps only the rows of its shard.
         rows = [
             (own if other == rank else shards[other].detach()).narrow(dim, start, stop - start)
             for other, start, stop in pieces

@@ -1,13 +1,13 @@
 """The running batch: calls of `generate` that join and leave one batch at each decoding step.
 
-The first rank of the last stage, the leader, schedules: it decides what a step computes, draws the tokens and ends the
-rows. The other ranks, the followers, compute what it tells them. In the order of imports:
+The leader is the first rank of the last pipeline stage. It plans each step, draws the tokens and ends the rows. All
+other ranks are followers: they run the steps that the leader plans. In the order of imports:
 
-* `limits`, `admission`: in the application, which calls may join;
-* `step`: what the ranks compute together, `plan_channel`: how the leader tells it;
+* `limits`, `admission`: decide in the application which calls may join;
+* `step`, `plan_channel`: the plan of one step, and the channel that sends it from the leader to the followers;
 * `slot_cache`, `static_step`, `graphs`, `head_product`, `step_runner`: the key-value cache of the batch and the model's
-  forward on it, on every rank, by CUDA graphs where there are such;
-* `nucleus`, `sampling`, `row`: what is generated, `prefixes`, `scheduler`, `slot_groups`: what is computed, and when,
-  on the leader;
-* `loop`: brings them together in a worker.
+  forward on it, on every rank, replayed from CUDA graphs where possible;
+* `nucleus`, `sampling`, `row`: sampling and stopping of each row, on the leader;
+* `prefixes`, `scheduler`, `slot_groups`: prefix reuse and scheduling, on the leader;
+* `loop`: the worker loop that runs all of them.
 """

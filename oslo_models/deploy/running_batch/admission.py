@@ -1,4 +1,4 @@
-"""Which calls of `generate` may join the running batch, and how large it is by default.
+"""Decides which calls of `generate` join the running batch, and sets its default limits.
 
 The other calls are computed between its steps, one by one.
 """
@@ -25,7 +25,7 @@ _KINDS = {
         "its cache holds compressed keys beside those of a window",
     ),
 }
-"""Why a model with a kind of block, of those in transformers' ``layer_types``, cannot join: other kinds keep states."""
+"""Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
 EXCLUSIVE: Mapping[str, str] = {
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
@@ -39,12 +39,12 @@ EXCLUSIVE: Mapping[str, str] = {
     "cpmant": "it is given all tokens in each step, without a mask and positions",
     "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
 }
-"""Types of decoders of the zoo that cannot join, and why, beside those whose blocks tell."""
+"""Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
 _NOT_SETTINGS = {
     *("input_ids", "inputs", "attention_mask"),
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "decoding"),
 }
-"""Arguments of `generate` that no generation configuration has."""
+"""Arguments of `generate` that are not in generation configurations."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
@@ -64,23 +64,23 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "watermarking_config": (None,),
     "low_memory": (None, False),
 }
-"""Settings that need another way of decoding, unless they have one of these values."""
+"""Settings that need another decoding method, unless they have one of these values."""
 _NEW_TOKENS = 20
-"""That `generate` makes if nothing is said."""
+"""Default number of new tokens of `generate`."""
 
 
 class Admission:
-    """Which calls of one model can be computed in its running batch with the tokens that they would get by themselves.
+    """Decides which calls of one model join its running batch. A call joins only if its tokens do not change.
 
-    They are greedy or sample one row, give token ids, padded at most on the left, and fit to their end. What the
-    configuration says is looked up once: transformers takes as long for it as for all else that is asked of a call.
+    Such a call is greedy or samples one row, passes token ids with padding on the left only, and fits into the batch to
+    its end. The configuration is read once, because transformers takes as long for it as all other checks of a call.
 
     Args:
         config: of the model.
         limits: of the batch.
 
     Attributes:
-        reason: why no call can join, ``None`` if calls can.
+        reason: why no call can join; ``None`` if calls can join.
     """
 
     def __init__(self, config: Any, limits: BatchLimits) -> None:
@@ -89,12 +89,12 @@ class Admission:
         self._rows, self._longest = limits.rows, longest(config, limits)
 
     def joins(self, kwargs: Mapping[str, Any], defaults: Any, streams: bool) -> bool:
-        """Whether a call can join.
+        """Return whether a call can join.
 
         Args:
             kwargs: the arguments of the call.
-            defaults: the generation configuration that applies where the arguments set nothing.
-            streams: it has a streamer.
+            defaults: the generation configuration for settings that the arguments leave out.
+            streams: whether the call has a streamer.
         """
         if self.reason is not None or defaults is None:
             return False
@@ -118,7 +118,7 @@ class Admission:
 
 
 def reason_against(config: Any) -> str | None:
-    """Why no call of a model can join; ``None`` if calls can."""
+    """Return why no call of a model can join; ``None`` if calls can join."""
     if registry.SAME_CLASSES.get(config.model_type, config.model_type) not in registry.ARCHITECTURES:
         return "the running batch was not tested with models of its type"
     if config.is_encoder_decoder:
@@ -133,27 +133,27 @@ def reason_against(config: Any) -> str | None:
 
 
 def _has_positions_of_their_own(text: Any) -> bool:
-    """Whether the rotary positions of a row depend on nothing but the row: two types depend on the longest of all."""
+    """Return whether rotary positions depend only on their row. Two types depend on the longest row of the batch."""
     parameters = getattr(text, "rope_parameters", None) or {}
     by_layer_type = [each for each in parameters.values() if isinstance(each, Mapping)]
     return all(each.get("rope_type") not in ("dynamic", "longrope") for each in (parameters, *by_layer_type))
 
 
 def longest(config: Any, limits: BatchLimits) -> int:
-    """The tokens that a row may have: as the limits say, and not more than the model has positions."""
+    """Return the maximum tokens of a row: the limit, or the model's number of positions if that is smaller."""
     text = config.get_text_config(decoder=True)
     return min(limits.length, getattr(text, "max_position_embeddings", None) or limits.length)
 
 
 def _is_batch(ids_BL: Any, rows: int) -> bool:
-    """Whether it is token ids [B, L] of at most so many rows."""
+    """Return whether ``ids_BL`` holds token ids [B, L] with at most ``rows`` rows."""
     if not isinstance(ids_BL, Tensor) or ids_BL.dim() != 2 or ids_BL.is_floating_point() or ids_BL.is_complex():
         return False
     return 0 < len(ids_BL) <= rows and ids_BL.shape[1] > 0
 
 
 def _is_padded_left(mask_BL: Any, ids_BL: Tensor) -> bool:
-    """Whether a mask hides at most the beginnings of rows."""
+    """Return whether a mask hides only the beginnings of rows."""
     if mask_BL is None:
         return True
     if not isinstance(mask_BL, Tensor) or mask_BL.shape != ids_BL.shape:
@@ -163,12 +163,12 @@ def _is_padded_left(mask_BL: Any, ids_BL: Tensor) -> bool:
 
 
 def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
-    """The limits where the application sets none.
+    """Return the default limits.
 
     Args:
         config: of the model.
-        length: tokens of a row at most.
-        gpus: that have a part of the model each; 0: it is on CPUs.
+        length: maximum tokens of a row.
+        gpus: number of GPUs that hold a part of the model; 0 for CPUs.
     """
     if not gpus:
         return DEFAULT_LIMITS
@@ -179,7 +179,7 @@ def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
 
 
 def bytes_of_token(config: Any) -> int | None:
-    """Bytes of the keys and values of one token, on all ranks together; ``None`` if a block has none."""
+    """Return the bytes of the keys and values of one token, over all ranks; ``None`` if a block has none."""
     values = 0
     try:
         for block in config.get_text_config(decoder=True).per_layer_config:

@@ -11,30 +11,30 @@ from torch import Tensor
 from oslo_models.deploy.running_batch.static_step import Capture, Compute
 
 GRAPHED = frozenset(("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"))
-"""Types of models whose steps of fixed shapes are tested."""
+"""Model types with tested static steps."""
 WARM_UPS = 2
-"""Computations before a capture: the first one may compile kernels and time several, which a capture may not."""
+"""Eager runs before a capture. The first one may compile and time kernels, which is not possible in a capture."""
 
 
 class CaptureError(RuntimeError):
-    """A computation has run, but cannot be captured."""
+    """A computation runs eagerly, but cannot be captured."""
 
 
 def capture_of(model: Any) -> tuple[Capture | None, str]:
-    """How the decoding steps of a model are captured on this rank; or ``None`` and why they are computed eagerly."""
+    """Return the capture for a model's decoding steps on this rank; or ``None`` and the reason for eager decoding."""
     reason = reason_against(model)
     return (CudaGraphs(model.device), "") if reason is None else (None, reason)
 
 
 def reason_against(model: Any) -> str | None:
-    """Why no step of a model is captured; ``None`` if they are."""
+    """Return why no step of a model is captured; ``None`` if steps are captured."""
     if model.device.type != "cuda":
         return f"its device is {model.device}, not a GPU"
     return reason_of_model(model)
 
 
 def reason_of_model(model: Any) -> str | None:
-    """`reason_against` on a GPU."""
+    """Return the reason on a GPU, see `reason_against`."""
     config = model.config
     if config.model_type not in GRAPHED:
         return f"steps of model_type={config.model_type!r} were not tested in CUDA graphs"
@@ -53,20 +53,20 @@ def reason_of_model(model: Any) -> str | None:
 class CudaGraphs:
     """Captures computations as CUDA graphs, which share the memory of their temporaries.
 
-    At most one of them runs at a time, and its result is read before the next one.
+    At most one graph runs at a time. Its result is read before the next one runs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()  # the memory is theirs: it goes with the last of them
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()  # the graphs own the memory: the last one frees it
 
     def __call__(self, compute: Compute) -> Compute:
         with torch.cuda.device(self._device):
             return self._captured(compute)
 
     def _captured(self, compute: Compute) -> Compute:
-        # warmed up on the stream of the capture, so that libraries have their workspaces for it
+        # warm up on the capture stream, so that libraries allocate their workspaces for it
         stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream()
         stream.wait_stream(current)
@@ -76,13 +76,13 @@ class CudaGraphs:
         current.wait_stream(stream)
         graph, pool = torch.cuda.CUDAGraph(), next((each.pool() for each in self._graphs), None)
         try:
-            # other threads may query events meanwhile: watchdogs do
+            # other threads, such as watchdogs, may query events during the capture
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 result = compute()
         except Exception as error:
             raise CaptureError(f"{type(error).__name__}: {error}") from error
         finally:
-            torch.cuda.set_stream(current)  # a capture that failed leaves its own stream behind
+            torch.cuda.set_stream(current)  # a failed capture leaves its stream current
         self._graphs.add(graph)
 
         def replay() -> Tensor:

@@ -1,9 +1,9 @@
 """The product of a language-model head with the few rows of the running batch, on a CPU.
 
-torch leaves products of float32 to MKL. oneDNN, which is a part of torch too, takes half of its time for the many rows
-of such a weight. With one thread and fewer rows, ``weight @ x.T`` by MKL is the fastest. All sum the same products, and
-the weight stays as it is; results differ in the last bits, as they do between batches of different sizes. Measured in
-float32 on two cores of an AMD EPYC, ms:
+torch computes float32 products with MKL. oneDNN, which is a part of torch too, takes half the time for such large
+vocabularies. With one thread and fewer rows of the batch, ``weight @ x.T`` by MKL is the fastest. All three sum the
+same products and keep the weight as it is. Results differ in the last bits, as they do between batches of different
+sizes. Measured in float32 on two cores of an AMD EPYC, ms:
 
 | weight | threads | | 2 rows | 4 rows | 8 rows | 16 rows | 32 rows |
 |---|---|---|---|---|---|---|---|
@@ -17,9 +17,9 @@ float32 on two cores of an AMD EPYC, ms:
 | | | ``weight @ x.T`` | 11.6 | 9.4 | 22.5 | 30.5 | 45.4 |
 | | | oneDNN | 10.4 | 10.7 | 12.4 | 16.4 | 21.6 |
 
-oneDNN is faster still with a weight in an order of its own. Where a model is fused, the batch has the head in that
-order beside the one that all else computes with, up to `MOST_PACKED` bytes, if it is measured to be faster; one
-thread, ms:
+oneDNN is faster still with a packed weight, in oneDNN's memory order. For a fused model, the batch keeps a packed copy
+of the head weight beside the original, up to `MOST_PACKED` bytes, if a measurement shows that it is faster. One thread,
+ms:
 
 | weight | | 2 rows | 8 rows | 16 rows | 32 rows | 64 rows |
 |---|---|---|---|---|---|---|
@@ -52,26 +52,26 @@ from oslo_models.fusion.modules import FusedProduct
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 
 FEWEST_OUTPUTS = 8192
-"""Smaller weights are in MKL's fast range."""
+"""Minimum outputs of the weight. Smaller weights are in MKL's fast range."""
 MOST_ROWS = 64
-"""More rows are left to torch."""
+"""Maximum rows. Larger batches are left to torch."""
 MOST_ROWS_ALONE, MOST_ROWS_NARROW, NARROW = 4, 8, 512
-"""The most rows for ``weight @ x.T`` with one thread: of any input, of one of at most ``NARROW`` features, and that."""
+"""Maximum rows for ``weight @ x.T`` with one thread: for any input, and for inputs of at most ``NARROW`` features."""
 
 
 FEWEST_PACKED, SAMPLED_PACKED, MOST_PACKED = 4, 16, 256 << 20
-"""The fewest rows for a packed weight, those with which it is timed, and the bytes of the largest one."""
+"""Minimum rows for a packed weight, the rows in its timing, and the maximum bytes of a packed weight."""
 
 
 class PackedHead:
-    """The weight of a fused head in oneDNN's order, made when it is first asked for, and anew after it has changed."""
+    """The packed weight of a fused head. Packed on first access, and again after the weight has changed."""
 
     def __init__(self) -> None:
         self._of: tuple[int, ...] = ()
         self._weight: Tensor | None = None
 
     def weight(self, weight_VD: Tensor, product: Callable[..., Tensor]) -> Tensor | None:
-        """The packed weight; ``None`` if it is too large, or not faster than ``product``."""
+        """Return the packed weight; ``None`` if it is too large, or not faster than ``product``."""
         if weight_VD.nbytes > MOST_PACKED or weight_VD.is_inference():
             return None
         of = weight_VD.data_ptr(), weight_VD._version, *weight_VD.shape
@@ -89,7 +89,7 @@ class PackedHead:
         return packed if seconds[0] < seconds[1] else None
 
     def reserve(self, model: Any) -> int:
-        """Make the weight of a model's head now; returns its bytes."""
+        """Pack the weight of a model's head now. Return its bytes."""
         with torch.no_grad(), fast_head(model, self):
             head = model.get_output_embeddings()
             if not isinstance(head, _FastProduct):
@@ -100,7 +100,7 @@ class PackedHead:
 
 
 def _seconds(product: Callable[..., Tensor], x: Tensor, weight: Tensor) -> float:
-    """The least of three products."""
+    """Return the shortest of three timings."""
     found = []
     for _ in range(3):
         start = time.perf_counter()
@@ -111,7 +111,7 @@ def _seconds(product: Callable[..., Tensor], x: Tensor, weight: Tensor) -> float
 
 @contextmanager
 def fast_head(model: Any, packed: PackedHead | None = None) -> Iterator[None]:
-    """Within the block, the head of a model computes its logits with `product`, unless it is adapted or quantised.
+    """Context in which a model's head computes its logits with `product`, unless the head is adapted or quantised.
 
     Args:
         packed: for a fused head.
@@ -133,7 +133,7 @@ def fast_head(model: Any, packed: PackedHead | None = None) -> Iterator[None]:
 
 
 def product(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
-    """``F.linear``: ``[..., D]`` to ``[..., V]``."""
+    """Compute ``F.linear``, from ``[..., D]`` to ``[..., V]``."""
     rows = x.numel() // x.shape[-1]
     if not (1 < rows <= MOST_ROWS and _fits(x, weight_VD)):
         return F.linear(x, weight_VD, bias_V)
@@ -153,7 +153,7 @@ def _is_for_mkl(rows: int, x: Tensor) -> bool:
 def _fits(x: Tensor, weight_VD: Tensor) -> bool:
     kind = type(weight_VD)
     if not (kind is nn.Parameter or kind is Tensor or getattr(kind, "has_plain_storage", False)):
-        return False  # a quantised weight, whose class computes the product
+        return False  # the class of a quantised weight computes the product
     if x.dtype is not torch.float32 or weight_VD.dtype is not torch.float32 or len(weight_VD) < FEWEST_OUTPUTS:
         return False
     return x.is_cpu and has_onednn() and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
@@ -169,9 +169,9 @@ class _FastVocabParallelHead(VocabParallelHead):
 
 
 class _FastProduct(FusedProduct):
-    """A fused head that keeps the way which `fuse` has timed, and leaves to `product` what that leaves to torch.
+    """A fused head that keeps the kernel chosen by `fuse`. `product` computes the shapes that `fuse` leaves to torch.
 
-    A packed weight comes before both.
+    A packed weight has precedence over both.
     """
 
     packed: PackedHead | None
@@ -184,13 +184,13 @@ class _FastProduct(FusedProduct):
         return self.unpacked(x, weight, bias)
 
     def unpacked(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product with the weight as it is."""
+        """Compute the product with the original weight."""
         if self.faster is not None and self.faster.way(x.numel() // x.shape[-1], x.dtype) is None:
             return product(x, weight, bias)
         return super().product(x, weight, bias)
 
     def packed_weight(self, weight: Tensor) -> Tensor | None:
-        """The weight in oneDNN's order, if there is one."""
+        """Return the packed weight, if there is one."""
         return None if self.packed is None else self.packed.weight(weight, self.unpacked)
 
 

@@ -1,4 +1,4 @@
-"""The running batch in a worker: what the leader and the followers do from the first row until none is left."""
+"""The worker loop of the running batch, for the leader and the followers, from the first row to the last."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from oslo_models.deploy.serialization import portable
 from oslo_models.pipeline.stage_runner import OtherStageError
 
 CHANGING = frozenset(("adapters", "fuse", "unfuse"))
-"""Methods that change what the model computes: they and all later calls wait until the rows have come to their end."""
+"""Methods that change the outputs of the model. They, and all later calls, wait until all rows have ended."""
 UNCHANGING = frozenset(("generate", "forward", "memory", "get_dtype", "reserve_batch", "batch_graphs"))
-"""Methods after which keys and values that were computed before are those that the model would compute again."""
+"""Methods that keep cached keys and values valid."""
 GRACE = 3.0
-"""Seconds that the followers get to end a step that failed on the leader; they may wait in a collective for ever."""
+"""Seconds that the followers get to end a step that failed on the leader. They may hang in a collective."""
 
 
 class RunningBatch:
     """The batch of one rank.
 
     Every rank takes the same messages of the application in the same order. `run` begins with the first call that may
-    join; the leader then takes messages between two steps and tells the followers how many it has taken. Calls that
-    cannot join are carried out there, by all ranks, while the rows keep their places. With several groups of slots, the
-    leader publishes a step of each before it computes the first of them, see `slot_groups`.
+    join. Between two steps, the leader takes messages and tells the followers how many it has taken. Calls that cannot
+    join run there, on all ranks, while the rows keep their slots. With several groups of slots, the leader publishes a
+    step of each group before it computes the first one, see `slot_groups`.
 
     Args:
-        stages: the pipeline stages that compute at the same time, each a step of another group of slots; the channel
-            has to let the leader publish so many steps.
+        stages: number of pipeline stages that compute at the same time, each for another group of slots. The channel
+            must let the leader publish this many steps ahead.
         send: sends a message about a call to the application.
-        cancelled: numbers of calls to be ended; changed by another thread.
-        count_token: is told of each step in which tokens are generated.
+        cancelled: numbers of calls to end. Another thread changes it.
+        count_token: is called after each step that generates tokens.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RunningBatch:
 
         Args:
             first: the call that begins the batch.
-            messages: the ones after it.
+            messages: the later messages of the application.
         """
         self._consumed = 1
         if self.leads:
@@ -83,7 +83,7 @@ class RunningBatch:
             self._follow(first, messages)
 
     def forget_prefixes(self) -> None:
-        """Drop what is kept of former rows, and CUDA graphs. On all ranks, between the same two steps."""
+        """Drop cached settings, former rows and CUDA graphs. Call it on all ranks between the same two steps."""
         self._settings.forget()
         for runner in self.runners:
             runner.rows.kept.clear()
@@ -91,7 +91,7 @@ class RunningBatch:
         self._slots.forget_prefixes()
 
     def reserve(self) -> int:
-        """Allocate all caches and pack the head of a fused model; returns their bytes. A collective.
+        """Allocate all caches and pack the head of a fused model. Return their bytes. A collective.
 
         Raises:
             MemoryError: there is too little memory.
@@ -99,7 +99,7 @@ class RunningBatch:
         return sum(runner.reserve() for runner in self.runners) + self._packed.reserve(self._model)
 
     def describe_graphs(self) -> str:
-        """The CUDA graphs that decoding steps have by now; or why there are none."""
+        """Return the number of captured CUDA graphs, or why decoding is eager."""
         (reason, *_) = {runner.eager_reason for runner in self.runners}
         return reason or f"{sum(len(runner.static or ()) for runner in self.runners)} CUDA graphs"
 
@@ -128,7 +128,7 @@ class RunningBatch:
             runner.rest()
 
     def _take_messages(self, messages: Messages) -> None:
-        """Take what has arrived, up to one call that cannot join: the rows go on before the next one."""
+        """Take the received messages, up to one call that cannot join. The rows go on before the next such call."""
         while self._held is None and (message := messages.poll()) is not None:
             if isinstance(message, Request) and message.method in CHANGING:
                 self._held = message
@@ -193,7 +193,7 @@ class RunningBatch:
         self._finish({row.number for row in rows if row.ended}, streamed)
 
     def _take_all(self, rows: list[Row], logits_BV: Tensor, streamed: list[tuple[int, Any]]) -> None:
-        """Let each row take its token; what one raises ends its call only."""
+        """Let each row take its token. An exception ends only the call of its row."""
         for index, (row, chosen) in enumerate(zip(rows, choose_tokens(rows, logits_BV), strict=True)):
             if row.ended:  # dropped after the step was published
                 continue
@@ -209,7 +209,7 @@ class RunningBatch:
                 streamed.append((row.number, value))
 
     def _finish(self, numbers: set[int], streamed: list[tuple[int, Any]]) -> None:
-        """Send the tokens of the step and the results of the calls that have ended."""
+        """Send the tokens of the step, and the results of the calls that have ended."""
         ended = [self._calls[number] for number in numbers if number in self._calls and self._calls[number].ended]
         streamed += [(call.number, None) for call in ended if call.streams]
         if streamed:
@@ -220,7 +220,7 @@ class RunningBatch:
             self._send(Reply(call.number, call.result()), call.number)
 
     def _give_up(self, error: Exception) -> None:
-        """End all calls after a forward has failed, and the process if the other ranks have not noticed."""
+        """End all calls after a failed forward. Exit the process if the other ranks do not end the step."""
         for number in list(self._calls):
             self._fail(number, error)
         self._slots.clear()
@@ -265,7 +265,7 @@ class RunningBatch:
                 self._report(error)
 
     def _report(self, error: Exception) -> None:
-        """Tell the application of the calls that cannot go on; it waits for the leader's answer for a while."""
+        """Report the failed calls to the application, which waits for the leader's answer for a while."""
         secondary, text = isinstance(error, OtherStageError), "".join(traceback.format_exception(error))
         for number in {number for runner in self.runners for number in runner.calls()}:
             self._send(Failure(number, portable(error), text, secondary), number)
@@ -285,23 +285,23 @@ class Inbox(Protocol):
 
 
 class Messages:
-    """The messages of the application that are for the main thread of a worker.
+    """The messages of the application to the main thread of a worker.
 
     Args:
-        inbox: where they arrive while the batch runs.
-        answer: carries out a call that cannot join.
+        inbox: the queue of messages that arrive while the batch runs.
+        answer: runs a call that cannot join.
     """
 
     def __init__(self, inbox: Inbox, answer: Callable[[Any], None]) -> None:
         self._inbox, self.answer = inbox, answer
 
     def poll(self) -> Any:
-        """The next one; ``None`` if none has arrived."""
+        """Return the next message; ``None`` if none has arrived."""
         try:
             return self._inbox.get_nowait()
         except queue.Empty:
             return None
 
     def wait(self) -> Any:
-        """The next one."""
+        """Wait for the next message."""
         return self._inbox.get()

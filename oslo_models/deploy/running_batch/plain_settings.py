@@ -1,7 +1,7 @@
-"""Settings of plain rows that `generate` has prepared, for later calls with equal arguments.
+"""Caches the settings that `generate` prepares for plain rows, for later calls with equal arguments.
 
-Preparing takes transformers as long as a forward of a small model, and the other rows of the batch wait for it. A call
-of `generate` for one token of a GPT-2 with two layers of size 64 takes 1.47 ms, and 2.12 ms if it has to be prepared.
+Preparation in transformers takes as long as a forward of a small model, and the other rows of the batch wait for it. A
+call of `generate` for one token of a GPT-2 with two layers of size 64 takes 1.47 ms, and 2.12 ms with preparation.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 MOST = 1024
-"""Settings that are kept."""
+"""Maximum number of cached settings."""
 _VALUES = (bool, int, float, str, type(None))
-"""Types of arguments that are equal if their values are; others may have a state."""
+"""Argument types that compare by value. Other types may have state."""
 _KNOWN_PACKAGES = ("oslo_models", "transformers", "torch", "builtins")
-"""Whose classes prepare settings of what `Key` says, and nothing else."""
+"""Packages with model classes that derive settings from the fields of `Key` only."""
 
 
 class Key(NamedTuple):
-    """What the settings of a plain row depend on.
+    """Cache key of the settings of a plain row.
 
     Attributes:
         arguments: names, types and values.
@@ -35,13 +35,13 @@ class Key(NamedTuple):
 
 
 class PlainSettings:
-    """Of greedy rows that have no processors and end by their length or by tokens.
+    """Cache of settings for greedy rows without processors that stop by length or by end tokens.
 
-    Such settings depend on the arguments, the number of tokens and the model's own generation configuration. A class of
-    the application may have methods that make them depend on more: for those none are kept.
+    Such settings depend on the arguments, the number of tokens and the model's generation configuration. Methods of an
+    application's class may add other dependencies, so nothing is cached for such a class.
 
     Attributes:
-        device: of the model, which takes long to ask for.
+        device: of the model. Cached, because the lookup is slow.
     """
 
     def __init__(self, model: Any) -> None:
@@ -51,18 +51,18 @@ class PlainSettings:
         self._applies = all(base.__module__.partition(".")[0] in _KNOWN_PACKAGES for base in type(model).__mro__)
 
     def forget(self) -> None:
-        """Prepare all anew: the model may have changed."""
+        """Drop all settings, because the model may have changed."""
         self._found.clear()
         vars(self).pop("vocabulary", None)
 
     @cached_property
     def vocabulary(self) -> int:
-        """How many tokens the model knows; transformers takes long to tell."""
+        """The vocabulary size. Cached, because the lookup in transformers is slow."""
         size: int = self._model.config.get_text_config(decoder=True).vocab_size
         return size
 
     def key(self, given: Mapping[str, Any]) -> Key | None:
-        """What the settings of a row depend on; ``None`` if they may depend on more.
+        """Return the cache key of the settings of a row; ``None`` if they may depend on anything else.
 
         Args:
             given: the arguments of `generate`, with ``input_ids`` [1, L].
@@ -84,12 +84,12 @@ class PlainSettings:
             self._defaults = copy.deepcopy(defaults)  # lists in it may be changed in place
 
     def find(self, key: Key | None, prompt: list[int]) -> Any:
-        """The settings of a former row for a prompt; ``None`` if there are none, or a mask has to be made of it."""
+        """Return cached settings for a prompt; ``None`` if there are none, or if `generate` derives a mask from it."""
         settings, padding = self._found.get(key, (None, ())) if key is not None else (None, ())
         return None if any(token in prompt for token in padding) else settings
 
     def keep(self, key: Key | None, settings: Any) -> None:
-        """Keep the settings of a row if it is a plain one; see `Row`."""
+        """Cache the settings of a row if it is plain; see `Row`."""
         processors, criteria, config, scored = settings
         if key is None or processors or config.do_sample or scored is not None:
             return

@@ -1,7 +1,7 @@
-"""How the leader of the running batch tells the other ranks what the next step computes.
+"""Sends the steps of the running batch from the leader to the followers.
 
-Ranks on one host share a page of memory; a step arrives within microseconds, as the followers poll it at first. On
-several hosts it is broadcast through the process group.
+Ranks on one host share memory. A step arrives within microseconds, because the followers poll the memory at first. On
+several hosts, the step is broadcast through the process group.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any, Protocol
 from oslo_models.deploy.running_batch.step import Step
 
 SPIN_SECONDS = 0.002
-"""Seconds that a rank polls for the next step before it sleeps in between: longer than the leader draws tokens for."""
+"""Seconds that a rank polls without sleeping. Longer than the leader takes to draw tokens."""
 _PAUSES = (0.00005, 0.001)
-"""The first and the longest pause in seconds between two looks, once it sleeps."""
+"""First and longest pause in seconds between two polls, once the rank sleeps."""
 _WORD = 8
 
 
 class PlanChannel(Protocol):
-    """From the leader to the followers."""
+    """Channel from the leader to the followers."""
 
     def publish(self, step: Step) -> None:
-        """On the leader: tell the followers. Returns before they have read it."""
+        """On the leader: send the step. Returns before the followers have read it."""
 
     def receive(self) -> Step:
-        """On a follower: the next step."""
+        """On a follower: return the next step."""
 
     def settles(self, seconds: float) -> bool:
-        """On the leader: whether all followers read the last step within so many seconds."""
+        """On the leader: return whether all followers read the last step within ``seconds``."""
 
 
 class NoFollowers:
@@ -50,12 +50,12 @@ class NoFollowers:
 
 
 class SharedMemoryChannel:
-    """A file that all ranks of one host have mapped: the number of the step that each rank has read, and the steps.
+    """A memory-mapped file that all ranks of one host share: the last step number that each rank read, and the steps.
 
     Args:
         path: of the file, in a directory that only this user can enter.
         size: bytes of the largest step.
-        ahead: the steps that the leader may publish before the followers have read the first of them.
+        ahead: number of steps that the leader may publish before the followers have read the first of them.
     """
 
     def __init__(self, path: Path, rank: int, leader: int, ranks: int, size: int, ahead: int = 1) -> None:
@@ -63,13 +63,13 @@ class SharedMemoryChannel:
         whole = (ranks + 2 * ahead) * _WORD + ahead * size
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, whole)  # the same on every rank: zeros, or what is there
+            os.ftruncate(descriptor, whole)  # safe on every rank: adds zeros, or keeps the data of an earlier rank
             memory = memoryview(mmap.mmap(descriptor, whole))
         finally:
             os.close(descriptor)
         words, data = memory[: -size * ahead].cast("q"), memory[-size * ahead :]
         self._numbers = words[:ranks]
-        # of each step: number and length, and its bytes
+        # per step: its number and length, and its bytes
         self._headings = [words[ranks + 2 * i : ranks + 2 * i + 2] for i in range(ahead)]
         self._data = [data[i * size : (i + 1) * size] for i in range(ahead)]
         self._rank, self._followers = rank, [other for other in range(ranks) if other != leader]
@@ -97,7 +97,7 @@ class SharedMemoryChannel:
             number, length = self._headings[index]
             if number != self._number:
                 return False
-            # Processors other than x86 may show the number before the data: the checksum tells.
+            # Processors other than x86 may show the number before the data. The checksum detects this.
             step = Step.decode(bytes(self._data[index][:length]))
             return step is not None
 
@@ -114,7 +114,7 @@ class SharedMemoryChannel:
 
 
 class BroadcastChannel:
-    """For ranks on several hosts.
+    """Channel for ranks on several hosts.
 
     Args:
         axis: of all ranks.
@@ -138,11 +138,11 @@ class BroadcastChannel:
         return broadcast_object(self._axis, data, self._leader)
 
     def settles(self, seconds: float) -> bool:
-        return False  # a collective that failed on some ranks cannot be told from one that lasts
+        return False  # a collective that failed on some ranks looks like a slow one
 
 
 def _wait_for(holds: Callable[[], bool], seconds: float) -> bool:
-    """Wait until something holds, or for so many seconds; return whether it does."""
+    """Wait until ``holds()`` is true, for at most ``seconds``. Return whether it is."""
     if holds():
         return True
     began, pause = time.monotonic(), _PAUSES[0]

@@ -1,45 +1,45 @@
-"""Which prompts begin with tokens whose keys and values the slots of the running batch hold already."""
+"""Prefix reuse: finds prompts that begin with tokens already in the key-value cache of the running batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 LEAST = 8
-"""Tokens that are worth a copy; all prompts share a first token or two."""
+"""Shortest prefix that is worth a copy, in tokens. All prompts share a first token or two."""
 
 
 class Prefixes:
-    """The tokens of former rows, by slot, as the scheduler knows them.
+    """The scheduler's record of the tokens of former rows, by slot.
 
-    A former row stays in a slot that no row has until another takes the slot; then it moves to a free one, or to that
-    of the former row that was used least recently, which is lost.
+    A former row stays in its slot until a new row takes the slot. Then it moves to a free slot. If no slot is free, it
+    replaces the least recently used former row.
 
     Args:
         slots: of the batch.
-        least: tokens of the shortest prefix that is reused.
+        least: length of the shortest reused prefix in tokens.
     """
 
     def __init__(self, slots: int, least: int = LEAST) -> None:
         self._slots, self._least = slots, least
-        self._held: dict[int, list[int]] = {}  # the one used least recently first
+        self._held: dict[int, list[int]] = {}  # least recently used first
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all former rows."""
         self._held.clear()
 
     def keep(self, slot: int, tokens: list[int]) -> None:
-        """A row has left; its tokens whose keys and values are computed stay in a slot."""
+        """Keep the tokens of a row that has left. Their keys and values stay in the slot."""
         self._drop_prefixes_of(tokens)
         if len(tokens) >= self._least:
             self._held[slot] = tokens
 
     def find(self, prompt: Sequence[int], rows: Iterable[list[int]]) -> tuple[int, int]:
-        """The slot with the longest prefix of a prompt and the length of that; 0 if there is none worth it.
+        """Return the slot with the longest prefix of a prompt, and its length; length 0 if no prefix is long enough.
 
-        The last token of the prompt is not a part of it: its logits have to be computed.
+        The prefix never includes the last token of the prompt, because its logits have to be computed.
 
         Args:
-            rows: the tokens of the rows, by slot, whose keys and values are computed.
+            rows: the tokens of each row, by slot, with computed keys and values.
         """
         slot, longest = 0, 0
         for other, tokens in (*enumerate(rows), *self._held.items()):
@@ -53,11 +53,11 @@ class Prefixes:
         return slot, longest
 
     def are_alike(self, prompt: Sequence[int], other: Sequence[int]) -> bool:
-        """Whether a prompt would take over tokens of another if that were computed."""
+        """Return whether a prompt could reuse a prefix of another prompt, once that one is computed."""
         return _shared(prompt[:-1], other) >= self._least
 
     def displace(self, slot: int, tokens: list[int]) -> int:
-        """A row with such tokens takes a slot: where the former row that is in it moves; -1: it is lost, or none is."""
+        """Give a slot to a new row. Return the new slot of the former row in it; -1 if it is dropped or absent."""
         self._drop_prefixes_of(tokens)
         moved = self._held.get(slot)
         if moved is None:
@@ -74,11 +74,11 @@ class Prefixes:
         return [(other, kept) for other, kept in self._held.items() if other != slot]
 
     def _drop_prefixes_of(self, tokens: list[int]) -> None:
-        """Forget former rows all of whose tokens another row has now."""
+        """Forget former rows that are a prefix of ``tokens``."""
         self._held = {slot: kept for slot, kept in self._held.items() if kept != tokens[: len(kept)]}
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix."""
     pairs = zip(first, second, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

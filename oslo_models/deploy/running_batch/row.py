@@ -1,4 +1,4 @@
-"""What is generated for the rows of the running batch: settings, tokens and ends, as in transformers' `generate`.
+"""Rows of the running batch: sampling settings, new tokens and stopping, as in transformers' `generate`.
 
 Legend:
     B: rows.
@@ -25,24 +25,24 @@ from oslo_models.distributed.stopping import of_one_rank
 
 
 class Row:
-    """One row: transformers' logits processors and stopping criteria, and a random generator of its own.
+    """One row, with transformers' logits processors and stopping criteria, and a separate random generator.
 
     Args:
-        ids_BL: [1, L], with padding if the call has some; processors see it, as in `generate`.
+        ids_BL: [1, L], including the padding of the call. Processors see it, as in `generate`.
         prompt: the tokens without padding.
-        settings: processors, criteria and configuration of `generate`; last, what makes a streamer's log-probabilities
-            of scores and a token, or ``None`` if none are asked for.
+        settings: processors, criteria and configuration of `generate`, and the function that computes a streamer's
+            log-probabilities from scores and a token; ``None`` without log-probabilities.
         device: on which tokens are chosen.
 
     Attributes:
         number: of the call.
-        scored: the last one of the settings.
-        generator: of a row that samples.
-        warp: the processors as settings that are computed with those of other rows; ``None`` if they are not.
-        new: the tokens that were generated.
-        ended: no more are to come.
-        shares: other prompts may take over its keys and values.
-        is_plain: its tokens are the most probable ones, and nothing else is asked for.
+        scored: the function for log-probabilities in ``settings``.
+        generator: set if the row samples.
+        warp: the processors as a `Warp`, for batched sampling; ``None`` if a `Warp` cannot express them.
+        new: the generated tokens.
+        ended: the row is complete.
+        shares: other prompts may reuse its keys and values.
+        is_plain: greedy, without processors and log-probabilities.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def ids_BL(self) -> Tensor:  # noqa: N802  the name says its shape
-        """The prompt and the new tokens, [1, L], on the device; tokens are written there when they are asked for."""
+        """The prompt and the new tokens, [1, L], on the device. Access copies the latest tokens to the device."""
         late = self.new[len(self.new) - (self._length - self._written) :]
         held_BL = self._buffer_BL
         if held_BL.device != self._device or self._length > held_BL.shape[1]:
@@ -84,12 +84,12 @@ class Row:
 
     @property
     def pad(self) -> int:
-        """What `generate` fills the rows of a batch with that have ended."""
+        """The token with which `generate` pads the ended rows of a batch."""
         pad = self._config._pad_token_tensor
         return 0 if pad is None else int(pad)
 
     def take(self, logits_V: Tensor) -> Any:
-        """Choose the next token by the logits; returns what a streamer gets for it."""
+        """Choose the next token from the logits. Return the value for the streamer: the token or a `Scored`."""
         # the same operations as in transformers' `_sample`, on one row
         logits_V = logits_V.to(copy=True, dtype=torch.float32, device=self._device)
         scored = None if self.scored is None else logits_V.log_softmax(-1)
@@ -102,11 +102,11 @@ class Row:
         return token if scored is None else self.scored(scored, token)
 
     def processed(self, logits_V: Tensor) -> Tensor:
-        """What the processors make of logits in float32."""
+        """Apply the processors to float32 logits."""
         return self._processors(self.ids_BL, logits_V[None])[0] if self._processors else logits_V
 
     def take_token(self, token: int) -> int:
-        """Append a token that is chosen already; returns it."""
+        """Append a chosen token and return it."""
         self._length += 1
         self.new.append(token)
         self.ended = self._ends(self, token)
@@ -114,7 +114,7 @@ class Row:
 
 
 class _Ends:
-    """transformers' stopping criteria for one row; those that most calls have without tensors."""
+    """transformers' stopping criteria for one row. Checks the most common ones without tensors."""
 
     def __init__(self, criteria: Any) -> None:
         self._length, self._tokens, others = float("inf"), set[int](), []
@@ -128,16 +128,16 @@ class _Ends:
         self._others = StoppingCriteriaList(others)
 
     def __call__(self, row: Row, token: int) -> bool:
-        """Whether the row ends with its newest token."""
+        """Return whether the row ends with its newest token."""
         by_others = bool(self._others) and bool(self._others(row.ids_BL, None).all())
         return by_others or token in self._tokens or row._length >= self._length
 
 
 class Call:
-    """A call of `generate` in the batch: its rows, and how they become its result.
+    """A call of `generate` in the batch: combines its rows into the result.
 
     Args:
-        streams: tokens are sent as they are generated; such a call has one row.
+        streams: send tokens as they are generated. Such a call has one row.
     """
 
     def __init__(self, number: int, streams: bool, rows: list[Row]) -> None:
@@ -148,7 +148,7 @@ class Call:
         return all(row.ended for row in self.rows)
 
     def result(self) -> Tensor:
-        """What `generate` returns: prompts and new tokens, [B, L]."""
+        """Return the result of `generate`: prompts and new tokens, [B, L]."""
         if len(self.rows) == 1:
             return self.rows[0].host_ids_BL
         longest = max(len(row.new) for row in self.rows)
@@ -156,14 +156,14 @@ class Call:
 
 
 def prepare(model: Any, request: Any, known: PlainSettings | None = None) -> Call:
-    """The call of a request, with everything that `generate` prepares before its first forward.
+    """Return the call of a request, with all settings that `generate` prepares before its first forward.
 
     Args:
         known: settings of former calls of the same model.
 
     Raises:
-        IndexError: a prompt has a token that the model does not know.
-        Exception: what `generate` raises for its arguments.
+        IndexError: a prompt has a token outside the vocabulary.
+        Exception: `generate` rejects its arguments.
     """
     kwargs = dict(request.kwargs)
     decoding: Decoding | None = kwargs.pop("decoding", None)
@@ -192,7 +192,7 @@ def _make_row(
     decoding: Decoding | None,
     known: PlainSettings,
 ) -> Row:
-    """A row, with the settings of a former one if they are those that `generate` would prepare."""
+    """Make a row. Reuse the settings of a former row if `generate` would prepare the same ones."""
     key = known.key(given) if decoding is None else None
     ids_BL, settings = given["input_ids"], known.find(key, prompt)
     if settings is None:
@@ -204,13 +204,13 @@ def _make_row(
 def _prepare_row(
     model: Any, request: Any, given: dict[str, Any], decoding: Decoding | None
 ) -> tuple[Tensor, list[int], Any]:
-    """The tokens of a row with and without padding, and its settings."""
+    """Return the tokens of a row with and without padding, and its settings."""
     prepared: list[tuple[Tensor, list[int], Any]] = []
 
     def capture(
         model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
     ) -> Any:
-        """In place of transformers' decoding loop: keep what `generate` hands it."""
+        """Record the prepared arguments, in place of transformers' decoding loop."""
         mask_BL = rest.get("attention_mask")
         prompt = input_ids[0] if mask_BL is None else input_ids[0, mask_BL[0].bool()]
         front = [] if decoding is None else decoding.processors()

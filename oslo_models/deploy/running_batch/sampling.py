@@ -1,4 +1,4 @@
-"""Draws the tokens of all rows of a step together, as transformers' `generate` draws those of each row by itself.
+"""Draws the tokens of all rows of a step together. Each row gets the token that transformers' `generate` would draw.
 
 Legend:
     B: rows.
@@ -17,12 +17,12 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from oslo_models.deploy.running_batch.static_step import to_device
 
 TOGETHER_ON = ("cuda",)
-"""Devices that compute the settings of all rows at once. A CPU takes as long for them as row by row."""
+"""Devices on which the warpers run batched. On a CPU, batching takes as long as one row after the other."""
 _ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 class Warp(NamedTuple):
-    """The settings of a row that are computed with those of other rows; the defaults change nothing."""
+    """Sampling settings of a row that are applied batched. The defaults change nothing."""
 
     temperature: float = 1.0
     top_k: float = float("inf")
@@ -31,7 +31,7 @@ class Warp(NamedTuple):
 
 
 def warp_of(processors: Sequence[Any]) -> Warp | None:
-    """The settings of logits processors; ``None`` if one of them computes anything else."""
+    """Return the settings of logits processors; ``None`` if `Warp` cannot express one of them."""
     places = [_ORDER.index(type(each)) if type(each) in _ORDER else -1 for each in processors]
     if -1 in places or places != sorted(set(places)):
         return None
@@ -45,13 +45,13 @@ def warp_of(processors: Sequence[Any]) -> Warp | None:
 
 
 def choose_tokens(rows: Sequence[Any], logits_BV: Tensor) -> list[int | Exception | None]:
-    """The next token of each row.
+    """Choose the next token of each row.
 
     Args:
         rows: each a `row.Row`.
 
     Returns:
-        For each row its token, or what its processors have raised; ``None``: `Row.take` has to choose it.
+        The token of each row, or the exception of its processors. ``None`` means that `Row.take` has to choose it.
     """
     if logits_BV.device.type in TOGETHER_ON:
         together = [row.scored is None and not row.ended for row in rows]
@@ -73,18 +73,19 @@ def choose_tokens(rows: Sequence[Any], logits_BV: Tensor) -> list[int | Exceptio
 
 
 def _drawn_scores(rows: Sequence[Any], scores_BV: Tensor, failed: dict[int, Exception]) -> Tensor:
-    """Scores whose largest one is the token of each row; ``None`` among the rows: any.
+    """Return scores with the chosen token of each row as the maximum.
 
     ``torch.multinomial`` divides probabilities by exponentially distributed numbers and takes the largest quotient.
 
     Args:
-        failed: gets what processors raise, by row.
+        rows: ``None`` for a row without a choice here. Its scores are arbitrary.
+        failed: receives exceptions of processors, by row.
     """
     for index, row in enumerate(rows):
         if row is not None and row.warp is None:
             try:
                 scores_BV[index] = row.processed(scores_BV[index])
-            except Exception as error:  # noqa: BLE001  it is of this row
+            except Exception as error:  # noqa: BLE001  fails only this row
                 failed[index] = error
     scores_BV = _warped(scores_BV, [Warp() if row is None or row.warp is None else row.warp for row in rows])
     samples = [row is not None and row.generator is not None for row in rows]
@@ -101,7 +102,7 @@ def _drawn_scores(rows: Sequence[Any], scores_BV: Tensor, failed: dict[int, Exce
 
 
 def _warped(scores_BV: Tensor, warps: Sequence[Warp]) -> Tensor:
-    """What transformers' warpers make of the scores of each row, in their order."""
+    """Apply transformers' warpers to the scores of each row, in transformers' order."""
     if all(warp == Warp() for warp in warps):
         return scores_BV
     vocabulary = scores_BV.shape[-1]

@@ -1,4 +1,4 @@
-"""Decides what each step of the running batch computes. Without I/O: it sees neither the model nor messages."""
+"""Schedules the steps of the running batch. Does no I/O: it sees neither the model nor messages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 
 PADDED = 1.5
-"""Prompts that are computed together may have so many tokens with padding for each of their own."""
+"""Limit on the padding of prompts that one step computes together: padded tokens per prompt token."""
 
 
 class Generated(Protocol):
-    """What the scheduler knows of a row; `row.Row` is one."""
+    """Attributes of a row that the scheduler uses. `row.Row` implements them."""
 
     number: int
     prompt: list[int]
@@ -27,22 +27,23 @@ class Generated(Protocol):
 
 @dataclass
 class Scheduler:
-    """First come, first served: a step computes the prompts that come next, as far as they make a chunk together.
+    """First come, first served: a step computes the next prompts in the queue, up to one chunk of tokens together.
 
-    Prompts go first, so that their first tokens come soon, until they amount to a chunk; then all rows get a token
-    before the next prompt. A longer prompt is computed by itself, a chunk in each step, and so is one that begins with
-    tokens of a row, or of one before it that has yet to be computed. A row joins when its prompt is computed and leaves
-    in the step after its last token. Nothing is preempted: each row that joins fits to its end.
+    Prompts have priority so that their first tokens arrive soon. After a chunk of prompt tokens, all rows get a token
+    before the next prompt. A prompt longer than a chunk is computed alone, one chunk per step. A prompt that shares a
+    prefix with a row, or with an earlier prompt in the queue, is computed alone too. A row joins once its prompt is
+    computed, and leaves in the step after its last token. Rows are never preempted: a row joins only if the batch has
+    room for all of its tokens.
 
     Args:
-        slots: rows at most.
+        slots: maximum number of rows.
         chunk: tokens of a prompt in one step.
-        prefixes: tokens that are not computed again where prompts share them; ``None``: all are.
+        prefixes: shared prefixes that are not computed again; ``None`` computes every prompt in full.
 
     Attributes:
         rows: by slot.
-        prompt: the row whose prompt is being computed.
-        waiting: rows whose prompt comes later.
+        prompt: the row in prefill.
+        waiting: rows that wait for prefill.
     """
 
     slots: int
@@ -52,7 +53,7 @@ class Scheduler:
     prompt: Any = None
     waiting: deque[Any] = field(default_factory=deque)
     _done: int = 0
-    _since_rows: int = 0  # tokens of prompts that were computed since the rows got a token
+    _since_rows: int = 0  # prompt tokens computed since the rows last got a token
 
     @property
     def is_idle(self) -> bool:
@@ -60,18 +61,18 @@ class Scheduler:
 
     @property
     def load(self) -> int:
-        """How many rows have not ended, those that wait for a slot included."""
+        """Return the number of rows that have not ended, including rows that wait for a slot."""
         return sum(not row.ended for row in self.rows) + len(self.waiting) + (self.prompt is not None)
 
     def add(self, row: Generated) -> None:
         self.waiting.append(row)
 
     def reusable(self, row: Generated) -> int:
-        """How many tokens of a prompt would not be computed again."""
+        """Return the number of prompt tokens that a cached prefix covers."""
         return self._find_prefix(row)[1]
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
-        """End rows: those that wait leave at once, those in a slot with the next step."""
+        """End rows. Waiting rows leave at once; rows in a slot leave with the next step."""
         self.waiting = deque(row for row in self.waiting if not unwanted(row))
         if self.prompt is not None and unwanted(self.prompt):
             self.prompt = None
@@ -85,14 +86,14 @@ class Scheduler:
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
-        """Later prompts share nothing with the rows that there are or were: the model may have changed."""
+        """Stop prefix reuse from present and former rows, because the model may have changed."""
         if self.prefixes is not None:
             self.prefixes.clear()
             for row in (*self.rows, *([] if self.prompt is None else [self.prompt])):
                 row.shares = False
 
     def plan(self, consumed: int) -> Step:
-        """The next step; the rows are then those that it computes.
+        """Return the next step. Afterwards `rows` holds the rows of this step.
 
         Args:
             consumed: see `Step`.
@@ -126,7 +127,7 @@ class Scheduler:
         return Step(consumed, leaving=leaving, tokens=[row.new[-1] for row in self.rows])
 
     def _join(self, consumed: int, leaving: list[int], whole: list[Any]) -> Step:
-        """A step that computes prompts as a whole."""
+        """Return a step that computes whole prompts."""
         self._since_rows += len(whole) * max(len(row.prompt) for row in whole)
         step = Step(consumed, leaving=leaving)
         for row in whole:
@@ -136,17 +137,17 @@ class Scheduler:
         return step
 
     def _rows_wait(self, tokens: int) -> bool:
-        """Whether the rows get a token before so many more of prompts are computed."""
+        """Return whether the rows get a token before ``tokens`` more prompt tokens are computed."""
         return bool(self.rows) and self._since_rows + tokens > self.chunk
 
     def _take_slot(self, row: Any) -> int:
-        """Append a row; returns where the former row goes that is in its slot."""
+        """Append a row. Return the slot to which the former row in its slot moves."""
         displaced = -1 if self.prefixes is None else self.prefixes.displace(len(self.rows), row.prompt)
         self.rows.append(row)
         return displaced
 
     def _whole_prompts(self) -> list[Any]:
-        """The rows that come next whose prompts are computed together; none if the first is long or has a prefix."""
+        """Return the next rows to prefill together; none if the first prompt is long or has a cached prefix."""
         found, longest, tokens = list[Any](), 0, 0
         for row in islice(self.waiting, self.slots - len(self.rows)):
             longest, tokens = max(longest, len(row.prompt)), tokens + len(row.prompt)
@@ -180,5 +181,5 @@ class Scheduler:
 
 
 def _computed(row: Generated) -> list[int]:
-    """The tokens of a row whose keys and values others may take over: the newest one has none yet."""
+    """Return the tokens of a row with reusable keys and values. The newest token has none yet."""
     return [*row.prompt, *row.new[:-1]] if row.shares else []

@@ -1,4 +1,4 @@
-"""The key-value cache of the running batch: slots for rows of different lengths that all end at the same column.
+"""The key-value cache of the running batch: slots for rows of different lengths, right-aligned at one column.
 
 Legend:
     B: rows, or slots.
@@ -21,26 +21,27 @@ from oslo_models.deploy.running_batch.limits import LEAST_COLUMNS, columns
 
 
 class SlotCache(Cache):
-    """A cache of transformers whose rows come and go.
+    """A transformers cache with slots: rows can join and leave at any step.
 
-    The rows are right-aligned, as `generate` pads them: row *i* occupies the ``lengths[i]`` columns before ``stop``,
-    and the columns before it are zeros, which an attention mask hides. Every layer keeps all positions, also where the
-    model looks back over a sliding window only: its mask hides the others. Memory grows by doubling up to the limits.
+    The rows are right-aligned, as `generate` pads them. Row *i* occupies the ``lengths[i]`` columns before ``stop``.
+    The columns before it are zeros, and an attention mask hides them. Every layer keeps all positions. Layers with
+    sliding-window attention do so too: their mask hides the positions outside the window. Memory doubles as needed, up
+    to the limits.
 
-    The slots after the rows hold former rows, whose columns end where they ended, until other rows need the slots.
+    The slots after the rows hold former rows until new rows need the slots. A former row keeps its columns.
 
     Args:
-        rows: at most.
-        length: positions of a row at most.
-        keeps: former rows stay.
-        is_static: steps of fixed shapes read it, see `static_step`. Then the columns after the rows are zeros, and the
-            last column belongs to no row.
+        rows: maximum number of rows.
+        length: maximum number of positions of a row.
+        keeps: keep former rows.
+        is_static: steps of fixed shapes read the cache, see `static_step`. Then the columns after the rows are zeros,
+            and the last column belongs to no row.
 
     Attributes:
         lengths: of the rows, by slot.
         stop: the column after the last position of every row.
-        kept: the first column of each former row and the one after its last, by slot.
-        allocations: how often memory was allocated: whoever keeps an address of it compares this number.
+        kept: the first column and the end column (exclusive) of each former row, by slot.
+        allocations: number of memory allocations. Compare it to detect that addresses in the cache have changed.
     """
 
     def __init__(self, rows: int, length: int, keeps: bool = False, is_static: bool = False) -> None:
@@ -58,7 +59,7 @@ class SlotCache(Cache):
 
     @property
     def window(self) -> int:
-        """Columns from the first to the last position of any row."""
+        """Number of columns from the first to the last position of any row."""
         return max(self.lengths, default=0)
 
     @property
@@ -72,14 +73,14 @@ class SlotCache(Cache):
         return self.window + query_length, 0
 
     def clear(self) -> None:
-        """Remove all rows, former ones too."""
+        """Remove all rows, including former rows."""
         self.lengths, self.stop, self.kept = [], 0, {}
 
     def mask(self, more: int, lengths_B: Tensor) -> Tensor | None:
-        """The attention mask of the rows with ``more`` positions to come, [B, L]; ``None`` if nothing is hidden.
+        """Return the attention mask of the rows and ``more`` new positions, [B, L]; ``None`` if it hides nothing.
 
         Args:
-            lengths_B: those of the rows, on the device of the mask.
+            lengths_B: the row lengths, on the device of the mask.
         """
         if min(self.lengths) == self.window:
             return None
@@ -87,7 +88,7 @@ class SlotCache(Cache):
         return (columns_L >= (self.window - lengths_B)[:, None]).long()
 
     def make_room(self, rows: int, more: int, before: int = 0) -> None:
-        """Have memory for so many rows and ``more`` further columns, and ``before`` columns before the window."""
+        """Ensure memory for this number of rows, ``more`` columns after the window and ``before`` columns before it."""
         needed = before + self.window + more
         if rows <= self.rows and self.stop + more + self.is_static <= self.columns and before <= self.start:
             return
@@ -101,18 +102,18 @@ class SlotCache(Cache):
         self._relocate(self.columns, 0)
 
     def _relocate(self, columns: int, before: int) -> None:
-        """Move the rows into memory of so many columns, to column ``before``."""
+        """Move the rows to column ``before`` in memory of ``columns`` columns."""
         for layer in self.layers:
             layer.relocate(columns, before)
         self.columns, self.stop = columns, before + self.window
 
     def grow(self, more: int) -> None:
-        """The rows have got ``more`` positions in a forward."""
+        """Record that a forward has added ``more`` positions to each row."""
         self.lengths = [length + more for length in self.lengths]
         self.stop += more
 
     def free(self, slot: int) -> None:
-        """Remove a row; the last one moves into its slot. If former rows are kept, both change places."""
+        """Remove a row. The last row moves into its slot. If former rows are kept, the two rows swap slots."""
         last, begin = len(self.lengths) - 1, self._begin(slot)
         if slot != last:
             for layer in self.layers:
@@ -123,18 +124,18 @@ class SlotCache(Cache):
             self.kept[last] = begin, self.stop
 
     def _begin(self, slot: int) -> int:
-        """The first column of a row or a former row."""
+        """Return the first column of a row or a former row."""
         return self.kept[slot][0] if slot in self.kept else self.stop - self.lengths[slot]
 
     def append(self, layers: Sequence[Any], row: int, stop: int, length: int, displaced: int = -1) -> None:
-        """Take a row of another cache into the slot after the last.
+        """Copy a row of another cache into the slot after the last row.
 
         Args:
             layers: of the other cache.
-            row: of these layers.
+            row: index in these layers.
             stop: the column after its last position.
-            length: its positions.
-            displaced: the slot to which the former row in that slot moves; -1: it is lost.
+            length: number of its positions.
+            displaced: the slot to which the former row in that slot moves; -1 drops the former row.
         """
         slot, is_first = len(self.lengths), not self.lengths
         if is_first:
@@ -152,14 +153,14 @@ class SlotCache(Cache):
         self.lengths.append(length)
 
     def begin_with(self, other: SlotCache, slot: int, length: int) -> None:
-        """Have one row: the first positions of a row, or former row, of another cache."""
+        """Replace all rows by one: the first ``length`` positions of a row or former row of another cache."""
         self.clear()
         self.make_room(1, length)
         self.lengths, self.stop = [length], length
         self._take(0, other.layers, slot, other._begin(slot) + length, length)
 
     def _take(self, slot: int, layers: Sequence[Any], row: int, stop: int, length: int) -> None:
-        """Copy the positions of a row of other layers that end at a column of them."""
+        """Copy the ``length`` positions before column ``stop`` of a row in other layers to ``slot``."""
         for index, layer in enumerate(layers):
             if layer.is_initialized:
                 self._layer(index, layer).copy(slot, layer, row, self.stop, stop, length)
@@ -173,7 +174,7 @@ class SlotCache(Cache):
         return own
 
     def reserve(self, like: SlotCache) -> None:
-        """Allocate all that the limits allow, with layers like those of another cache. Rows keep their places."""
+        """Allocate the maximum rows and columns, with the layer shapes of another cache. Rows keep their slots."""
         for index, layer in enumerate(like.layers):
             if layer.is_initialized:
                 self._layer(index, layer)
@@ -190,7 +191,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Zeros: a hidden position counts zero times its value, which must not be NaN.
+        # Zeros: a masked position adds zero times its value, so the value must not be NaN.
         self.keys, self.values = (
             x.new_zeros(self._cache.rows, x.shape[1], self._cache.columns, x.shape[3])
             for x in (key_states, value_states)
@@ -199,14 +200,14 @@ class _SlotLayer(CacheLayerMixin):
         self._cache.allocations += 1
 
     def fits(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """Whether they are of the model that the memory was allocated for."""
+        """Return whether the states match the allocated memory in dtype and shape."""
         return self.is_initialized and all(
             held.dtype == x.dtype and held.shape[1::2] == x.shape[1::2]
             for held, x in ((self.keys, key_states), (self.values, value_states))
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append positions to all rows; returns the keys and values of the window with them."""
+        """Append positions to all rows. Return the keys and values of the window, including the new positions."""
         if not self.fits(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
         cache = self._cache
@@ -216,7 +217,7 @@ class _SlotLayer(CacheLayerMixin):
         return self.keys[:rows, :, cache.start : end], self.values[:rows, :, cache.start : end]
 
     def relocate(self, columns: int, at: int) -> None:
-        """Move the window of all rows to column ``at``, into memory of the cache's rows and so many columns."""
+        """Move the window of all rows to column ``at`` in memory of ``columns`` columns and the cache's rows."""
         if not self.is_initialized:
             return
         cache = self._cache
@@ -239,7 +240,7 @@ class _SlotLayer(CacheLayerMixin):
         self.keys, self.values = moved
 
     def move(self, slot: int, source: int, start: int, stop: int, exchange: bool = False) -> None:
-        """Copy columns from one slot to another, or exchange those of both."""
+        """Copy the columns of slot ``source`` to ``slot``, or swap them."""
         if not self.is_initialized:  # another stage holds the layer
             return
         for held in (self.keys, self.values):
@@ -250,7 +251,7 @@ class _SlotLayer(CacheLayerMixin):
                 columns[source] = lost
 
     def copy(self, slot: int, source: Any, row: int, stop: int, source_stop: int, length: int) -> None:
-        """Copy ``length`` positions of a row of a layer into a slot; zeros before them."""
+        """Copy ``length`` positions of a row of another layer into a slot. Set the columns before them to zero."""
         for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
             own[slot, :, : stop - length] = 0
             if self._cache.is_static:

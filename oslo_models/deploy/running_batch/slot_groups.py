@@ -1,7 +1,7 @@
-"""Groups of slots: while one pipeline stage computes a step of one group, the other stages compute those of others.
+"""Groups of slots: each pipeline stage computes a step of another group at the same time.
 
-A group's next step needs the tokens of its last one, which the last stage draws; with one group, all other stages would
-wait for them. These are the micro-batches of pipeline parallelism (GPipe, Huang et al., 2019), for decoding.
+The next step of a group needs the tokens of its last step, which the last stage draws. With one group, all other stages
+would wait for them. Groups are the micro-batches of pipeline parallelism (GPipe, Huang et al., 2019), for decoding.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from oslo_models.deploy.running_batch.step import Step
 
 
 def limits_of_groups(limits: BatchLimits, stages: int) -> list[BatchLimits]:
-    """The limits of each group: one for each stage, as long as there are rows; these are divided."""
+    """Return the limits of each group: one group per stage, at most one per row. The rows are divided evenly."""
     count = min(stages, limits.rows)
     return [replace(limits, rows=limits.rows // count + (group < limits.rows % count)) for group in range(count)]
 
 
 class SlotGroups:
-    """Schedules several groups; each row stays in the group that it is added to.
+    """Schedules several groups. A row stays in its group.
 
     Args:
         limits: of each group.
@@ -33,7 +33,7 @@ class SlotGroups:
         self._schedulers = [Scheduler(own.rows, own.chunk, Prefixes(own.rows) if own.reuse else None) for own in limits]
 
     def add(self, row: Any) -> None:
-        """Give a row to the group that saves most of its prompt, of those with a free slot, or else has least to do."""
+        """Add a row to the group with a free slot and the longest cached prefix, else to the least loaded group."""
         groups = self._schedulers
         free = [each for each in groups if each.load < each.slots]
         saved, group = max(((each.reusable(row), each) for each in free), default=(0, None), key=lambda pair: pair[0])
@@ -56,11 +56,11 @@ class SlotGroups:
             scheduler.forget_prefixes()
 
     def plan(self, consumed: int, ahead: Collection[int] = ()) -> Iterator[Step]:
-        """The next step of each group that has something to do.
+        """Yield the next step of each group that is not idle.
 
         Args:
             consumed: see `Step`.
-            ahead: the groups whose last step has yet to be computed.
+            ahead: groups that still have a step to compute. They are left out.
         """
         for group, scheduler in enumerate(self._schedulers):
             if group not in ahead and not scheduler.is_idle:
@@ -69,6 +69,6 @@ class SlotGroups:
                 yield step
 
     def rows(self, step: Step) -> list[Any]:
-        """The rows that a step computes a token of; it is the last one that was planned for its group."""
+        """Return the rows that get a token in ``step``. It must be the last step planned for its group."""
         rows = self._schedulers[step.group].rows
         return rows[len(rows) - step.joining :] if step.chunk else rows

@@ -1,10 +1,11 @@
 """Decoding steps of fixed shapes, which a CUDA graph can replay: buckets of rows and of attended columns.
 
-A graph repeats the kernels of one step with the same addresses and shapes. So a step gets its inputs in one tensor of
-its own, computes as many rows as its bucket has, and attends to as many columns of the slots. Rows beyond those of the
-batch are padding: they write to the last column of their slots, which belongs to no row.
+A graph repeats the kernels of one step with the same addresses and shapes. So each step owns one input tensor, computes
+all rows of its bucket, and attends to all columns of its bucket. Padding rows fill the bucket. They write to the last
+column of their slots, which belongs to no row.
 
-The code between capture and replay knows nothing of graphs: with `run_eagerly` in place of a capture it runs anywhere.
+The code between capture and replay does not depend on graphs: with `run_eagerly` in place of a capture, it runs on any
+device.
 
 Legend:
     B: rows of the bucket.
@@ -30,23 +31,23 @@ from oslo_models.fusion.grouped_attention import GROUPED
 
 Compute = Callable[[], Tensor]
 Capture = Callable[[Compute], Compute]
-"""Takes a computation of fixed shapes; returns a function that repeats it, with the same tensor as its result."""
+"""Captures a computation of fixed shapes. Returns a function that repeats it into the same result tensor."""
 SPARE_COLUMNS = 64
-"""Columns that the rows have before the next longer bucket after they were moved, so that they move rarely."""
+"""Minimum columns between the moved rows and the next longer bucket, so that rows rarely move."""
 
 
 def run_eagerly(compute: Compute) -> Compute:
-    """In place of a capture: each replay computes the step anew."""
+    """Stand in for a capture: each replay computes the step again."""
     return compute
 
 
 def for_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """Numbers on the host, pinned if a copy to the device need not wait; torch keeps such memory until it is made."""
+    """Return a host tensor, pinned for asynchronous copies to a GPU. torch keeps pinned memory until the copy ends."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """Numbers on a device, by one copy."""
+    """Return a tensor on a device, with one copy."""
     return for_device(values, device, dtype).to(device, non_blocking=True)
 
 
@@ -54,27 +55,27 @@ class StaticSteps:
     """The decoding steps of a batch, one for each bucket of rows and columns.
 
     Args:
-        forward: computes the logits [B, V] of ids, positions and options in a cache.
-        cache: of the batch; it is static.
-        config: of the decoder's attention layers, which may attend by groups of heads.
+        forward: computes the logits [B, V] from a cache, ids, positions and options.
+        cache: of the batch. It must be static.
+        config: of the decoder's attention layers. They may attend by groups of heads.
     """
 
     def __init__(self, forward: Callable[..., Tensor], cache: SlotCache, config: Any, capture: Capture) -> None:
         self._forward, self._cache, self._config, self._capture = forward, cache, config, capture
         self._steps: dict[tuple[int, int], tuple[_Inputs, Compute]] = {}
         self._allocations = -1
-        self._logits: Tensor | None = None  # for the largest bucket; smaller ones have the first rows of it
+        self._logits: Tensor | None = None  # for the largest bucket; smaller buckets use its first rows
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def clear(self) -> None:
-        """Drop all steps: what they compute, or where, has changed."""
+        """Drop all steps, because the model or the addresses of the cache have changed."""
         self._steps.clear()
         self._logits = None
 
     def run(self, tokens: Sequence[int]) -> Tensor:
-        """Compute the logits [rows, V] after the newest token of each row; the next step overwrites them."""
+        """Compute the logits [rows, V] after the newest token of each row. The next step overwrites them."""
         cache = self._cache
         rows = min(1 << (len(tokens) - 1).bit_length(), cache.most_rows)
         cache.make_room(rows, 1)
@@ -94,11 +95,11 @@ class StaticSteps:
         return replay()[: len(tokens)]
 
     def _computation(self, inputs: _Inputs) -> Compute:
-        """The step. Only `inputs` stays beside a graph: what else the step reads belongs to the cache or the model."""
+        """Return the step. A graph keeps only `inputs`. All other tensors belong to the cache or the model."""
         slots = _StaticSlots(self._cache, inputs)
 
         def compute() -> Tensor:
-            first_B = inputs.stop - inputs.positions_B  # so rows of padding see one column
+            first_B = inputs.stop - inputs.positions_B  # so padding rows attend to one column
             options = {"next_sequence_length": 1, "attention_mask": (inputs.columns_L >= first_B[:, None]).long()}
             with _by_groups_of_heads(self._config):
                 logits_BV = self._forward(slots, inputs.ids_B[:, None], inputs.positions_B[:, None], options)
@@ -107,7 +108,7 @@ class StaticSteps:
         return compute
 
     def _shared(self, logits_BV: Tensor) -> Tensor:
-        """Copy logits to the memory that all steps share, in float32 at least."""
+        """Copy logits to the buffer that all steps share, in float32 or wider."""
         rows, vocabulary = logits_BV.shape
         held = self._logits
         if held is None:
@@ -117,7 +118,7 @@ class StaticSteps:
 
 
 class _Inputs:
-    """The inputs of a step, at addresses that stay: for each row its token, its position and the column it writes to.
+    """Step inputs at fixed addresses: the token, position and written column of each row.
 
     Attributes:
         stop: the column after the last position of every row.
@@ -133,7 +134,7 @@ class _Inputs:
         self.slots_B, self.columns_L = torch.arange(rows, device=device), torch.arange(columns, device=device)
 
     def load(self, tokens: Sequence[int]) -> None:
-        """Take the tokens of the rows, and their places in the cache, in one copy."""
+        """Load the tokens of the rows, and their columns in the cache, with one copy."""
         cache, padding = self._cache, [0] * (self._rows - len(tokens))
         written = [cache.stop] * len(tokens) + [cache.columns - 1] * len(padding)
         values = [[*tokens, *padding], [*cache.lengths, *padding], written, [cache.stop] * self._rows]
@@ -141,9 +142,9 @@ class _Inputs:
 
 
 class _StaticSlots(Cache):
-    """The first rows and columns of a `SlotCache`, in which each row gets one position.
+    """View of the first rows and columns of a `SlotCache`. A step appends one position to each row.
 
-    transformers makes its masks for it as for its own static caches: from tensors alone, whatever they contain.
+    transformers builds masks for it as for static caches: from tensors alone, independent of their values.
     """
 
     def __init__(self, cache: SlotCache, inputs: _Inputs) -> None:
@@ -158,7 +159,7 @@ class _StaticSlots(Cache):
 
 
 class _StaticLayer(CacheLayerMixin):
-    """Keys and values [B, H, L, D] of one layer. It does not refer to its cache, so both go when a step goes."""
+    """Keys and values [B, H, L, D] of one layer. Holds no reference to its cache, so both are freed with the step."""
 
     is_compileable = True
 
@@ -169,7 +170,7 @@ class _StaticLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one position of each row; returns the keys and values of the bucket."""
+        """Write one position of each row. Return the keys and values of the bucket."""
         for held, states in zip(self._memory, (key_states, value_states), strict=True):
             held[self._inputs.slots_B, :, self._inputs.written_B] = states[:, :, 0]
         return self.keys, self.values
@@ -189,9 +190,9 @@ class _StaticLayer(CacheLayerMixin):
 
 @contextmanager
 def _by_groups_of_heads(config: Any) -> Iterator[None]:
-    """Within the block, torch's attention reads keys and values once for all query heads of a group.
+    """Context in which torch's attention reads keys and values once for all query heads of a group.
 
-    With a mask it would copy them for each query head.
+    With a mask, torch would copy them for each query head.
     """
     own = config._attn_implementation
     if own == "sdpa":

@@ -1,4 +1,4 @@
-"""What the ranks compute together in one step of the running batch, as the leader plans it."""
+"""The plan of one step of the running batch, which the leader sends to all ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 
 class WholePrompt(NamedTuple):
-    """A prompt that is computed in one step, and whose row joins.
+    """A prompt that is computed in one step. Its row joins in the same step.
 
     Attributes:
-        number: of the call that it is from.
-        length: its tokens.
-        displaced: the slot to which the former row moves that is in the slot of the new one; -1: it is lost.
+        number: of its call.
+        length: in tokens.
+        displaced: the slot to which the former row in the slot of the new row moves; -1 drops the former row.
     """
 
     number: int
@@ -25,26 +25,26 @@ class WholePrompt(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """One step: rows leave; a token of every row is decoded, or prompts are computed.
+    """One step: rows leave; then either every row decodes a token, or prompts are computed.
 
-    These are several short ones as a whole, or a chunk of one that is long, or begins with tokens of a row.
+    Prompts are either several short whole prompts, or a chunk of one prompt that is long or has a cached prefix.
 
     Attributes:
         consumed: messages of the application that the leader has taken since the batch began to run. Each rank has the
-            same messages in the same order; a follower catches up, and so takes part in calls between two steps.
-        idle: no row is left in any group: the ranks go back to waiting for messages.
-        reset: a step has failed: all rows are gone.
-        leaving: slots to be freed one after the other; the last row moves into the slot that becomes free.
+            same messages in the same order. A follower catches up, and so takes part in calls between two steps.
+        idle: no row is left in any group. The ranks go back to waiting for messages.
+        reset: a step has failed. All rows are gone.
+        leaving: slots to free one after the other. The last row moves into the free slot.
         tokens: the newest token of each row.
-        whole: the prompts that are computed as a whole; their rows take the slots after the last.
-        chunk: tokens of the prompt that is being computed, or of all of ``whole``, one after the other.
+        whole: the whole prompts. Their rows take the slots after the last row.
+        chunk: tokens of the prompt in prefill, or of all prompts in ``whole``, concatenated.
         begins: the chunk is the first one of its prompt.
-        joins: it is the last one; the prompt's row takes the slot after the last.
-        number: of the call that the prompt is from.
-        source: the slot of a row, or former row, whose first tokens are also those of a prompt that begins.
-        reused: so many of them; the chunk comes after them.
+        joins: the chunk is the last one of its prompt. The prompt's row takes the slot after the last row.
+        number: of the prompt's call.
+        source: slot that holds the longest cached prefix of a new prompt.
+        reused: length of that prefix in tokens. The chunk starts after it.
         displaced: as in `WholePrompt`.
-        group: the group of slots that all of this is about.
+        group: the group of slots that runs the step.
     """
 
     consumed: int
@@ -64,18 +64,18 @@ class Step:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and positions that are computed; the rows are 0 if nothing is."""
+        """The number of computed rows and positions. There are 0 rows if the step computes nothing."""
         if self.whole:
             return len(self.whole), max(prompt.length for prompt in self.whole)
         return (1, len(self.chunk)) if self.chunk else (len(self.tokens), 1)
 
     @property
     def joining(self) -> int:
-        """How many rows join."""
+        """The number of rows that join."""
         return len(self.whole) or int(self.joins)
 
     def encode(self) -> bytes:
-        """As bytes, with a checksum."""
+        """Return the step as bytes, with a checksum."""
         flags = self.idle | self.reset << 1 | self.begins << 2 | self.joins << 3
         counts = (len(self.leaving), len(self.tokens), len(self.whole))
         head = (self.consumed, flags, self.number, *counts, self.source, self.reused, self.displaced, self.group)
@@ -85,7 +85,7 @@ class Step:
 
     @classmethod
     def decode(cls, data: bytes) -> Step | None:
-        """The inverse of `encode`; ``None`` if the checksum is that of other data."""
+        """Return the inverse of `encode`; ``None`` if the checksum does not match the data."""
         if zlib.crc32(data[8:]) != int.from_bytes(data[:8], "little"):
             return None
         values = iter(array("q", data[8:]).tolist())

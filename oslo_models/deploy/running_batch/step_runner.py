@@ -29,26 +29,26 @@ from oslo_models.deploy.running_batch.step import Step
 
 
 class StepRunner:
-    """The rows of the batch as one rank holds them.
+    """The rows of the batch on one rank.
 
-    Prompts are computed in caches of their own, several together or one chunk by chunk while the rows go on; then their
-    keys and values are copied into slots.
+    Prompts are computed in separate caches: several prompts together, or one prompt chunk by chunk while the rows go
+    on. Afterwards their keys and values are copied into slots.
 
     Args:
-        keeps_logits: only the last pipeline stage gets logits; the other stages get none, [0, V].
+        keeps_logits: only the last pipeline stage gets logits. The other stages get an empty tensor, [0, V].
         packed: the model's head, if it may be packed.
 
     Attributes:
-        numbers: of the calls that the rows are from.
-        static: decoding steps of fixed shapes, which CUDA graphs replay; ``None``: they are computed eagerly.
-        eager_reason: why.
+        numbers: the call number of each row.
+        static: decoding steps of fixed shapes, which CUDA graphs replay; ``None`` for eager decoding.
+        eager_reason: why decoding is eager.
     """
 
     def __init__(
         self, model: Any, limits: BatchLimits, keeps_logits: bool = False, packed: PackedHead | None = None
     ) -> None:
         self.model, self._keeps_logits, self._packed = model, keeps_logits, packed
-        # what does not change, but takes as long as a layer to find out
+        # looked up once, because each lookup takes as long as a layer
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
         capture, self.eager_reason = capture_of(model)
@@ -59,35 +59,35 @@ class StepRunner:
             self.static = StaticSteps(self._forward, self.rows, config, capture)
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
-        self._computed: set[int] = set()  # the calls whose prompts are being computed
+        self._computed: set[int] = set()  # the calls with a prompt in prefill
         self._is_passed_on = False
 
     def rest(self) -> None:
-        """No row is left, and no prompt, unless it was dropped; former rows stay."""
+        """Clear the prompt after the last row has left. Former rows stay."""
         self.prompt.clear()
         self._computed = set()
 
     def clear(self) -> None:
-        """Remove all rows, former ones too, and the prompt."""
+        """Remove all rows, including former rows, and the prompt."""
         self.rows.clear()
         self.prompt.clear()
         self.numbers, self._computed = [], set()
 
     def drop_graphs(self) -> None:
-        """The model may have changed, or memory is short: later steps are captured anew."""
+        """Drop the CUDA graphs after the model has changed or memory ran out. Later steps are captured again."""
         if self.static is not None:
             self.static.clear()
 
     def calls(self) -> set[int]:
-        """The numbers of the calls that are being computed."""
+        """Return the numbers of the calls in progress."""
         return {*self.numbers, *self._computed}
 
     def run(self, step: Step) -> Tensor | None:
         """Compute a step.
 
         Returns:
-            The logits after the newest token of each row, [B, V], or those after each prompt whose row joins; ``None``
-            if more of the prompt is to come, or nothing was to be computed.
+            The logits [B, V] after the newest token of each row, or after each prompt that joins. ``None`` if the
+            prompt is not complete yet, or if the step computes nothing.
         """
         self._is_passed_on = False
         try:
@@ -106,13 +106,13 @@ class StepRunner:
             raise
 
     def skip(self, step: Step) -> None:
-        """Compute nothing, but have the other pipeline stages go on; the next one learns that the step has failed."""
+        """Skip a failed step so that the other pipeline stages go on. The next stage learns of the failure."""
         rows, length = step.shape
         if rows and self._keeps_logits and self.model.pipeline is not None:
             self.model.pipeline.skip_generation_step(rows, length)
 
     def free(self, leaving: Sequence[int]) -> None:
-        """Remove the rows that a step says."""
+        """Remove the rows in the slots that a step frees."""
         for slot in leaving:
             self.rows.free(slot)
             self.numbers[slot] = self.numbers[-1]
@@ -131,7 +131,7 @@ class StepRunner:
         return logits_BV
 
     def _replay(self, tokens: Sequence[int]) -> Tensor | None:
-        """The logits of a step of fixed shapes; ``None`` if there are no such steps, or this one cannot be captured."""
+        """Return the logits of a static step; ``None`` if decoding is eager, or if this step cannot be captured."""
         if self.static is None:
             return None
         try:
@@ -142,11 +142,11 @@ class StepRunner:
             return None
 
     def _prefill_whole(self, step: Step) -> Tensor:
-        """Compute prompts as `generate` computes a batch, padded on the left."""
+        """Compute whole prompts as one batch, padded on the left as in `generate`."""
         prompts, tokens = step.whole, iter(step.chunk)
         self._computed = {prompt.number for prompt in prompts}
         longest, cache = max(prompt.length for prompt in prompts), DynamicCache()
-        # a row: its padding, and its tokens
+        # per row: the length of its padding, the padding, its tokens
         rows = [[n := longest - prompt.length] + [0] * n + list(islice(tokens, prompt.length)) for prompt in prompts]
         padding_B1, ids_BL = to_device(rows, self._device).split((1, longest), 1)
         positions_BL, mask_BL = torch.arange(longest, device=self._device).expand(len(prompts), -1), None
@@ -185,7 +185,7 @@ class StepRunner:
         return logits_BV
 
     def _forward(self, cache: Cache, ids_BL: Tensor, position_ids_BL: Tensor, options: dict[str, Any]) -> Tensor:
-        """The logits of the last position of each row; the layers of the cache get the positions."""
+        """Return the logits of the last position of each row. Append the keys and values to the cache."""
         model = self.model
         given: dict[str, Any] = {"use_cache": True, generation_name(): cache, "attention_mask": None, **options}
         if self._takes_positions:

@@ -1,1 +1,1 @@
-"""TRL's trainers for models that are sharded over ranks. Imports ``trl``; nothing else in the library does."""
+"""TRL's trainers for models sharded over ranks. Only this package imports ``trl``."""

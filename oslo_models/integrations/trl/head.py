@@ -1,8 +1,8 @@
-"""What TRL calls a fused LM head, for a vocabulary that is sharded.
+"""TRL's fused LM head for a sharded vocabulary.
 
-TRL gives a model a ``forward`` of its own, which multiplies the hidden states by ``lm_head.weight``. On a rank, these
-are the rows of a part of the vocabulary. The ``forward`` here reads the same arguments and returns the same fields, of
-the distributions over the full vocabulary. Shapes: see the glossary.
+TRL replaces the ``forward`` of a model: the new one multiplies the hidden states by ``lm_head.weight``. On a rank, this
+weight has the rows of one vocabulary shard only. The ``forward`` here reads the same arguments and returns the same
+fields, computed over the full vocabulary. Shapes: see the glossary.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ IGNORED = -100
 
 
 def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
-    """Let a parallel model that has TRL's fused LM head compute it from shards. Other models stay as they are.
+    """Make a parallel model compute TRL's fused LM head from shards. Models without that head do not change.
 
     Args:
-        module: the model, however it is wrapped.
-        temperature: what TRL divides the logits by.
+        module: the model, with or without wrappers.
+        temperature: TRL's divisor of the logits.
     """
     model = find_parallel_model(module)
     of_trl = None if model is None else vars(model).get("forward")
     if model is None or of_trl is None or hasattr(of_trl, "is_sharded"):
         return
 
-    @functools.wraps(type(model).forward)  # whose signature `generate` reads
+    @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head and _vocabulary(self) is not None:
             return _fused_forward(self, args, temperature, **kwargs)
@@ -48,7 +48,7 @@ def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
 
 
 def _vocabulary(model: Any) -> VocabShard | None:
-    """This rank's shard of the vocabulary of the LM head; ``None`` if the head is not sharded."""
+    """Return this rank's vocabulary shard of the LM head; ``None`` if the head is not sharded."""
     head = model.get_output_embeddings()
     layout = getattr(head, "layouts", {}).get("weight")
     if layout is None or layout.dim is None or head.tp.size == 1:
@@ -66,7 +66,7 @@ def _fused_forward(
     num_items_in_batch: Any = None,
     **kwargs: Any,
 ) -> FusedCausalLMOutput:
-    """TRL's fields for each token that has a label; zero elsewhere."""
+    """Compute TRL's fields for each token with a label. Other tokens get zeros."""
     kwargs["use_cache"] = False
     given = {**kwargs, "labels": labels} if shift_labels is None else {**kwargs, "shift_labels": shift_labels}
     model._compare(args, given)
@@ -100,7 +100,7 @@ def _score(model: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float) 
 
 
 def logit_scaling(config: Any, temperature: float) -> LogitScaling:
-    """What an architecture does with its logits, as TRL reads it from the configuration."""
+    """Read an architecture's scaling of the logits from its configuration, as TRL does."""
     text = config.get_text_config()
     divisor = getattr(text, "logits_scaling", None)  # Granite
     factors = (getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))

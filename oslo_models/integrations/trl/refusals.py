@@ -1,4 +1,4 @@
-"""Refuses arguments of TRL's trainers that a parallel model cannot follow, before anything is trained."""
+"""Refuses arguments of TRL's trainers that a parallel model does not support, before training starts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _COMPARED = (
     *("max_length", "packing", "padding_free", "loss_type", "beta", "precompute_ref_log_probs", "sync_ref_model"),
     *("num_generations", "steps_per_generation", "num_iterations", "max_completion_length", "temperature"),
 )
-"""Arguments that decide how many steps and collectives there are, and what they compute."""
+"""Arguments that determine the number of steps and collectives, and their results. They must be equal on all ranks."""
 
 
 def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
-    """Check the arguments of a trainer of TRL. A collective of all ranks.
+    """Check the arguments of a TRL trainer. A collective of all ranks.
 
     Args:
-        trainer: the name of its class in TRL.
+        trainer: the name of the trainer class in TRL.
 
     Raises:
         ValueError: an argument, or pipeline stages, do not work with the trainer, or an argument differs between ranks;
@@ -45,7 +45,7 @@ def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
 
 
 def _refused(args: Any) -> dict[str, tuple[Any, str]]:
-    """Arguments by name: whether they are given, and what to do instead."""
+    """Return unsupported arguments by name, each with a flag (given or not) and advice for the error message."""
 
     def given(name: str) -> Any:
         return getattr(args, name, None)

@@ -27,14 +27,14 @@ require("integrations.trl")
 
 
 class _TRLMixin(ParallelTrainerMixin):
-    """What TRL's trainers have in common: TRL's arguments, its LM head, and losses that it scales itself."""
+    """Common base of the TRL trainers: checks TRL's arguments, shards its LM head, and keeps TRL's loss scaling."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._use_sharded_heads()
 
     def _check_class(self) -> None:
-        """The classes here are those that work."""
+        """Accept the class: the trainers in this module support sharded heads."""
 
     def _check_arguments(self, model: Any) -> None:
         found = find_parallel_model(model)
@@ -46,17 +46,17 @@ class _TRLMixin(ParallelTrainerMixin):
     def _validate_args(self) -> None:
         accepts = self.model_accepts_loss_kwargs
         super()._validate_args()
-        self.model_accepts_loss_kwargs = accepts  # it is TRL that divides by the labels, not the model
+        self.model_accepts_loss_kwargs = accepts  # TRL divides by the number of labels, not the model
 
     def _use_sharded_heads(self) -> None:
-        """Let the models compute TRL's fields from their shards of the head."""
+        """Make the models compute TRL's fields from their shards of the LM head."""
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 use_sharded_head(model, getattr(self, "temperature", 1.0))
 
 
 class SFTTrainer(_TRLMixin, sft_trainer.SFTTrainer):  # type: ignore[misc]
-    """TRL's ``SFTTrainer`` for models of this library on several ranks. Batch sizes are those of a replica.
+    """TRL's ``SFTTrainer`` for models of this library on several ranks. Batch sizes are per replica.
 
     Raises:
         ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
@@ -64,7 +64,7 @@ class SFTTrainer(_TRLMixin, sft_trainer.SFTTrainer):  # type: ignore[misc]
 
 
 class DPOTrainer(_TRLMixin, dpo_trainer.DPOTrainer):  # type: ignore[misc]
-    """TRL's ``DPOTrainer`` for models of this library on several ranks. Batch sizes are those of a replica.
+    """TRL's ``DPOTrainer`` for models of this library on several ranks. Batch sizes are per replica.
 
     Without ``ref_model`` and adapters, the reference is a copy of the model on the same ranks.
 
@@ -83,10 +83,12 @@ class DPOTrainer(_TRLMixin, dpo_trainer.DPOTrainer):  # type: ignore[misc]
         super().__init__(**given)
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """TRL's method, which its constructor calls too; the file of the results is found by the shards of all ranks.
+        """Precompute reference log-probabilities. The hash in the file name covers the shards of all ranks.
+
+        TRL's constructor calls this method too.
 
         Raises:
-            ValueError: the dataset is in memory, so each process would look for the file in a folder of its own.
+            ValueError: the dataset is in memory, so each process would look for the file in a separate folder.
         """
         self._use_sharded_heads()
         if self._parallel is not None:
@@ -104,9 +106,9 @@ class DPOTrainer(_TRLMixin, dpo_trainer.DPOTrainer):  # type: ignore[misc]
 class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc]
     """TRL's ``GRPOTrainer`` for models of this library on several ranks; the sharded model itself generates.
 
-    Batch sizes are those of a replica, and ``generation_batch_size`` is ``per_device_train_batch_size *
-    steps_per_generation`` times the number of replicas. All ranks of a replica train on the completions and rewards of
-    its first rank. Without adapters, the reference model of ``beta`` is a copy of the model on the same ranks.
+    Batch sizes are per replica, and ``generation_batch_size`` is ``per_device_train_batch_size * steps_per_generation``
+    times the number of replicas. All ranks of a replica train on the completions and rewards of its first rank. Without
+    adapters, the reference model for ``beta`` is a copy of the model on the same ranks.
 
     Raises:
         ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
@@ -121,11 +123,11 @@ class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc]
             super().__init__(**given)
         if reference is not None:
             self._use_reference(reference)
-        if self._parallel is not None:  # TRL has given each rank a seed of its own
+        if self._parallel is not None:  # TRL has given each rank another seed; ranks of a replica need the same
             set_seed(self.args.seed + self.accelerator.process_index)
 
     def _use_reference(self, reference: Any) -> None:
-        """What TRL does with the reference model that it loads itself."""
+        """Set up the reference model as TRL sets up a reference model that it loads."""
         self.beta, self.ref_model = self.args.beta, reference
         if self.args.disable_dropout:
             disable_dropout_in_model(reference)
@@ -142,7 +144,7 @@ class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc]
             self._count_replicas(found.mesh.dp.size)
 
     def _count_replicas(self, replicas: int) -> None:
-        """Let a generation batch be that of all replicas: the arguments have counted all ranks."""
+        """Set the generation batch size by the number of replicas. TRL's arguments have counted all ranks."""
         args = self.args
         args.generation_batch_size = args.per_device_train_batch_size * replicas * args.steps_per_generation
         of_batch = "per_device_train_batch_size * steps_per_generation"
@@ -158,12 +160,12 @@ class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc]
                 )
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's method, with the completions of the first rank of each replica on all of its ranks."""
+        """Generate completions. All ranks of a replica get the completions of its first rank."""
         generated = super()._generate(*args, **kwargs)
         return generated if self._parallel is None else broadcast_object(self._mesh.model, generated)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's method, which gathers the rewards of all ranks; here, those of the first rank of each replica."""
+        """Gather the rewards of the first rank of each replica; TRL gathers the rewards of all ranks."""
         rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
         if self._parallel is None:
             return rewards
@@ -173,26 +175,29 @@ class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc]
 
 
 def _arguments(cls: type, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a constructor by name."""
+    """Return the arguments of a constructor by name."""
     given = inspect.signature(cls.__init__).bind(trainer, *args, **kwargs).arguments  # type: ignore[misc]
     del given["self"]
     return given
 
 
 def _needs_reference(given: dict[str, Any]) -> bool:
-    """Whether the model is a parallel one, and not its own reference, as it is with its adapters disabled."""
+    """Return whether a parallel model needs a separate reference model.
+
+    A model with adapters does not: with its adapters disabled, it is the reference.
+    """
     model = given["model"]
     return find_parallel_model(model) is not None and not is_peft_model(model) and given.get("peft_config") is None
 
 
 def _reference(model: ParallelModel) -> ParallelModel:
-    """A copy of a model on the same ranks, whose parameters are not trained."""
+    """Return a copy of a model on the same ranks, with frozen parameters."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
 @contextmanager
 def _without_reference(args: Any, applies: bool) -> Iterator[None]:
-    """Keep TRL from loading a reference model from the hub, the full one on each rank."""
+    """Keep TRL from loading a full reference model from the hub on each rank."""
     if not applies:
         yield
         return

@@ -1,1 +1,1 @@
-"""PEFT's adapters on sharded models. Only `adaptable` is imported with the models; the rest imports ``peft``."""
+"""PEFT adapters on sharded models. Models import only `adaptable`; the other modules import ``peft``."""

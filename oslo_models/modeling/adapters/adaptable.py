@@ -1,4 +1,4 @@
-"""`AdaptableModel`: what a model does when ``peft`` adds adapters to it. Imports no ``peft``."""
+"""`AdaptableModel`: hooks into ``peft`` when it adds adapters to a model. Does not import ``peft``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from oslo_models.distributed.rng import default_generator
 
 
 class AdaptableModel(PreTrainedModel):
-    """Makes adapters that ``peft`` adds to a parallel model parallel too.
+    """Makes the adapters of a parallel model parallel too.
 
-    ``peft`` wraps layers without knowing that they are sharded, and then sets ``peft_config`` on the model: at this
-    moment the new adapters are *adopted* (`adoption.adopt`).
+    ``peft`` wraps layers without knowing that they are sharded, and then sets ``peft_config`` on the model. The setter
+    then *adopts* the new adapters (`adoption.adopt`).
     """
 
     mesh: ParallelMesh | None = None
@@ -30,7 +30,7 @@ class AdaptableModel(PreTrainedModel):
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """The configurations of the adapters by their names; set and read by ``peft``."""
+        """The adapter configurations by adapter name. ``peft`` sets and reads them."""
         if self._peft_config is None:
             raise AttributeError(f"{type(self).__name__} has no adapters")
         return self._peft_config
@@ -45,10 +45,10 @@ class AdaptableModel(PreTrainedModel):
         self._peft_config, self._adopted = None, {}
 
     def adopt_adapters(self, are_new: bool = False) -> None:
-        """Adopt adapters that were added since the last call; a collective of all ranks if there are any.
+        """Adopt adapters that were added since the last call. This is a collective of all ranks if there are any.
 
         Args:
-            are_new: ``peft`` has just added them, with random values; otherwise their values are kept.
+            are_new: whether ``peft`` has just added them with random values. Otherwise their values are kept.
         """
         configs = self._peft_config
         if configs is None or self.mesh is None or self.mesh.world.size == 1:
@@ -66,11 +66,14 @@ class AdaptableModel(PreTrainedModel):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module. Notes the random state when ``peft`` lists the modules, right before it wraps some.
+        """Like ``nn.Module.named_modules``.
+
+        ``peft`` lists the modules right before it wraps layers. This method then records the random state and checks
+        the new adapter.
 
         Raises:
-            ValueError: on every rank: the adapter that ``peft`` is about to add has no layer on one of the stages, or
-                is a combination of others that shards do not give, or has magnitudes where shards give none.
+            ValueError: a pipeline stage has no layer of the new adapter, the adapter combines others in a way that
+                needs full adapters, or DoRA targets a layer that takes full tensors. Raised on every rank.
         """
         if "peft" in sys.modules and (caller := sys._getframe(1)).f_code.co_name == "inject_adapter":
             self._rng_before_adapters = default_generator(torch.get_default_device()).get_state()
@@ -86,7 +89,7 @@ class AdaptableModel(PreTrainedModel):
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """As of any module. ``peft`` asks for BERT's embeddings when it begins to make a prompt encoder."""
+        """Like ``nn.Module.get_submodule``. ``peft`` requests BERT's embeddings to build a prompt encoder."""
         if target == "embeddings.word_embeddings" and self.mesh is not None and self.mesh.is_sharded:
             caller = sys._getframe(1)
             if caller.f_code.co_name == "_setup_prompt_encoder":
@@ -100,11 +103,11 @@ class AdaptableModel(PreTrainedModel):
         return super().get_submodule(target)
 
     def load_adapter(self, peft_model_id: str | Path | None = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method; on a sharded model a collective of all ranks.
+        """Load an adapter like transformers. On a sharded model, this is a collective of all ranks.
 
         Raises:
-            ValueError: on a sharded model, for arguments other than ``adapter_name``, ``peft_config``,
-                ``adapter_state_dict`` and ``is_trainable``.
+            ValueError: the model is sharded, and an argument is none of ``peft_model_id``, ``adapter_name``,
+                ``peft_config``, ``adapter_state_dict`` and ``is_trainable``.
         """
         if self.mesh is None or self.mesh.world.size == 1:
             return super().load_adapter(peft_model_id, *args, **kwargs)

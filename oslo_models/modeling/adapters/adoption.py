@@ -1,7 +1,7 @@
-"""Turns the adapters that ``peft`` has added to a parallel model into parallel ones, in place.
+"""Converts the adapters that ``peft`` added to a parallel model to parallel adapters, in place.
 
-Optimizers may already hold the parameters of an adapter, so these objects stay: values are copied into them, and the
-modules around them get the parallel class of their kind.
+Optimizers may already hold an adapter's parameters, so the parameter objects stay: values are copied into them, and
+their modules change to parallel classes.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ from oslo_models.sharding.layout import Layout
 
 
 def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
-    """Make the adapters ``names`` parallel. A collective of all ranks.
+    """Make the adapters ``names`` parallel. This is a collective of all ranks.
 
     Args:
-        model: a parallel model whose layers ``peft`` has wrapped.
-        rng_state: the state of the default generator from before the first values of the adapters were drawn: they are
-            drawn again, as for the full model. ``None``: the values are kept.
+        model: a parallel model after ``peft`` has wrapped its layers.
+        rng_state: the default generator's state before ``peft`` drew the initial values. The values are drawn again,
+            equal to the full model's. If ``None``, the values are kept.
 
     Raises:
-        ValueError: on every rank: a kind of adapter is not supported, or values differ between ranks.
+        ValueError: an adapter is not supported, or its values differ between ranks. Raised on every rank.
     """
     mesh = model.mesh
     require_equal(mesh.world, {"names": sorted(model.peft_config)}, "adapters")
@@ -97,7 +97,7 @@ def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
             _check_replicated(model, name, tuners)
     _name_parameters(model)
     if mesh.world.threads is not None:
-        return  # the model of all threads gathers states, and stands for the full one
+        return  # a single model represents all threads and gathers their states
     for module in model.modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             register_state_hooks(module)  # type: ignore[arg-type]
@@ -107,14 +107,14 @@ def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
 
 
 def wrapped_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that ``peft`` has wrapped, with their paths, in the order of the model."""
+    """Yield the layers that ``peft`` has wrapped, with their paths, in model order."""
     for path, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             yield path, module
 
 
 def _restore_placeholders(model: nn.Module) -> None:
-    """Undo the wrapping of placeholders: the adapter of their layer is on its own stage."""
+    """Unwrap placeholders. The stage with the actual layer holds its adapter."""
     for module in list(model.modules()):
         for leaf, child in module.named_children():
             inner = unwrapped(child)
@@ -123,7 +123,7 @@ def _restore_placeholders(model: nn.Module) -> None:
 
 
 def unwrapped(module: Any) -> Any:
-    """A module without the wrappers that ``peft`` has put around it."""
+    """Return a module without its ``peft`` wrappers."""
     inner: Any = module
     while isinstance(inner, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
         wrapper: Any = inner
@@ -135,7 +135,7 @@ def unwrapped(module: Any) -> Any:
 
 
 def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
-    """Make one LoRA adapter parallel, if its layer is sharded."""
+    """Make a LoRA adapter parallel if its layer is sharded."""
     base = tuner.get_base_layer()
     if isinstance(tuner, ParamWrapper):
         if parameter_layout(tuner) is not None:
@@ -176,11 +176,11 @@ def _adopt_linear(tuner: Any, name: str, outputs: bool) -> None:
 
 
 def _adopt_dropout(dropout: Any, outputs: bool, models: ShardedRngStream | None, own: ShardedRngStream) -> None:
-    """Let the dropout of an adapter's input draw from the right stream.
+    """Make an adapter's input dropout draw from the right random stream.
 
     Args:
-        models: the stream of the model's own dropouts, if it has any; without them no region is ever entered.
-        own: a stream for the adapters of a model without dropouts.
+        models: the stream of the model's dropouts, or ``None``: without dropout, the model enters no sharded region.
+        own: the stream of the adapters, for models without dropout.
     """
     if not isinstance(dropout, nn.Dropout):
         return
@@ -198,7 +198,7 @@ def _adopt_dora(tuner: Any, name: str) -> None:
 
 @torch.no_grad()
 def _compute_magnitudes(tuner: Any, name: str) -> None:
-    """Compute DoRA's first magnitudes again, since A and B were drawn again; a collective for sharded inputs."""
+    """Recompute DoRA's initial magnitudes after A and B were redrawn. For sharded inputs, this is a collective."""
     dora: Any = tuner.lora_magnitude_vector[name]
     magnitude = dora.weight
     if magnitude.is_meta:
@@ -216,13 +216,13 @@ def _compute_magnitudes(tuner: Any, name: str) -> None:
 
 
 def _adopt_ia3(tuner: Any, name: str) -> None:
-    """Sum the gradients of factors that several ranks hold and use for shards; others are right as they are."""
+    """Sum the gradients of factors that several ranks share. The gradients of other factors are already correct."""
     if isinstance(tuner.get_base_layer(), (LatentLinear, InnerRowParallelLinear)):
         tuner.__class__ = SharingIA3Linear
     layout = adapter_layouts(tuner).get(f"ia3_l.{name}")
     if layout is not None and layout.overlaps:
         factors, trained = tuner.ia3_l[name], tuner.ia3_l[name].requires_grad
-        factors.requires_grad_(True)  # an adapter for inference may be trained later, and needs the hook then
+        factors.requires_grad_(True)  # an inference adapter may be trained later, which needs the hook
         factors.register_hook(partial(sum_replicated, axis=tuner.get_base_layer().tp, layout=layout))
         factors.requires_grad_(trained)
 
@@ -231,7 +231,7 @@ def _adopt_ia3(tuner: Any, name: str) -> None:
 
 
 def _check_replicated(model: Any, name: str, tuners: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if a parameter that every rank should hold in full differs between ranks."""
+    """Raise ``ValueError`` if a replicated parameter differs between ranks."""
     tp, differing = model.mesh.tp, []
     for path, tuner in tuners.items():
         sharded = adapter_layouts(tuner)
@@ -250,7 +250,7 @@ def _check_replicated(model: Any, name: str, tuners: dict[str, Any]) -> None:
 
 
 def _name_parameters(model: Any) -> None:
-    """Bring the layouts, and on a pipeline stage the names in the full model, up to date with ``peft``'s names."""
+    """Update the layouts, and a pipeline stage's full names, to ``peft``'s parameter names."""
     before, stage = dict(model.layouts), model.stage
     sharded = {
         f"{path}.{leaf}": layout
@@ -260,14 +260,14 @@ def _name_parameters(model: Any) -> None:
     }
     for name, param in model.named_parameters(remove_duplicate=False):
         plain = plain_name(name, model.peft_config)
-        own = before.get(plain) if plain != name else None  # of ranks that are threads, not always that of the layer
+        own = before.get(plain) if plain != name else None  # may differ from the layer's layout if ranks are threads
         model.layouts[name] = own or sharded.get(name) or before.get(name) or Layout(tuple(param.shape))
         if stage is not None and plain != name and "modules_to_save" not in name:
             stage.full_names[name] = stage.full_names.get(plain, plain)
 
 
 def plain_name(name: str, adapters: Any) -> str:
-    """The name that a parameter of the model, or its copy in ``modules_to_save``, has without adapters."""
+    """Return a parameter's name without adapters. Copies in ``modules_to_save`` get the original parameter's name."""
     name = re.sub(r"(\.base_layer)+\.", ".", name).replace(".original_module.", ".")
     for adapter in adapters:
         name = name.replace(f".modules_to_save.{adapter}.", ".")

@@ -1,7 +1,7 @@
-"""LoRA on the parameters of stacked experts (``target_parameters`` of ``peft``) that are sharded.
+"""LoRA on sharded stacks of experts (``target_parameters`` of ``peft``).
 
-Over ranks that hold different experts, A and B are those of these experts. Over ranks that hold a part of each expert's
-width, the factor on the side of the width is sharded, and the gradient of the other one is summed over these ranks.
+Ranks with different experts hold the A and B of their local experts. If ranks share the width of each expert, the
+factor on the side of the width is sharded, and the gradient of the other factor is all-reduced over these ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from oslo_models.sharding.layout import Layout, Range
 
 
 def parameter_layout(tuner: Any) -> Layout | None:
-    """The layout of the parameter that a wrapper adapts; ``None`` if every rank holds all of it."""
+    """Return the layout of a wrapper's parameter, or ``None`` if it is replicated."""
     layout: Layout | None = (getattr(tuner.get_base_layer(), "layouts", None) or {}).get(tuner.parameter_name)
     return None if layout is None or layout.dim is None else layout
 
 
 def shape_of(tuner: Any) -> tuple[int, int, int, int]:
-    """The full sizes of a stack: experts, inputs, outputs; and which dimension the outputs are."""
+    """Return the full sizes of a stack (experts, inputs, outputs) and its output dimension."""
     layout = parameter_layout(tuner)
     experts, first, second = tuner.get_param().shape if layout is None else layout.shape
     if getattr(tuner.get_base_layer(), "is_transposed", False):
@@ -36,7 +36,7 @@ def shape_of(tuner: Any) -> tuple[int, int, int, int]:
 
 
 def layouts_of_factors(tuner: Any) -> dict[str, Layout]:
-    """The layouts of the sharded factors of a wrapper, by their names in it."""
+    """Return the layouts of a wrapper's sharded factors, by their names in the wrapper."""
     stack = parameter_layout(tuner)
     if stack is None:
         return {}
@@ -46,7 +46,7 @@ def layouts_of_factors(tuner: Any) -> dict[str, Layout]:
     of_outputs, of_inputs = (width, None) if stack.dim == dim_of_outputs else (None, width)
     found = {}
     for name, rank in tuner.r.items():
-        # A has the ranks of an expert side by side, B the experts of a rank
+        # the LoRA ranks of an expert are contiguous in A, the experts of a LoRA rank in B
         rows = [[(start * rank, stop * rank) for start, stop in ranges] for ranges in own]
         columns = [[(at * experts + a, at * experts + b) for at in range(rank) for a, b in ranges] for ranges in own]
         found[f"lora_A.{name}.weight"] = _sharded((rank * experts, inputs), _frozen(rows), of_inputs)
@@ -58,7 +58,7 @@ Ranges = tuple[tuple[Range, ...], ...]
 
 
 def _sharded(shape: tuple[int, int], first: Ranges | None, second: Ranges | None) -> Layout:
-    """The layout of a matrix, from the ranges of each of its dimensions that every rank holds, if it is sharded."""
+    """Return the layout of a matrix from the ranges on each rank in its first and second dimension, if sharded."""
     if not second:
         return Layout(shape, 0, first) if first else Layout(shape)
     return Layout(shape, 1, second, first or ())
@@ -69,7 +69,7 @@ def _frozen(ranges: list[list[Range]]) -> Ranges:
 
 
 def _shared(factor: Tensor, base: ParallelExperts, layout: Layout | None) -> Tensor:
-    """A factor, with the gradient that all ranks with the same part of it, and all replicas, have together."""
+    """Return a factor with its gradient combined over all ranks that hold the same part, and over all replicas."""
     if layout is None:
         return copy_to(base.tp, factor)
     if base.mesh.is_over_replicas(layout):
@@ -82,19 +82,19 @@ class ParallelParamWrapper(ParamWrapper):
     """LoRA on a sharded stack of experts."""
 
     def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
-        """The factors of this rank's part of the update, and its scale."""
+        """Return the factors and the scale of this rank's part of the update."""
         with without_override(), self._sharing_gradients(adapter_name):
             factors: tuple[Tensor, Tensor, float] = super().get_delta_factors(adapter_name)
         return factors
 
     def get_delta_weight(self, adapter_name: str, *_: Any, **__: Any) -> Tensor:
-        """This rank's part of the update; a stack may have one expert here."""
+        """Return this rank's part of the update. Unlike ``peft``, this supports a local stack of one expert."""
         left, right, scale = self.get_delta_factors(adapter_name)
         return (left @ right) * scale
 
     @contextmanager
     def _sharing_gradients(self, adapter: str) -> Iterator[None]:
-        """While active, each factor has the sum of the gradients of all ranks that hold the same part of it."""
+        """Within the block, combine each factor's gradient over all ranks that hold the same part."""
         base: Any = self.get_base_layer()
         layouts = layouts_of_factors(self)
         factors = {f"lora_{side}.{adapter}.weight": getattr(self, f"lora_{side}")[adapter] for side in "AB"}

@@ -1,7 +1,7 @@
-"""The first values of adapters: those that ``peft`` draws for the full model, whatever the parallel sizes.
+"""Initialises adapters with the values that ``peft`` draws for the full model, at any parallel size.
 
-``peft`` draws them layer by layer from the default generator, in the shapes of this rank's layers. They are drawn again
-here, from the same state of the generator, by the same code of ``peft`` but for layers of the full sizes.
+``peft`` draws initial values layer by layer from the default generator, in the shapes of this rank's layers. This
+module draws them again with ``peft``'s own code, from the same generator state, but in the full shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KINDS = (nn.Linear, Conv1D, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass
 class _Drawn:
-    """What is needed to draw an adapter of one layer: the layer without its weights, and arguments of ``peft``."""
+    """The inputs to draw one layer's adapter: the layer without weights, and the arguments of ``peft``'s class."""
 
     cls: type
     layer: nn.Module
@@ -39,11 +39,11 @@ class _Drawn:
 
 @torch.no_grad()
 def draw(model: Any, name: str, tuners: Mapping[str, Any], rng_state: Tensor) -> None:
-    """Give the adapter ``name`` the values that it has in the full model. A collective of all ranks.
+    """Give the adapter ``name`` the same initial values as in the full model. This is a collective of all ranks.
 
     Args:
-        tuners: the wrapped layers on this rank, by their paths.
-        rng_state: this rank's state of the default generator before ``peft`` drew; that of world rank 0 counts.
+        tuners: the wrapped layers on this rank, by path.
+        rng_state: this rank's default generator state before ``peft`` drew. All ranks use the state of world rank 0.
     """
     mesh, full_names = model.mesh, {} if model.stage is None else model.stage.full_names
     own = {path: _blueprint(tuner, name) for path, tuner in tuners.items() if _has(tuner, name)}
@@ -51,7 +51,7 @@ def draw(model: Any, name: str, tuners: Mapping[str, Any], rng_state: Tensor) ->
     stages = gather_objects(mesh.pp, {full: own[path] for full, path in here.items()})
     config = copy.copy(model.peft_config[name])
     if hasattr(config, "use_dora"):
-        config.use_dora = False  # magnitudes are computed from weights, and nothing is drawn for them
+        config.use_dora = False  # magnitudes are computed from weights, not drawn
     generator = default_generator(torch.get_default_device())
     shared = broadcast_object(mesh.world, rng_state)
     generator.set_state(shared)
@@ -59,7 +59,7 @@ def draw(model: Any, name: str, tuners: Mapping[str, Any], rng_state: Tensor) ->
         full: Any = drawn.cls(drawn.layer, name, config=config, **drawn.arguments)
         if path in here:
             _copy_shards(tuners[here[path]], full, mesh)
-    if not torch.equal(shared, rng_state):  # a replica with a random state of its own keeps it
+    if not torch.equal(shared, rng_state):  # a replica with a different random state keeps it
         generator.set_state(rng_state)
 
 
@@ -69,7 +69,7 @@ def _full_path(path: str, full_names: Mapping[str, str]) -> str:
 
 
 def _in_order_of_draws(found: Mapping[str, _Drawn]) -> list[tuple[str, _Drawn]]:
-    """In the order in which ``peft`` draws: parameters after all layers, and the first one of a module innermost."""
+    """Sort into ``peft``'s drawing order: parameters after all layers, the innermost wrapper of a module first."""
     layers = [each for each in found.items() if not issubclass(each[1].cls, ParamWrapper)]
     stacks: dict[str, list[tuple[str, _Drawn]]] = {}
     for path, drawn in found.items():
@@ -87,7 +87,7 @@ def _own_parameters(tuner: Any) -> list[tuple[str, nn.Parameter]]:
 
 
 def _copy_shards(tuner: Any, full: Any, mesh: ParallelMesh) -> None:
-    """Copy the values of the adapter ``full`` of a full layer into that of this rank's layer."""
+    """Copy this rank's shards of the full layer's adapter ``full`` into the adapter ``tuner``."""
     layouts, values = adapter_layouts(tuner), dict(_own_parameters(full))
     for leaf, param in _own_parameters(tuner):
         if leaf in values:
@@ -129,7 +129,7 @@ def _blueprint_of_stack(tuner: Any, name: str) -> _Drawn:
 
 
 def use_type_of_adapters(tuner: Any) -> None:
-    """Give a new adapter the type that ``peft`` gives it over a quantised weight, which is none of floats there."""
+    """Give a new adapter over a quantised weight the floating-point dtype that ``peft`` would choose."""
     base = tuner.get_base_layer()
     if isinstance(getattr(base, "weight", None), PackedWeight):
         for _, param in _own_parameters(tuner):
@@ -147,5 +147,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _plain_class(tuner: Any) -> type:
-    """The class of ``peft`` of a wrapper, of which an earlier adapter may have made a parallel one."""
+    """Return ``peft``'s class of a wrapper. An earlier adapter may have changed it to a parallel class."""
     return next(cls for cls in type(tuner).__mro__ if cls.__module__.startswith("peft."))

@@ -1,8 +1,8 @@
-"""The modules of LoRA adapters around sharded layers, as subclasses of those of ``peft``.
+"""LoRA adapters of sharded layers, as subclasses of ``peft``'s modules.
 
-Around a layer with sharded outputs, A is replicated and B has the layer's sharded outputs. Around one with sharded
-inputs, A has the layer's sharded inputs and B is replicated. So A and B are parallel linear layers themselves. Around
-one that takes and returns full tensors, whatever of its weight a rank has, both are replicated.
+On a layer with sharded outputs, A is replicated and B has the layer's sharded outputs. On a layer with sharded inputs,
+A has the layer's sharded inputs and B is replicated. A and B are thus parallel linear layers themselves. On a layer
+that takes and returns full tensors, A and B are both replicated, even if the layer's weight is sharded.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from oslo_models.sharding.layout import Layout
 
 
 class ReplicatedDropout(nn.Dropout):
-    """A dropout of the input of a layer with sharded outputs: every rank draws the same mask."""
+    """Input dropout for a layer with sharded outputs: every rank draws the same mask."""
 
     stream: ShardedRngStream
 
     def forward(self, x: Tensor) -> Tensor:
-        self.stream.leave()  # the adapted layer, which is called first, has entered its sharded region
+        self.stream.leave()  # the adapted layer ran first and entered its sharded region
         return super().forward(x)
 
 
 class ShardedDropout(nn.Dropout):
-    """A dropout of the input of a layer with sharded inputs: every rank draws a mask of its own."""
+    """Input dropout for a layer with sharded inputs: each rank draws a different mask."""
 
     stream: ShardedRngStream
 
@@ -54,10 +54,10 @@ class ShardedDropout(nn.Dropout):
 
 
 class ParallelLoraLinear(LoraLinear):
-    """LoRA on a sharded linear layer: its update of the weight, too, is that of the shard."""
+    """LoRA on a sharded linear layer. Its weight update is a shard too."""
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
-        """As of ``peft``. Raises ``ValueError`` if the weight is quantised, which a shard cannot be again."""
+        """Merge the adapter. Raise ``ValueError`` if the weight is quantised, as a shard cannot be quantised again."""
         base: Any = self.get_base_layer()
         if is_quantized(base.weight):
             raise ValueError(
@@ -81,7 +81,10 @@ class ReplicatedLoraLinear(ParallelLoraLinear):
 
 
 class _AddsBeforeSharing(nn.Module):
-    """An adapter of a layer the gradient of whose output is summed over the ranks; a mixin before ``peft``'s class."""
+    """Adapter mixin for layers with an output gradient that is all-reduced across tensor-parallel ranks.
+
+    The all-reduce then includes the adapter branch. The mixin precedes ``peft``'s class.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         base: Any = self.get_base_layer()  # type: ignore[operator]
@@ -93,15 +96,15 @@ class _AddsBeforeSharing(nn.Module):
 
 
 class LatentLoraLinear(_AddsBeforeSharing, LoraLinear):
-    """LoRA on a projection to a latent."""
+    """LoRA on a projection to a latent (`LatentLinear`)."""
 
 
 class InnerLoraLinear(_AddsBeforeSharing, ParallelLoraLinear):
-    """LoRA on a row-parallel layer between sharded ones."""
+    """LoRA on a row-parallel layer with sharded layers after it (`InnerRowParallelLinear`)."""
 
 
 class SharingIA3Linear(_AddsBeforeSharing, IA3Linear):
-    """IA3 on either."""
+    """IA3 on a `LatentLinear` or an `InnerRowParallelLinear`."""
 
 
 class _ParallelLoraEmbedding(LoraEmbedding):
@@ -111,7 +114,7 @@ class _ParallelLoraEmbedding(LoraEmbedding):
 
 
 class VocabParallelLoraEmbedding(_ParallelLoraEmbedding):
-    """LoRA on an embedding with a sharded vocabulary: each rank has the columns of A of its rows."""
+    """LoRA on an embedding with a sharded vocabulary: A is sharded by columns, one per local row of the embedding."""
 
     def _embed(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
         base: Any = self.get_base_layer()
@@ -129,7 +132,7 @@ class FeatureParallelLoraEmbedding(_ParallelLoraEmbedding):
 
 
 class _ParallelDora(nn.Module):
-    """DoRA's magnitudes of the outputs of a sharded layer; a mixin before the class of ``peft``.
+    """Mixin for DoRA's output magnitudes of a sharded layer. It precedes ``peft``'s class.
 
     Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024.
 
@@ -147,7 +150,7 @@ class _ParallelDora(nn.Module):
     def get_weight_norm(
         self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
     ) -> Tensor:
-        """The norms of the rows of ``weight + scaling * lora_weight``, ``[local outputs]``, over all inputs.
+        """Return the row norms of ``weight + scaling * lora_weight`` over all inputs, ``[local outputs]``.
 
         Args:
             weight: ``[local outputs, local inputs]``, transposed if ``fan_in_fan_out``.
@@ -176,11 +179,11 @@ class ParallelDoraLinear(_ParallelDora, DoraLinearLayer):
 
     def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> Tensor:
         with without_override():
-            product: Tensor = lora_B.weight @ lora_A.weight  # not by their forward, which communicates
+            product: Tensor = lora_B.weight @ lora_A.weight  # their forward would communicate
         return product
 
     def forward(self, x: Tensor, *, base_layer: Any, base_result: Any = None, **kwargs: Any) -> Any:
-        if base_result is None:  # after a dropout, of which the result of the adapted layer knows nothing
+        if base_result is None:  # a dropout changed x after the adapted layer ran
             base_result = base_layer(x)
         if not isinstance(base_result, VocabParallelLogits):
             return super().forward(x, base_layer=base_layer, base_result=base_result, **kwargs)

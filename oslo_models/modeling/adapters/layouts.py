@@ -1,4 +1,4 @@
-"""The layouts of an adapter's parameters, which follow from that of the layer that it adapts."""
+"""Derives the layouts of an adapter's parameters from the layout of the adapted layer."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from oslo_models.sharding.layout import Layout
 
 
 def weight_layout(layer: nn.Module) -> Layout | None:
-    """The layout of the weight of an adapted layer; ``None`` if every rank holds all of it, or of its adapters."""
+    """Return the weight layout of an adapted layer, or ``None`` if the weight or its adapters are replicated."""
     layout = _layouts(layer).get("weight")
     return None if layout is None or layout.dim is None or isinstance(layer, DerivedLayer) else layout
 
 
 def takes_full_tensors(layer: nn.Module) -> bool:
-    """Whether the inputs and outputs of a sharded layer are full, so that its adapters are on every rank."""
+    """Whether a sharded layer takes and returns full tensors, so that its adapters are replicated."""
     layout = _layouts(layer).get("weight")
     return isinstance(layer, DerivedLayer) and layout is not None and layout.dim is not None
 
 
 def shards_outputs(layer: nn.Module) -> bool:
-    """Whether it is the outputs of a sharded layer that are sharded: features, or the entries of embeddings."""
+    """Whether a layer shards its outputs: the output features, or the feature dimension of an embedding."""
     outputs = 0 if isinstance(layer, nn.Linear) else 1
     layout = weight_layout(layer)
     return layout is not None and layout.dim == outputs
 
 
 def features(layer: Any) -> tuple[int, int]:
-    """The full numbers of input and output features of an adapted layer; for embeddings, of entries and features."""
+    """Return the full input and output sizes of an adapted layer. For an embedding: vocabulary and embedding size."""
     layout = _layouts(layer).get("weight")
     shape = tuple(layer.weight.shape) if layout is None else layout.shape
     return (shape[1], shape[0]) if isinstance(layer, nn.Linear) else (shape[0], shape[1])
@@ -48,7 +48,7 @@ def _layouts(layer: nn.Module) -> dict[str, Layout]:
 
 
 def adapter_layouts(tuner: Any) -> dict[str, Layout]:
-    """The layouts of the sharded parameters of a module that ``peft`` has wrapped, by their names in the wrapper."""
+    """Return the layouts of a ``peft`` wrapper's sharded parameters, by their names in the wrapper."""
     if isinstance(tuner, AuxiliaryTrainingWrapper):
         return _layouts_of_copies(tuner)
     base = tuner.get_base_layer()
@@ -83,13 +83,13 @@ def adapter_layouts(tuner: Any) -> dict[str, Layout]:
 
 
 def _of_own(tuner: Any, layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """Those of parameters that there are, and that are sharded."""
+    """Filter for sharded parameters that the wrapper has."""
     own = {name for name, _ in tuner.named_parameters()}
     return {name: layout for name, layout in layouts.items() if name in own and layout.dim is not None}
 
 
 def _layouts_of_copies(wrapper: AuxiliaryTrainingWrapper) -> dict[str, Layout]:
-    """The layouts of the sharded parameters of ``modules_to_save``: of the original module and of its copies."""
+    """Return the layouts of sharded parameters in ``modules_to_save``: the original module and its copies."""
     return {
         f"{path}.{leaf}": layout
         for path, module in wrapper.named_modules()
@@ -99,7 +99,7 @@ def _layouts_of_copies(wrapper: AuxiliaryTrainingWrapper) -> dict[str, Layout]:
 
 
 def axis_of(wrapper: nn.Module, layout: Layout) -> Axis:
-    """The axis over which a parameter of a module that ``peft`` has wrapped is sharded, as its layout says."""
+    """Return the axis over which a ``peft`` wrapper's parameter is sharded, according to its layout."""
     axes: list[Any] = [vars(module).get("tp") for module in wrapper.modules()]
     axes += [module.mesh.experts for module in wrapper.modules() if isinstance(module, ParallelExperts)]
     return next(axis for axis in axes if isinstance(axis, Axis) and axis.size == len(layout.ranges))

@@ -1,4 +1,4 @@
-"""Loads an adapter into a sharded model without a ``PeftModel``: transformers' ``load_adapter``."""
+"""Implements transformers' ``load_adapter`` for a sharded model without a ``PeftModel``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def load_adapter(
     is_trainable: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Add an adapter to a sharded model and load its weights. A collective of all ranks."""
+    """Add an adapter to a sharded model and load its weights. This is a collective of all ranks."""
     name = adapter_name or "default"
     if unknown := sorted(key for key, value in kwargs.items() if value not in (None, False, "auto", {})):
         raise ValueError(f"load_adapter of a sharded model has no {unknown}; peft's PeftModel.from_pretrained may")

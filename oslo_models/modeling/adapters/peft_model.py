@@ -1,4 +1,4 @@
-"""The ``PeftModel`` of a sharded model: a subclass of the one that ``peft`` constructs."""
+"""The ``PeftModel`` of a sharded model: a subclass of the class that ``peft`` constructs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oslo_models.modeling.original_class import original_class
 
 
 class ShardedPeftModel(PeftModel):
-    """Mixed in before the class of a ``PeftModel`` whose model is sharded.
+    """Mixin for the ``PeftModel`` of a sharded model. It precedes ``peft``'s class.
 
     Attributes:
         plain_class: the class that ``peft`` chose.
@@ -27,7 +27,7 @@ class ShardedPeftModel(PeftModel):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """As of the model, by the names that its parameters have here."""
+        """The model's ignored parameters for ``DistributedDataParallel``, by their names in the ``PeftModel``."""
         model: Any = self.get_base_model()
         experts = set(model.expert_parameters())
         return [name for name, param in self.named_parameters() if param in experts]
@@ -42,11 +42,14 @@ class ShardedPeftModel(PeftModel):
         path_initial_model_for_weight_conversion: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """As of ``PeftModel``. A collective of all ranks, of which the first one writes, whatever ``is_main_process``.
+        """Save adapters like ``PeftModel.save_pretrained``. This is a collective of all ranks.
+
+        World rank 0 writes the files. ``is_main_process`` has no effect.
 
         Raises:
-            ValueError: for ``path_initial_model_for_weight_conversion`` and ``state_dict``: shards are gathered here.
-            OSError: on every rank, when the directory cannot be written.
+            ValueError: ``path_initial_model_for_weight_conversion`` or ``state_dict`` is passed. This method gathers
+                the shards itself.
+            OSError: the directory cannot be written. Raised on every rank.
         """
         if path_initial_model_for_weight_conversion is not None or kwargs.pop("state_dict", None) is not None:
             raise ValueError(
@@ -60,7 +63,7 @@ class ShardedPeftModel(PeftModel):
         save_peft_model(self, save_directory, selected_adapters, save_embedding_layers, **options)
 
     def _save_prompts(self, save_directory: str, selected: Any, save_embedding_layers: Any, options: Any) -> None:
-        """Save prompt encoders, of which every rank has a full copy."""
+        """Save prompt encoders. Every rank holds a full copy."""
         model: Any = self.get_base_model()
         world = model.mesh.world
         with agree(world, f"saving adapters to {save_directory}"):
@@ -76,7 +79,7 @@ class ShardedPeftModel(PeftModel):
                 )
 
     def _get_base_model_class(self, *args: Any, **kwargs: Any) -> type:
-        """transformers' class, so that the saved adapter loads without this library."""
+        """Return the transformers class, so that the saved adapter loads without this library."""
         cls: type = super()._get_base_model_class(*args, **kwargs)
         original: type = original_class(cls)
         return original
@@ -100,13 +103,13 @@ class ShardedPeftModel(PeftModel):
 
 
 def become_sharded(peft_model: Any) -> None:
-    """Give a ``PeftModel`` the class of one whose model is sharded, in place."""
+    """Change the class of a ``PeftModel`` to the sharded one, in place."""
     if not isinstance(peft_model, ShardedPeftModel):
         peft_model.__class__ = _sharded_class(type(peft_model))  # type: ignore[arg-type]
 
 
 def under_construction() -> PeftModel | None:
-    """The ``PeftModel`` whose constructor is on the call stack, if there is one."""
+    """Return the ``PeftModel`` with a constructor on the call stack, if there is one."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

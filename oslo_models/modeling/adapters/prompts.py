@@ -1,4 +1,4 @@
-"""Prompt tuning, p-tuning and prefix tuning of a sharded model. Every rank holds the whole prompt encoder."""
+"""Prompt tuning, p-tuning and prefix tuning of a sharded model. Every rank holds the full prompt encoder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SUPPORTED = (PeftType.PROMPT_TUNING, PeftType.P_TUNING, PeftType.PREFIX_TUNING)
 
 
 class FullVocabulary(nn.Module):
-    """The token embeddings of a sharded model, as those of a full one.
+    """Presents sharded token embeddings with the size of the full vocabulary.
 
     Attributes:
         num_embeddings: the size of the full vocabulary.
@@ -23,12 +23,12 @@ class FullVocabulary(nn.Module):
 
     def __init__(self, embeddings: nn.Module, num_embeddings: int) -> None:
         super().__init__()
-        self._embeddings = (embeddings,)  # in a tuple, so that it is no submodule
+        self._embeddings = (embeddings,)  # a tuple hides the embedding from nn.Module
         self.num_embeddings = num_embeddings
 
     @property
     def weight(self) -> Tensor:
-        """This rank's shard; its device is what ``peft`` asks for."""
+        """This rank's shard. ``peft`` reads only its device."""
         weight: Any = self._embeddings[0].weight
         return weight
 
@@ -38,10 +38,10 @@ class FullVocabulary(nn.Module):
 
 
 def vocabulary_for_prompts(model: Any, peft_model: Any, name: str) -> FullVocabulary:
-    """What ``peft`` takes for the token embeddings when it is about to make the prompt encoder ``name``.
+    """Return the token embeddings that ``peft`` uses to build the prompt encoder ``name``.
 
     Raises:
-        ValueError: the model is split into pipeline stages, or the kind of prompts is not supported.
+        ValueError: the model has several pipeline stages, or the type of prompt learning is not supported.
     """
     kind = peft_model.peft_config[name].peft_type
     if model.is_pipeline_parallelized():
@@ -68,6 +68,6 @@ def local_heads(model: Any, cache: Any) -> Any:
         heads = layer.keys.shape[1]
         ranges = GroupedHeads(config.num_attention_heads, heads, 1).head_ranges(tp.size)
         start, stop = ranges[tp.rank][1]
-        # each rank has the gradient of its own heads
+        # each rank computes the gradient of its local heads only
         layer.keys, layer.values = (copy_to(tp, x)[:, start:stop] for x in (layer.keys, layer.values))
     return cache

@@ -1,7 +1,7 @@
-"""Saves adapters of a sharded model as ``peft`` saves those of a full one: by ``peft`` itself, from a full model.
+"""Saves adapters of a sharded model with ``peft``'s own code, from a full model.
 
-World rank 0 makes the full model with its adapters on the meta device and asks ``peft`` which tensors it would save.
-These are gathered, one at a time, and put into that model, which then is saved.
+World rank 0 builds the full model with its adapters on the meta device and asks ``peft`` which tensors it would save.
+All ranks gather these tensors one at a time. World rank 0 puts them into the full model and saves it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from oslo_models.distributed.sharded_tensor import local_tensor
 from oslo_models.modeling.original_class import original_class
 
 PREFIX = "base_model.model."
-"""What precedes the names of a model in a ``PeftModel``."""
+"""The prefix of a model's parameter names in a ``PeftModel``."""
 
 
 def save_peft_model(
     peft_model: Any, save_directory: Any, selected: Sequence[str] | None, save_embedding_layers: Any, **options: Any
 ) -> None:
-    """What ``PeftModel.save_pretrained`` does, for a sharded model. A collective of all ranks."""
+    """Implement ``PeftModel.save_pretrained`` for a sharded model. This is a collective of all ranks."""
     model, names = peft_model.get_base_model(), list(peft_model.peft_config if selected is None else selected)
     configs = _full_configs(model, peft_model.peft_config)
 
@@ -45,7 +45,7 @@ def save_peft_model(
                 full = peft_model.plain_class(_plain_model(model), copy.deepcopy(config), name, low_cpu_mem_usage=True)
             else:
                 full.add_adapter(name, copy.deepcopy(config), low_cpu_mem_usage=True)
-        full.peft_config.update(configs)  # classification models add to theirs
+        full.peft_config.update(configs)  # classification models extend their configurations
         return full
 
     def save(full: Any) -> None:
@@ -57,7 +57,7 @@ def save_peft_model(
 
 
 def save_injected(model: Any, save_directory: Any, **options: Any) -> None:
-    """What transformers' ``save_pretrained`` does with the active adapter of a model, for a sharded one."""
+    """Save the active adapter of a sharded model like transformers' ``save_pretrained``."""
     configs = _full_configs(model, model.peft_config)
     active = model.active_adapters()
 
@@ -80,13 +80,13 @@ def save_injected(model: Any, save_directory: Any, **options: Any) -> None:
 
 @torch.no_grad()
 def _save(model: Any, make: Any, wanted: Any, prefix: str, save: Any, save_directory: Any) -> None:
-    """Make the full model on world rank 0, gather what it saves, and save it.
+    """Build the full model on world rank 0, gather the tensors to save, and save the model.
 
     Args:
-        make: makes the full model with its adapters.
-        wanted: for this model and its state, the tensors of the state that are saved.
-        prefix: what precedes the names of ``model`` in those of that state.
-        save: saves it.
+        make: builds the full model with its adapters.
+        wanted: maps the full model and its state dict to the tensors that are saved.
+        prefix: the prefix of the names of ``model`` in the full model's state dict.
+        save: saves the full model.
     """
     mesh, full, names = model.mesh, None, []
     mesh.world.set_phase(f"saving adapters to {save_directory}")
@@ -105,12 +105,12 @@ def _save(model: Any, make: Any, wanted: Any, prefix: str, save: Any, save_direc
 
 
 def gather_parameters(model: Any, names: Sequence[str]) -> dict[str, Tensor]:
-    """Gather parameters, by their names in the full model, on world rank 0. A collective of all ranks."""
+    """Gather parameters on world rank 0, by their names in the full model. This is a collective of all ranks."""
     mesh = model.mesh
     full_names = {} if model.stage is None else model.stage.full_names
     params = dict(model.named_parameters(remove_duplicate=False))
     own = {full_names.get(name, name): (name, param) for name, param in params.items()}
-    own |= {name: (name, param) for name, param in params.items()}  # with the names that peft gave them
+    own |= {name: (name, param) for name, param in params.items()}  # also by the names that peft gave them
     described = {name: (own[name][1].dtype, model.layouts[own[name][0]]) for name in names if name in own}
     stages = gather_objects(mesh.pp, described)
     gathered = {}
@@ -125,7 +125,7 @@ def gather_parameters(model: Any, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def _full_configs(model: Any, configs: Mapping[str, Any]) -> dict[str, Any]:
-    """The configurations of the adapters; modules that only some stages have are named too ("all-linear")."""
+    """Return the adapter configurations with the target modules of all pipeline stages (for ``"all-linear"``)."""
     found = {name: copy.deepcopy(config) for name, config in configs.items()}
     for config in found.values():
         targets = getattr(config, "target_modules", None)
@@ -136,7 +136,7 @@ def _full_configs(model: Any, configs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_model(model: Any) -> Any:
-    """A full transformers model of the same class and configuration, on the meta device."""
+    """Construct a full transformers model of the same class and configuration, on the meta device."""
     cls = original_class(type(model))
     with torch.device("meta"):
         full = cls._from_config(model._copied_config(), dtype=model.dtype)

@@ -1,4 +1,4 @@
-"""State dictionaries of wrapped layers hold full tensors: shards are gathered when saved, and cut when loaded."""
+"""Full tensors in state dicts of wrapped layers: saving gathers the shards, loading cuts them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OVER_VOCABULARY = (VocabParallelEmbedding, VocabParallelHead)
 
 
 def register_state_hooks(wrapper: nn.Module) -> None:
-    """Let ``state_dict`` of a module that ``peft`` has wrapped gather, and ``load_state_dict`` shard; done once."""
+    """Make a ``peft`` wrapper's ``state_dict`` gather and its ``load_state_dict`` shard. Idempotent."""
     if "_has_state_hooks" not in vars(wrapper) and adapter_layouts(wrapper):
         vars(wrapper)["_has_state_hooks"] = True
         wrapper.register_state_dict_post_hook(_gather)
@@ -22,14 +22,14 @@ def register_state_hooks(wrapper: nn.Module) -> None:
 
 
 def _gather(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A collective of the ranks over which the module is sharded."""
+    """Gather shards. This is a collective of the ranks that shard the module."""
     for leaf, layout in adapter_layouts(wrapper).items():
         if prefix + leaf in state and _is_saved(wrapper, leaf):
             state[prefix + leaf] = gather_shards(axis_of(wrapper, layout), local_tensor(state[prefix + leaf]), layout)
 
 
 def _is_saved(wrapper: Any, leaf: str) -> bool:
-    """Whether ``peft`` saves a parameter: those of adapters, and the weights of adapted embeddings and heads."""
+    """Whether ``peft`` saves a parameter: adapter parameters, and weights of adapted embeddings and LM heads."""
     if not leaf.startswith(("base_layer.", "original_module.")):
         return True
     return leaf.startswith("base_layer.") and isinstance(wrapper.get_base_layer(), _OVER_VOCABULARY)

@@ -1,4 +1,4 @@
-"""Which adapters work on a sharded model; the others are refused by name."""
+"""Checks that a sharded model supports an adapter, and rejects all other adapters by name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from oslo_models.modeling.adapters.experts import parameter_layout
 from oslo_models.modeling.adapters.layouts import takes_full_tensors, weight_layout
 
 INJECTED = {PeftType.LORA: "LoRA (with rsLoRA and DoRA)", PeftType.IA3: "IA3"}
-"""The kinds that wrap layers."""
+"""The adapter types that wrap layers."""
 _WAY_OUT = "add it to the model on one process, or use one of these kinds"
 _DATA_FREE = (True, False, "gaussian", "orthogonal")
-"""Values of ``init_lora_weights`` that do not look at the weights of the model."""
+"""Values of ``init_lora_weights`` that do not read the model's weights."""
 _REFUSED_OPTIONS = {
     "layer_replication": "replicate the layers in the configuration of the model",
     "megatron_config": "leave it out: the layers are parallel already",
@@ -36,7 +36,7 @@ _REFUSED_OPTIONS = {
 
 
 def check_config(name: str, config: Any) -> None:
-    """Raise ``ValueError`` if an adapter is of a kind, or has an option, that a sharded model does not support."""
+    """Raise ``ValueError`` if a sharded model does not support an adapter's type or one of its options."""
     if config.peft_type not in INJECTED:
         raise ValueError(
             f"the adapter {name!r} is of the kind {config.peft_type.value}, which does not work on a sharded model; "
@@ -55,13 +55,13 @@ def check_config(name: str, config: Any) -> None:
 
 
 def check_combination(caller: Any) -> None:
-    """Check how ``add_weighted_adapter`` combines adapters, when it is about to inject the result.
+    """Check the combination type of ``add_weighted_adapter`` before it injects the result.
 
     Args:
         caller: the frame of ``inject_adapter``.
 
     Raises:
-        ValueError: the combination of shards is not that of the full adapters; nothing was added.
+        ValueError: combining shards would differ from combining the full adapters. No adapter is added.
     """
     adding = caller.f_back
     if adding is None or adding.f_code.co_name != "add_weighted_adapter":
@@ -76,14 +76,15 @@ def check_combination(caller: Any) -> None:
 
 
 def check_stages(model: Any, tuner: Any, config: Any) -> None:
-    """Check that an adapter has layers on all pipeline stages, or on none. A collective of the stages.
+    """Check that an adapter has layers on all pipeline stages, or on none. This is a collective of the stages.
 
     Args:
-        model: a model split into stages, to which ``peft`` has not added the adapter yet.
-        tuner: the object of ``peft`` that adds it.
+        model: a pipeline stage before ``peft`` adds the adapter.
+        tuner: the ``peft`` object that adds the adapter.
 
     Raises:
-        ValueError: on every rank: it has layers on some stages only. ``peft`` would raise on the others alone.
+        ValueError: the adapter has layers on some stages only. Raised on every rank, since ``peft`` would raise only on
+            the stages without a layer.
     """
     names = [name for name, _ in nn.Module.named_modules(model) if name]
     everywhere = getattr(config, "target_modules", None) in (None, INCLUDE_LINEAR_LAYERS_SHORTHAND)
@@ -100,14 +101,14 @@ def check_stages(model: Any, tuner: Any, config: Any) -> None:
 
 
 def check_magnitudes(model: nn.Module, tuner: Any, config: Any) -> None:
-    """Check that DoRA has no layer of which ``peft`` could not compute the magnitudes.
+    """Check that ``peft`` can compute DoRA's magnitudes for all target layers.
 
     Args:
-        model: a sharded model to which ``peft`` has not added the adapter yet.
-        tuner: the object of ``peft`` that adds it.
+        model: a sharded model before ``peft`` adds the adapter.
+        tuner: the ``peft`` object that adds the adapter.
 
     Raises:
-        ValueError: there is one that takes full tensors.
+        ValueError: a target layer takes full tensors.
     """
     if not getattr(config, "use_dora", False):
         return

@@ -1,1 +1,1 @@
-"""Plans that are derived from a model, where none was written for its architecture."""
+"""Derives plans for models of architectures without a written plan."""

@@ -1,4 +1,4 @@
-"""Derives the plan of a model: which layers can be sharded, and which of these need no gathering between them."""
+"""Derives the plan of a model: which layers can be sharded, and which of them need no gather in between."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _NOTHING = ShardingReport(())
 
 @dataclass(frozen=True)
 class DerivedPlan(Plan):
-    """A derived plan, whose entries have the names of the whole model.
+    """A derived plan. Its entries have full module names, not names relative to a block.
 
     Attributes:
-        report: what is sharded how.
+        report: how each module is sharded.
     """
 
     report: ShardingReport = _NOTHING
@@ -51,7 +51,7 @@ class DerivedPlan(Plan):
 
 @dataclass
 class Findings:
-    """What `observe` found out of layers, by the names of `templates`."""
+    """The results of `observe`, by the layer names of `templates`."""
 
     rows: dict[str, set[int | None]] = field(default_factory=dict)
     columns: dict[str, set[tuple[int | None, int, bool]]] = field(default_factory=dict)
@@ -60,31 +60,31 @@ class Findings:
 
 
 def observe(probe: nn.Module, calls: Sequence[Call]) -> Findings:
-    """Observe where a layer can compute with the shards that another one leaves, and who reads weights of others.
+    """Find layers that can read another layer's sharded outputs, and weights that are read outside of their layer.
 
     Args:
-        probe: a model, which is changed: it is of no other use afterwards.
-        calls: ways to call it.
+        probe: a model. Tracing changes it, so discard it afterwards.
+        calls: functions that call the model.
     """
     layers = _find_layers(probe)
     observable = ("", _CHANGED_EMBEDDING)
     candidates = {name: module for name, module in probe.named_modules() if layers.get(name) in observable}
     for name in [name for name, module in candidates.items() if isinstance(module, nn.MultiheadAttention)]:
-        candidates.pop(f"{name}.out_proj", None)  # which it does not call
+        candidates.pop(f"{name}.out_proj", None)  # nn.MultiheadAttention does not call it
     shapes = {name: _features(module) for name, module in candidates.items()}
-    keys = templates(probe)  # before layers get the classes of observed ones
+    keys = templates(probe)  # before tracing changes the classes of layers
     return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls)), keys, shapes)
 
 
 def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPlan:
-    """The plan of a model of any class.
+    """Derive the plan of a model of any class.
 
-    Without findings, every layer that is understood shards its outputs, which are gathered at once: right for all code
+    Without findings, every supported layer shards its outputs and gathers them at once. This is correct for any code
     that calls the layer.
 
     Args:
-        model: the model, with weights or on the meta device; it is not changed.
-        findings: of a model of the same structure.
+        model: the model, with weights or on the meta device. It is not changed.
+        findings: observations of a model of the same structure.
 
     Raises:
         ValueError: the model has lazy modules.
@@ -115,7 +115,7 @@ def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPl
 
 
 def _find_layers(model: nn.Module) -> dict[str, str]:
-    """For each module with parameters why it cannot be sharded; ``""`` if it can."""
+    """Map each module with parameters to the reason why it cannot be sharded, or to ``""`` if it can."""
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     reasons: dict[str, str] = {}
     nested = tuple(f"{name}." for name, module in model.named_modules() if _makes_nested(module))
@@ -136,7 +136,7 @@ def _find_layers(model: nn.Module) -> dict[str, str]:
 
 
 def _makes_nested(module: nn.Module) -> bool:
-    """Whether a module may call its layers with nested tensors, and then without their hooks."""
+    """Whether a module may call its layers with nested tensors, which bypasses their hooks."""
     return isinstance(module, nn.TransformerEncoder) and bool(module.use_nested_tensor)
 
 
@@ -163,17 +163,18 @@ def _reason_against(module: nn.Module) -> str:
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """The modules whose weights others hold too."""
+    """Return the names of modules that share weights with other modules."""
     named = list(model.named_parameters(remove_duplicate=False))
     counts = Counter(id(param) for _, param in named)
     return {name.rpartition(".")[0] for name, param in named if counts[id(param)] > 1}
 
 
 def templates(model: nn.Module) -> dict[str, str]:
-    """The names of all modules, each with what stands for it in a model of another depth.
+    """Map all module names to templates that do not depend on the depth of the model.
 
-    Numbers of children with the same structure become one: ``*``, or ``*1`` and so on for further structures. The
-    layers of one ``nn.Sequential`` keep theirs, since each does something else.
+    Children with the same structure share one template in place of their numbers: ``*`` for the first structure,
+    ``*1`` for the second, and so on. The layers of an ``nn.Sequential`` keep their numbers, since each has another
+    function.
     """
     found, kinds = {"": ""}, dict[Any, int]()
     for name, child in model._modules.items():
@@ -191,19 +192,19 @@ def templates(model: nn.Module) -> dict[str, str]:
 
 
 def kind_of(module: nn.Module) -> tuple[str, tuple[str, ...]]:
-    """The class of a module, and its parameters."""
+    """Return the class name of a module and its parameter names."""
     return type(module).__name__, tuple(leaf for leaf, _ in module.named_parameters(recurse=False))
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
-    """The sizes of the output and the input of a linear layer."""
+    """Return the output and input sizes of a linear layer."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     return (module.nf, module.nx) if isinstance(module, Conv1D) else (0, 0)
 
 
 def _generalize(trace: Trace, keys: dict[str, str], shapes: dict[str, tuple[int, int]]) -> Findings:
-    """Findings of a small model by names that the large one has too; sizes are replaced by ``None``."""
+    """Generalise a small model's trace to any size: names become templates, and full sizes become ``None``."""
     found = Findings()
     for name, (outputs, inputs) in shapes.items():
         key = keys[name]
@@ -223,7 +224,7 @@ def _generalize(trace: Trace, keys: dict[str, str], shapes: dict[str, tuple[int,
 
 
 def _entry(key: str, module: nn.Module, reason: str, findings: Findings | None) -> tuple[Replicated, str]:
-    """The entry of a module with parameters, and what the report says of it; ``key`` is that of `templates`."""
+    """Return the entry of a module and its text in the report. ``key`` is the module's name in `templates`."""
     if reason and not (reason == _CHANGED_EMBEDDING and findings is not None and key in findings.called):
         return Replicated(), reason
     if findings is not None and key in findings.outside:
@@ -249,10 +250,12 @@ def _entry(key: str, module: nn.Module, reason: str, findings: Findings | None) 
 
 
 def _untie(model: nn.Module, entries: dict[str, Replicated], observed: bool) -> None:
-    """Give tied parameters one layout at all their places: that of a sharded layer, if no other place reads them.
+    """Give tied parameters the same layout in all modules.
+
+    They keep the layout of a sharded layer if no other code reads them. Otherwise they are replicated.
 
     Args:
-        observed: whether calls were observed: a weight that others read is replicated then already.
+        observed: whether calls were traced. If so, weights that other code reads are replicated already.
     """
     places: dict[int, list[tuple[str, str, tuple[int, ...]]]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Derives a plan and tries it on a small random model, before a model is sharded by it."""
+"""Derives a plan and tests it on a small random model before it shards the real model."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from oslo_models.sharding.plan import Plan
 
 _SEED, _SHOWN = 1234, 8
 _NOT_OF_THE_STRUCTURE = ("dtype", "torch_dtype", "_name_or_path", "architectures", "transformers_version", "auto_map")
-"""What loading changes in a configuration; the plan is derived once."""
+"""Fields that loading changes in a configuration. They are left out of the cache key of derived plans."""
 
 
 class CannotProbeError(ValueError):
-    """The model cannot be tried without inputs of the user."""
+    """The model cannot be tested without inputs from the user."""
 
 
 @dataclass
 class DerivedFromConfig:
-    """A function from a configuration to the derived plan of a class, for ``plan=``.
+    """Maps a configuration to the derived plan of a model class, for ``plan=``.
 
     Attributes:
-        cls: the class of models, of transformers' kind.
-        inputs: as of `derive_for_model`.
+        cls: the transformers model class.
+        inputs: see `derive_for_model`.
     """
 
     cls: type[Any]
@@ -66,19 +66,20 @@ class DerivedFromConfig:
 
 
 def derive_for_model(model: nn.Module, inputs: Any = None, ranks: Sequence[int] = (2, 3)) -> DerivedPlan:
-    """The plan of a model, tried on a small random one: outputs, gradients and buffers are those of one process.
+    """Derive the plan of a model and test it on a small random model.
 
-    The random states of this process stay as they are.
+    The test compares outputs, gradients and buffers with the unsharded model. It preserves this process's random
+    states.
 
     Args:
-        model: the model, with weights or on the meta device; it is not changed.
-        inputs: a tensor, a tuple of positional arguments or a dictionary of arguments by name; of floating-point
-            tensors only the shapes matter. Default: what the configuration of a model of transformers' kind suggests.
-        ranks: over how many ranks it is tried.
+        model: the model, with weights or on the meta device. It is not changed.
+        inputs: a tensor, a tuple of positional arguments or a dictionary of keyword arguments. Only the shapes of
+            floating-point tensors matter. By default, transformers models get inputs that fit their configuration.
+        ranks: the tensor-parallel sizes to test.
 
     Raises:
-        CannotProbeError: the model cannot be called with such inputs, or none are known.
-        ValueError: the sharded model computes something else; the message has the differences.
+        CannotProbeError: the model cannot be called with such inputs, or no inputs are known.
+        ValueError: the sharded model differs from the full model; the message lists the differences.
     """
     with _own_random_numbers():
         probe, calls = _probe(model, inputs)
@@ -98,10 +99,10 @@ def derive_for_model(model: nn.Module, inputs: Any = None, ranks: Sequence[int] 
 
 
 def verify(model: nn.Module, plan: Plan | Sharding, args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
-    """Try a plan on a random model of the same structure, with the arguments of a call.
+    """Test a plan on a random model of the same structure, with the arguments of a call.
 
     Raises:
-        ValueError: the sharded model computes something else.
+        ValueError: the sharded model differs from the full model.
     """
     with _own_random_numbers():
         seen = differences(copy_of_model(model), plan, calls_of(args, kwargs), n, _SEED)
@@ -113,7 +114,7 @@ def verify(model: nn.Module, plan: Plan | Sharding, args: tuple[Any, ...], kwarg
 
 
 def _observe(probe: nn.Module, calls: Sequence[Call]) -> Findings | None:
-    """What a call shows; ``None`` if the model's code does with activations what only plain tensors can do."""
+    """Trace the calls. Return ``None`` if the model uses activations in a way that only plain tensors support."""
     try:
         return observe(copy.deepcopy(probe), calls)
     except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError):
@@ -121,7 +122,7 @@ def _observe(probe: nn.Module, calls: Sequence[Call]) -> Findings | None:
 
 
 def _probe(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[Call]]:
-    """A small random model and calls of it."""
+    """Return a small random model and functions that call it."""
     is_transformers = isinstance(model, PreTrainedModel)
     if inputs is None and not is_transformers:
         raise CannotProbeError(
@@ -153,7 +154,7 @@ def _probe(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[Call]]:
 
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """Random numbers that are the same on all ranks; those of this process stay as they are."""
+    """Draw the same random numbers on all ranks within the block, then restore this process's random states."""
     states = random.getstate(), np.random.get_state()
     default = torch.get_default_dtype()
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Sharded modules of any class: not of transformers' kind, with a derived plan."""
+"""Shards modules that are not transformers models, by a derived plan."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from oslo_models.sharding.layout import Layout
 
 
 class DerivedModule(nn.Module):
-    """The parallel base class of a module; its other base is the class that the module had.
+    """The parallel base class of a sharded module. The second base is the module's original class.
 
     Attributes:
-        derived_plan: how it is sharded.
-        mesh: the axes of the model.
+        derived_plan: the sharding plan.
+        mesh: the parallel axes of the module.
         mpu: the mesh under Megatron's names.
-        layouts: the layout over the tp axis of every parameter.
+        layouts: the layout of each parameter over the tp axis.
     """
 
     derived_plan: DerivedPlan
@@ -38,22 +38,22 @@ class DerivedModule(nn.Module):
     _counted = TrainableModel._counted
 
     def _shard(self, mesh: ParallelMesh, blocks_per_stage: None = None) -> None:
-        """Turn the full module into this rank's part of it."""
+        """Shard the full module in place: keep this rank's local shards."""
         self.mesh, self.mpu = mesh, MPU(mesh)
         self.layouts = shard_module(self, self.derived_plan, mesh)
 
     def _mark_parameters(self) -> None:
-        """Let parameters know that they are shards."""
+        """Mark parameters as shards."""
         for name, param in self.named_parameters():
             if self.mesh.tp.size > 1:
                 mark_parameter(param, Sharding(name, self.layouts[name], self.mesh))
 
     def sharding_report(self) -> ShardingReport:
-        """What is sharded how, and why some is not."""
+        """Return how each module is sharded, and why some modules are replicated."""
         return self.derived_plan.report
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state of the full module, on every rank. A collective."""
+        """Return the full module's state dict on every rank. This is a collective."""
         state = {}
         for name, tensor in self.state_dict().items():
             layout = self.layouts.get(name)
@@ -63,7 +63,7 @@ class DerivedModule(nn.Module):
 
 
 def derived_class(cls: type[Any], plan: DerivedPlan) -> Any:
-    """The parallel class for a class of modules, with its plan."""
+    """Return the parallel class of a module class, with its plan."""
 
     @functools.wraps(cls.forward)
     def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:

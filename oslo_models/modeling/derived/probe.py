@@ -20,11 +20,11 @@ _WIDTHS = ("hidden", "intermediate", "embd", "d_model", "ffn", "inner", "d_ff", 
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _HEAD_DIM = 8
 _BLOCKS, _VOCABULARY, _PARAMETERS = 2, 128, 4_000_000
-"""The sizes of a probe: blocks of a stack, words, and parameters above which its layers are made narrower."""
+"""The sizes of a probe: blocks per stack, vocabulary size, and the parameter count above which layers get narrower."""
 
 
 def small_model(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
-    """A random model of a class with few blocks and words, and narrow layers if those of ``config`` are wide."""
+    """Return a random model with few blocks and a small vocabulary, and narrow layers if ``config`` has wide layers."""
     shallow = copy.deepcopy(config)
     for each in _configs(shallow):
         _cut(each)
@@ -37,18 +37,18 @@ def small_model(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
                 count = sum(param.numel() for param in cls._from_config(copy.deepcopy(narrow)).parameters())
             if count <= _PARAMETERS:
                 return _randomized(_made(cls, narrow))
-        except (ValueError, RuntimeError, AssertionError, ZeroDivisionError):  # sizes that do not fit each other
+        except (ValueError, RuntimeError, AssertionError, ZeroDivisionError):  # incompatible sizes
             continue
     return _randomized(_made(cls, shallow))
 
 
 def _made(cls: type[Any], config: PreTrainedConfig) -> Any:
-    """A model of a class, or of that class of transformers which it adds parallelism to."""
+    """Construct a full model in float32 from a configuration. For a parallel class, this shards nothing."""
     return cls._from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
 def copy_of_model(model: nn.Module) -> nn.Module:
-    """A random model of the structure and the sizes of ``model``, which may be on the meta device."""
+    """Return a random model with the structure and sizes of ``model``, which may be on the meta device."""
     empty: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         made = (
@@ -59,7 +59,7 @@ def copy_of_model(model: nn.Module) -> nn.Module:
 
 
 def same_structure(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two models have the same modules, but for the number of blocks and their sizes."""
+    """Whether two models have the same modules, except for sizes and the number of blocks."""
 
     def structure(model: nn.Module) -> set[tuple[str, str, tuple[str, ...]]]:
         keys = templates(model)
@@ -70,7 +70,7 @@ def same_structure(one: nn.Module, other: nn.Module) -> bool:
 
 @torch.no_grad()
 def _randomized(model: Any) -> Any:
-    """The model in float64, without dropout, all of whose parameters are random: zeros and ones would hide mistakes."""
+    """Convert a model to float64, disable dropout and randomise all parameters: zeros and ones would hide mistakes."""
     model.double()
     for name, param in model.named_parameters():
         noise = torch.randn_like(param)
@@ -93,13 +93,13 @@ def _randomized(model: Any) -> Any:
 
 
 def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """A configuration and those in it."""
+    """Return a configuration and all nested configurations."""
     inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return [config, *(each for value in inner for each in _configs(value))]
 
 
 def _cut(config: Any) -> None:
-    """Few blocks, of all types, and few words."""
+    """Reduce the number of blocks, keeping all block types, and the vocabulary size."""
     lists = {
         name: value
         for depth in {getattr(config, name, None) for name in _DEPTHS}
@@ -123,7 +123,7 @@ def _cut(config: Any) -> None:
 
 
 def _narrow(config: Any, divisor: int) -> None:
-    """Layers narrower by a factor, with as many heads, each of at least `_HEAD_DIM` features."""
+    """Divide layer widths by ``divisor``. Keep the number of heads, and at least `_HEAD_DIM` features per head."""
     heads = next((getattr(config, key) for key in _HEADS if isinstance(getattr(config, key, None), int)), 1)
     for key, value in list(vars(config).items()):
         if not any(part in key for part in _WIDTHS) or not isinstance(value, int) or isinstance(value, bool):
@@ -138,10 +138,10 @@ def _narrow(config: Any, divisor: int) -> None:
 
 
 def calls_with(inputs: Any) -> list[Call]:
-    """Calls of a model with the inputs of the user, and with other random ones of another number of rows.
+    """Return calls with the user's inputs, and with random inputs of another batch size.
 
     Args:
-        inputs: a tensor, a tuple of positional arguments, or a dictionary of arguments by name.
+        inputs: a tensor, a tuple of positional arguments, or a dictionary of keyword arguments.
     """
     if isinstance(inputs, Mapping):
         return calls_of((), inputs)
@@ -149,7 +149,7 @@ def calls_with(inputs: Any) -> list[Call]:
 
 
 def calls_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
-    """As `calls_with`, with the arguments of one call."""
+    """Return the calls of `calls_with` for positional and keyword arguments."""
     args, kwargs = _random(args, dict(kwargs))
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     found: list[Call] = [partial(_call, args, kwargs)]
@@ -163,7 +163,7 @@ def calls_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
 
 
 def _random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments whose floating-point tensors are random."""
+    """Return the arguments with random values in floating-point tensors."""
 
     def random(x: Tensor) -> Tensor:
         x = x.detach().cpu()
@@ -179,7 +179,7 @@ def _call(args: Sequence[Any], kwargs: Mapping[str, Any], model: nn.Module) -> A
 
 
 def calls_of_transformers(model: PreTrainedModel) -> list[Call]:
-    """Calls of a model of transformers' kind with inputs that its configuration suggests."""
+    """Return calls of a transformers model, with inputs that fit its configuration."""
     main = model.main_input_name
     config: Any = model.config
     if main == "pixel_values":

@@ -1,4 +1,4 @@
-"""What a derived plan shards how, as a table."""
+"""Tabulates how a derived plan shards each module."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from oslo_models.sharding.layout import Layout
 
 @dataclass(frozen=True)
 class Row:
-    """One module with parameters of its own.
+    """A module that holds parameters directly, not only through submodules.
 
     Attributes:
-        name: its name in the model.
-        kind: its class.
-        shape: the shape of its weight, or of its first parameter.
+        name: the module's name in the model.
+        kind: the module's class.
+        shape: the shape of the weight, or of the first parameter if there is no weight.
         sharding: ``"columns"``, ``"rows"``, ``"channels"``, ``"vocabulary"`` or ``"replicated"``.
-        why: for what is replicated, the reason; for the others, what is communicated.
-        parameters: how many elements its parameters have.
+        why: the reason why a module is replicated, or the communication that a sharded module needs.
+        parameters: the number of parameter elements.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ShardingReport:
-    """The rows of all modules with parameters; printed, it is a table."""
+    """One row per module with parameters. ``str()`` formats them as a table."""
 
     rows: tuple[Row, ...]
 
@@ -43,7 +43,7 @@ class ShardingReport:
 
     @property
     def sharded_share(self) -> float:
-        """The share of the parameters that is sharded, from 0 to 1."""
+        """The fraction of the parameters that is sharded, from 0 to 1."""
         total = sum(row.parameters for row in self.rows)
         return sum(row.parameters for row in self.rows if row.sharding != "replicated") / total if total else 0.0
 
@@ -60,7 +60,7 @@ class ShardingReport:
 
 
 def report_of_layouts(model: nn.Module, layouts: dict[str, Layout]) -> ShardingReport:
-    """The report of a model whose plan was written: it gives no reasons."""
+    """Return the report of a model with a hand-written plan. It gives no reasons."""
     rows = []
     for name, module in model.named_modules():
         own = {leaf: layouts.get(f"{name}.{leaf}".lstrip(".")) for leaf, _ in module.named_parameters(recurse=False)}

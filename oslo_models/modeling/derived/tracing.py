@@ -1,7 +1,7 @@
-"""Observes one call of a model: which linear layers read what others left sharded, and which weights others read.
+"""Traces calls of a model: linear layers that read sharded activations, and weights read outside of their layer.
 
-The call runs on full tensors, on an axis of size one. Activations carry how they would be sharded
-(`ShardedActivation`), so that the rules which say so are those of the real run.
+Calls run on full tensors, on an axis of size one. Each activation records how it would be sharded
+(`ShardedActivation`), so tracing follows the same propagation rules as the sharded model.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from oslo_models.layers.sharded_activation import Mark, ShardedActivation
 
 @dataclass
 class Trace:
-    """What was observed.
+    """Observations of the traced calls, by layer name.
 
     Attributes:
-        fixed: linear layers that shard their outputs whatever they read, as others hold their weight too.
-        rows: for each layer whose inputs are left sharded, the number of units of these.
-        columns: the other layers.
-        lazy: the layers whose outputs reach one of `rows` without having been gathered.
-        units, parts: how the outputs of layers have to be split for that.
-        outside: the layers whose weights were read by something else, and by what.
+        fixed: linear layers that always shard their outputs: they have tied weights, or calls disagree about them.
+        rows: row-parallel layers, which read sharded inputs, with the number of units in the input.
+        columns: column-parallel layers, which shard their outputs.
+        lazy: layers with outputs that reach a layer of `rows` without a gather.
+        units, parts: how to split each layer's output so that its readers can use the shards.
+        outside: layers with weights that other code reads, and the function that reads them.
         called: the layers that were called.
-        inside: the layers that are being called.
+        inside: the layers that are running now.
     """
 
     fixed: set[str] = field(default_factory=set)
@@ -48,7 +48,7 @@ class Trace:
     changed: bool = False
 
     def gathered(self, sources: frozenset[str], why: str) -> None:
-        """See `Observer`; gathering costs time only, so nothing follows from it."""
+        """See `Observer`. Does nothing: a gather costs time, but never changes the plan."""
 
     def propose(self, sources: frozenset[str], units: int | None = None, parts: int | None = None) -> None:
         """See `Observer`."""
@@ -60,13 +60,13 @@ class Trace:
                 self.units[source], self.changed = units, True
 
     def begin(self) -> None:
-        """Start another call, with what was learnt about units and parts."""
+        """Reset the trace for another round of calls, but keep `fixed`, `units` and `parts`."""
         self.rows, self.changed = {}, False
         for seen in (self.columns, self.lazy, self.called):
             seen.clear()
 
     def row(self, path: str, x: Any) -> Tensor | None:
-        """The input of a layer, if it can compute with a shard of it; ``None``: it shards its outputs instead."""
+        """Return the local input of a row-parallel layer, or ``None`` if the layer has to shard its outputs instead."""
         if path in self.fixed or not isinstance(x, ShardedActivation):
             return None
         if x.mark.dim != x.dim() - 1 or x.mark.parts > 1 or self.rows.get(path, x.mark.units) != x.mark.units:
@@ -76,7 +76,7 @@ class Trace:
         return x.local()
 
     def column(self, path: str, output: Tensor) -> Tensor:
-        """The output of a layer that shards its outputs."""
+        """Return the output of a column-parallel layer, marked as sharded."""
         self.columns.add(path)
         if output.shape[-1] < 2:
             return output
@@ -89,7 +89,7 @@ class Trace:
 
 
 class _Traced(nn.Module):
-    """A layer that is observed."""
+    """A traced layer."""
 
     path: str
     trace: Trace
@@ -109,7 +109,7 @@ class _Traced(nn.Module):
 
 
 class _TracedEmbedding(_Traced, nn.Embedding):  # type: ignore[misc]
-    """An embedding that is observed: what its class adds to the lookup is outside of it."""
+    """A traced embedding. Only the lookup is traced: code that a subclass adds counts as outside of the layer."""
 
 
 @cache
@@ -119,7 +119,7 @@ def _traced(cls: Any) -> type[nn.Module]:
 
 
 class _Readers(TorchFunctionMode):
-    """Notes who reads the parameters of observed layers, beside the layers themselves."""
+    """Records functions that read a traced layer's parameters outside of its forward."""
 
     def __init__(self, trace: Trace, owners: Mapping[int, list[tuple[str, nn.Module]]]) -> None:
         super().__init__()
@@ -146,12 +146,12 @@ _HARMLESS = {
 def trace_calls(
     model: nn.Module, candidates: Mapping[str, nn.Module], fixed: set[str], calls: list[Callable[[nn.Module], Any]]
 ) -> Trace:
-    """Observe calls of a model, which is changed: it is of no other use afterwards.
+    """Trace calls of a model. This changes the model, so discard it afterwards.
 
     Args:
-        candidates: the layers to observe, by name.
+        candidates: the layers to trace, by name.
         fixed: see `Trace`.
-        calls: each calls the model in one way.
+        calls: functions that call the model, each in another way.
     """
     trace = Trace(set(fixed))
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
@@ -173,6 +173,6 @@ def trace_calls(
         if not mixed:
             return trace
         trace.fixed |= mixed
-    # The splits that layers want of each other contradict: all outputs are gathered.
+    # Layers propose contradictory splits to each other: gather all outputs.
     trace.rows, trace.lazy, trace.units, trace.parts = {}, set(), {}, {}
     return trace

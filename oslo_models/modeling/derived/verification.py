@@ -1,4 +1,4 @@
-"""Compares a sharded model with the unsharded one: in float64, outputs, gradients and buffers."""
+"""Compares outputs, gradients and buffers of a sharded model with the unsharded model, in float64."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Plan
 
 TOLERANCE = 1e-5
-"""Relative; transformers computes some steps in float32 even in a float64 model. A wrong plan differs by about one."""
+"""Relative tolerance: transformers computes some steps of a float64 model in float32. Wrong plans differ by about 1."""
 
 Sharding = Callable[[Any, ParallelMesh], dict[str, Layout]]
-"""What turns a module into a rank's part of it, in place, in another way than by a plan; returns its layouts."""
+"""A function that shards a module in place without a plan. Returns the layouts."""
 
 
 @torch.no_grad()
 def shard_module(model: Any, plan: Plan | Sharding, mesh: ParallelMesh) -> dict[str, Layout]:
-    """Turn a module into this rank's part of it, in place; tied parameters stay tied. Returns its layouts."""
+    """Shard a module in place and return its layouts. Tied parameters stay tied."""
     if not isinstance(plan, Plan):
         return plan(model, mesh)
     layouts = layouts_of(model, plan, "", {}, mesh.tp.size)
@@ -44,7 +44,7 @@ def shard_module(model: Any, plan: Plan | Sharding, mesh: ParallelMesh) -> dict[
 
 
 def floating_tensors(output: Any, path: str = "output") -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in an output, with the way to each."""
+    """Yield the floating-point tensors in an output, each with its path."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield path, output
@@ -57,7 +57,7 @@ def floating_tensors(output: Any, path: str = "output") -> Iterator[tuple[str, T
 
 
 def _step(model: nn.Module, call: Call, seed: int) -> dict[str, Any]:
-    """The outputs, gradients and buffers of one forward and backward pass; of a forward pass without gradients."""
+    """Run a forward pass, and a backward pass if gradients are enabled. Return outputs, gradients and buffers."""
     torch.manual_seed(seed)
     model.zero_grad()
     seen = dict(floating_tensors(gathered(call(model))))
@@ -72,13 +72,13 @@ def _step(model: nn.Module, call: Call, seed: int) -> dict[str, Any]:
 
 
 def differences(probe: nn.Module, plan: Plan | Sharding, calls: Sequence[Call], n: int, seed: int) -> list[str]:
-    """What a model sharded over ``n`` ranks computes otherwise; one line each.
+    """List the differences between a model sharded over ``n`` ranks and the full model, one per line.
 
     Args:
         probe: the full model, in float64 on the CPU, without dropout.
-        plan: its plan.
-        calls: ways to call it, each in training and in evaluation mode.
-        seed: of the numbers that the model draws.
+        plan: the sharding plan.
+        calls: functions that call the model, each used in training and in evaluation mode.
+        seed: the seed for random numbers that the model draws.
     """
     threads = ThreadGroup([torch.device("cpu")] * n)
     parts = [copy.deepcopy(probe) for _ in range(n)]
@@ -103,7 +103,7 @@ def differences(probe: nn.Module, plan: Plan | Sharding, calls: Sequence[Call], 
 
 def _compare(own: dict[str, Any], expected: dict[str, Any], layouts: dict[str, Layout], rank: int) -> Iterator[str]:
     gradients = [_scale(x) for name, x in expected.items() if name.startswith("gradient of ") and x is not None]
-    noise = 1e-9 * max(gradients, default=0.0)  # some gradients are zero but for rounding: those of biases of keys
+    noise = 1e-9 * max(gradients, default=0.0)  # some gradients are pure rounding errors, e.g. of key biases
     if own.keys() != expected.keys():
         yield f"names: {sorted(own.keys() ^ expected.keys())}"
     for name in own.keys() & expected.keys():
