@@ -114,7 +114,7 @@ def test_every_case_names_a_function() -> None:
 
 @pytest.mark.parametrize("name", kernels.OPERATIONS)
 def test_operations_have_the_sizes_of_a_gpu(name: str) -> None:
-    """Without memory: both passes of ours and of eager torch, on inputs of 256 MB that no cache holds."""
+    """Both passes of our kernels and of eager torch run without memory, on inputs of 256 MB that exceed any cache."""
     bench: Any = SimpleNamespace(device=torch.device("meta"), dry=False)
     build, options, rows = kernels.OPERATIONS[name]
     large = build(bench, rows, **options)

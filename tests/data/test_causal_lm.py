@@ -153,7 +153,7 @@ def test_labels_position_ids_and_attention_mask_reset_at_documents(tmp_path: Pat
 
 
 def test_reset_mask_and_positions_isolate_documents(tmp_path: Path) -> None:
-    """With the mask and the positions, the logits of a document equal its logits alone."""
+    """With the mask and the positions, the logits of a document equal the logits of the document alone."""
     import transformers as hf
 
     write(tmp_path / "a", [7, 6, 9, 8])

@@ -77,7 +77,7 @@ def samples() -> list[Sample]:
 
 
 def steps_of(replicas: int) -> list[list[Sample]]:
-    """For each step the batch of each replica, as a `DistributedSampler` deals them."""
+    """Return the batch of each replica for each step, distributed by a `DistributedSampler`."""
     dataset, steps = samples(), []
     dealt = [list(DistributedSampler(dataset, num_replicas=replicas, rank=rank)) for rank in range(replicas)]
     for start in range(0, len(dealt[0]), BATCH_SIZE):
