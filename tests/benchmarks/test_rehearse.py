@@ -114,7 +114,7 @@ def test_every_case_names_a_function() -> None:
 
 @pytest.mark.parametrize("name", kernels.OPERATIONS)
 def test_operations_have_the_sizes_of_a_gpu(name: str) -> None:
-    """Without memory: both passes of ours and of eager torch, on inputs of 256 MB that no cache holds."""
+    """Both passes of our kernels and of eager torch run without memory, on inputs of 256 MB that exceed any cache."""
     bench: Any = SimpleNamespace(device=torch.device("meta"), dry=False)
     build, options, rows = kernels.OPERATIONS[name]
     large = build(bench, rows, **options)
@@ -132,7 +132,7 @@ def test_operations_have_the_sizes_of_a_gpu(name: str) -> None:
     ("name", "low", "high"), [("gpt2-124m", 0.12, 0.13), ("llama-1b", 1.2, 1.3), ("llama-8b", 7.4, 7.6)]
 )
 def test_weights_that_a_token_is_multiplied_with_are_counted(name: str, low: float, high: float) -> None:
-    """In billions: without tables that are only looked up."""
+    """Weights count in billions, without tables that are only looked up."""
     bench: Any = SimpleNamespace(device=torch.device("meta"), pick=lambda real, tiny: real)
     model = models.build(bench, name, "transformers", models.config_of(bench, name))
     assert low < models.weights(model) / 1e9 < high

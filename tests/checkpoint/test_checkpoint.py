@@ -390,7 +390,7 @@ def test_open_names_damage_on_every_rank(tmp_path: Path, pool: Pool, damage: Cal
 
 
 def test_file_that_is_shortened_while_it_is_open_is_an_error(tmp_path: Path) -> None:
-    """Not a bus error, which ends the process."""
+    """The reader raises, instead of a bus error that ends the process."""
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.arange(4096.0).view(64, 64)}, path)
     file = weights.WeightsFile(path)

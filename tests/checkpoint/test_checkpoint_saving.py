@@ -270,7 +270,7 @@ def test_tensors_of_several_dtypes_are_in_the_order_of_safetensors(tmp_path: Pat
 
 
 def save_and_fail(how: str, directory: Path, bad_rank: int, files: str) -> None:
-    """A save in which writing fails on one rank."""
+    """Save a checkpoint while writing fails on one rank."""
     mesh = ParallelMesh(2)
 
     def bad(*_: Any) -> None:

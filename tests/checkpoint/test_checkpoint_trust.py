@@ -29,7 +29,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs files of two users
 
 
 def snapshot(folder: Path) -> dict[str, Any]:
-    """Everything in a folder: names, links, contents."""
+    """Return all names, links and contents of a folder."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()

@@ -104,7 +104,7 @@ def test_any_mesh_loads_the_checkpoint_of_any_other(pool: Pool, tmp_path: Path, 
 
 
 def parts(name: str, tp: int, pp: int, source: Any, options: dict[str, Any]) -> list[tuple[str, Any, int, Tensor]]:
-    """Of each parameter here its name in the whole model, its layout, the rank on the tp axis, and its part."""
+    """Return the full-model name, layout, tp rank and local shard of each local parameter."""
     cls: Any = registry.find(name)
     make = cls.from_pretrained_with_parallel if isinstance(source, Path) else cls.from_config_with_parallel
     model = make(source, tp, pp, **options)
@@ -115,7 +115,7 @@ def parts(name: str, tp: int, pp: int, source: Any, options: dict[str, Any]) -> 
 
 
 def check_sizes(pool: Pool, name: str, source: Any, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The model is the same at all sizes; returns its parameters."""
+    """Check that the model is the same at all sizes; return its parameters."""
     whole = {key: part for key, _, _, part in parts(name, 1, 1, source, options)}
     for tp, pp in ((1, 4), (2, 2), (3, 2)):
         found: set[str] = set()
@@ -152,7 +152,7 @@ def test_missing_head_is_initialised_by_the_seed_on_every_mesh(
 
 @pytest.mark.parametrize("variant", ["gpt2", "gptj", "llama-untied", "t5"])
 def test_resize_token_embeddings_on_stages(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
-    """Copies on several stages grow alike."""
+    """Copies of the embeddings on several stages get the same new rows."""
     name, config = zoo.lm_head(variant), pipelines.config(variant)
     save_whole(name, config, seed, tmp_path)
     found = check_sizes(pool, name, tmp_path, {"resize_token_embeddings": config.vocab_size + 9})

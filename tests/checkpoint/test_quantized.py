@@ -68,7 +68,7 @@ def test_fp8_blocks_match_transformers(pool: Pool, tmp_path: Path, seed: int, tp
 
 @pytest.mark.parametrize("as_exponents", [False, True])
 def test_fp8_blocks_cut_at_the_edge(pool: Pool, tmp_path: Path, seed: int, as_exponents: bool) -> None:
-    """As in DeepSeek's latent attention, where transformers raises, or takes all blocks to be smaller."""
+    """DeepSeek's latent attention has such blocks; transformers raises there, or assumes smaller blocks everywhere."""
     model = quantized.write_checkpoint(tmp_path / "fp8", seed, fp8_settings(32, 7), fp8(32, 7, as_exponents))
     for tp, pp in ((2, 1), (3, 1)):
         compare(pool, tmp_path / "fp8", model, seed, tp, pp)
@@ -96,7 +96,7 @@ def gptq_settings(bits: int, group_size: int, kind: str | None = "gptq", desc_ac
 
 
 def pack(values: Tensor, bits: int, dim: int) -> Tensor:
-    """Element ``i`` in bits ``bits * (i % n)`` and up of word ``i // n``, where ``n`` elements fit a word."""
+    """Pack element ``i`` into word ``i // n``, from bit ``bits * (i % n)`` on, where ``n`` elements fit a word."""
     per_word = 32 // bits
     values = values.long() if dim == 1 else values.long().T
     words = torch.zeros(values.shape[0], values.shape[1] // per_word, dtype=torch.long)
@@ -107,7 +107,7 @@ def pack(values: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def gptq(settings: dict[str, Any], with_g_idx: bool = True) -> quantized.Quantize:
-    """Random integers, scales and zero points, and the weight by the definition of the format."""
+    """Draw integers, scales and zero points; compute the weight by the definition of the format."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         (rows, columns), bits, size = weight.shape, settings["bits"], settings["group_size"]
@@ -154,7 +154,7 @@ def test_gptq_of_all_widths_and_versions(pool: Pool, tmp_path: Path, seed: int, 
 
 
 def awq(group_size: int) -> quantized.Quantize:
-    """Random integers in the packing of AutoAWQ, and the weight as the converter of compressed-tensors reads it."""
+    """Draw integers in the packing of AutoAWQ; compute the weight like the converter of compressed-tensors."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         rows, columns = weight.shape
@@ -200,7 +200,7 @@ def compressed(bits: int, kind: str, form: str, strategy: str, symmetric: bool =
 
 
 def by_compressed_tensors(settings: dict[str, Any]) -> quantized.Quantize:
-    """The weight compressed and decompressed by the library."""
+    """Compress and decompress the weight with the library."""
     library = pytest.importorskip("compressed_tensors.quantization")
     from compressed_tensors.compressors import BaseCompressor
 
@@ -283,7 +283,7 @@ def bnb_4bit(kind: str, nested: bool, storage: torch.dtype = torch.uint8) -> qua
 def test_bitsandbytes_4bit(
     pool: Pool, tmp_path: Path, seed: int, kind: str, nested: bool, storage: torch.dtype, aligned: bool
 ) -> None:
-    """With rows of whole blocks, and with rows that blocks continue across."""
+    """Rows are whole blocks, or blocks continue across rows."""
     sizes = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, intermediate_size=192) if aligned else {}
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
     quantize = bnb_4bit(kind, nested, storage)

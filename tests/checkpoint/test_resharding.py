@@ -46,7 +46,7 @@ def load_and_save(
 def test_split_checkpoint_of_four_ranks_loads_at_other_sizes(
     pool: Pool, tmp_path: Path, variant: str, seed: int
 ) -> None:
-    """The language model at every size, and each of the other classes of a family at one of them."""
+    """Load the language model at every size, and each other class of a family at one size."""
     main = zoo.lm_head(variant)
     names = zoo.heads(variant) if variant in zoo.FOUNDING else [main]
     for name in names:
@@ -66,7 +66,7 @@ def test_split_checkpoint_of_four_ranks_loads_at_other_sizes(
 
 
 def write_original(folder: Path, name: str, config: Any, seed: int) -> None:
-    """A model as transformers saves it, and its weights for `load_and_save` to compare with."""
+    """Save a model with transformers, and its weights for the comparison in `load_and_save`."""
     (folder / "original").mkdir(exist_ok=True)
     torch.manual_seed(seed)
     model = zoo.original(name)(config)
@@ -82,7 +82,7 @@ def write_original(folder: Path, name: str, config: Any, seed: int) -> None:
 def test_oslo_1_split_files_load_without_a_manifest(
     pool: Pool, tmp_path: Path, variant: str, saved_at: int, seed: int
 ) -> None:
-    """Replicated key-value heads, or heads interleaved with them, from files that say nothing of their layout."""
+    """The files do not describe replicated or interleaved key-value heads."""
     name = zoo.lm_head(variant)
     write_original(tmp_path, name, zoo.config(variant), seed)
     pool.run(saved_at, load_and_save, tmp_path / "whole", saved_at, [name], tmp_path / "split")
@@ -99,7 +99,7 @@ def _refused(directory: Path, tp: int) -> str:
 
 
 def test_oslo_1_split_files_that_contradict_the_config_are_rejected(pool: Pool, tmp_path: Path, seed: int) -> None:
-    """Nobody is told to have weights that are there initialised anew."""
+    """Existing weights are never reported as newly initialised."""
     name = zoo.lm_head("llama")
     write_original(tmp_path, name, zoo.config("llama"), seed)
     pool.run(3, load_and_save, tmp_path / "whole", 3, [name], tmp_path / "split")
@@ -167,5 +167,5 @@ def test_from_config_seed_gives_the_same_gpt2_weights_at_every_size(pool: Pool) 
     for tp, pp in ((2, 1), (3, 1), (1, 2), (2, 2), (1, 4)):
         for part in pool.run(tp * pp, _seeded, {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}):
             for name, (layout, rank, local) in part.items():
-                full = whole.get(name, whole["shared.weight"])[2]  # on later stages the head bears its own name
+                full = whole.get(name, whole["shared.weight"])[2]  # on later stages the tied head has its own name
                 assert torch.equal(layout.shard(full, rank), local), (tp, pp, name)

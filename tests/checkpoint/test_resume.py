@@ -45,7 +45,7 @@ def train(model: Any, wrapped: Any, optimizer: Any, scheduler: Any, batches: lis
         outputs = wrapped(**batch)
         for output in outputs if model.is_pipeline_parallelized() else [outputs]:
             output.loss.backward()
-            losses.append(output.loss.detach())  # on stages before the last, known after the loop
+            losses.append(output.loss.detach())  # earlier stages know the value after the loop
         optimizer.step()
         scheduler.step()
     return [loss.item() for loss in losses]
@@ -58,7 +58,7 @@ def training(model: Any, fsdp: bool) -> tuple[Any, Any, Any]:
 
 
 def check_resume(config: PreTrainedConfig, tp: int, pp: int, fsdp: bool, batches: list[Batch], folder: Path) -> int:
-    """Six steps, and three that are saved, forgotten, and followed by three in a model that was made anew."""
+    """Compare six steps with three steps, a save, and three more steps in a new model."""
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     model = GPT2LMHeadModel.from_config_with_parallel(config, seed=0, **sizes)
     wrapped, optimizer, scheduler = training(model, fsdp)
@@ -133,7 +133,7 @@ def test_optimizer_state_of_another_mesh_is_rejected(pool: Pool, tmp_path: Path)
 
 
 def damage_on_one_rank(folder: Path) -> None:
-    """A file of rank 1 has a wrong bit: all ranks raise, and name it."""
+    """Flip a bit in a file of rank 1: all ranks raise, and name the file."""
     model, optimizer = small(2)
     model.save_optimizer(optimizer, folder)
     path = folder / "optimizer_tp=1_pp=0_dp=0.bin"
@@ -161,7 +161,7 @@ def test_load_optimizer_rejects_a_state_that_does_not_fit(tmp_path: Path) -> Non
         model.load_optimizer(torch.optim.AdamW(list(model.parameters())[1:]), tmp_path)
     with pytest.raises(ValueError, match="cannot be read back"):
         model.save_optimizer(optimizer, tmp_path, config=model.config)
-    assert model.load_optimizer(optimizer, tmp_path) == {}  # the failed save has left the one before
+    assert model.load_optimizer(optimizer, tmp_path) == {}  # the failed save has kept the previous state
     other, _ = small(seed=1)
     other.save_pretrained_with_parallel(tmp_path)
     with pytest.raises(CheckpointError, match="another checkpoint of the model"):
@@ -170,7 +170,7 @@ def test_load_optimizer_rejects_a_state_that_does_not_fit(tmp_path: Path) -> Non
 
 
 def save_and_die(folder: Path, system_call: int) -> None:
-    """Save over an older state, and die in the middle: at the n-th rename or fsync of rank 0."""
+    """Save over an older state, and die at the n-th rename or fsync of rank 0."""
     model, optimizer = small(2)
     if model.mesh.world.rank == 0:
         calls = 0
@@ -202,7 +202,7 @@ def save_step(folder: Path) -> None:
 
 
 def test_kill_while_saving_leaves_a_loadable_state(pool: Pool, tmp_path: Path) -> None:
-    """The state is the old one or the new one, and it loads with the model beside it."""
+    """Either the old or the new state remains, and loads with the model beside it."""
     found = []
     pool.run(2, save_step, tmp_path / "first")
     for system_call in (1, 4, 7, 10):
@@ -255,7 +255,7 @@ for step in range(start, 8):
 
 
 def run_script(folder: Path, sizes: dict[str, int]) -> None:
-    """The script without a launcher, undisturbed."""
+    """Run the script without a launcher and without faults."""
     sys.argv = ["train.py", str(folder), json.dumps(sizes), "-1"]
     exec(SCRIPT, {"__name__": "__main__"})
 
@@ -290,7 +290,7 @@ def run_torchrun(folder: Path, sizes: dict[str, int], deadly_step: int) -> None:
 def test_torchrun_restart_after_a_kill_resumes_from_the_last_save(
     pool: Pool, tmp_path: Path, warm_launchers: None
 ) -> None:
-    """A rank is killed in the step before a save: all begin again from the last save, and lose nothing."""
+    """A rank is killed in the step before a save: all ranks resume from the last save, and lose nothing."""
     sizes = {"pipeline_parallel_size": 2}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir(), broken.mkdir()

@@ -19,7 +19,7 @@ CONFIG = dict(vocab_size=53, n_positions=16, n_embd=24, n_layer=3, n_head=4, bos
 
 @pytest.fixture
 def whole(tmp_path: Path, seed: int) -> tuple[Path, dict[str, Tensor]]:
-    """A checkpoint of transformers, and its tensors."""
+    """Save a checkpoint with transformers; return its tensors."""
     torch.manual_seed(seed)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG))
     model.save_pretrained(tmp_path / "whole")
@@ -68,7 +68,7 @@ def test_reshard_rejects_impossible_sizes(
 
 
 def old_files(directory: Path, expected: dict[str, Tensor], tp: int, pp: int) -> None:
-    """What OSLO 1.x wrote: chunks of the vocabulary and the heads, and on every stage all layers, live ones or not."""
+    """Write files like OSLO 1.x: chunks of vocabulary and heads, and all layers on every stage, live or stale."""
     for t in range(tp):
         for p in range(pp):
             state = {}

@@ -33,7 +33,7 @@ CONFIG = dict(vocab_size=53, n_positions=16, n_embd=24, n_layer=3, n_head=4, bos
 
 
 def from_config(cls: type = GPT2LMHeadModel, config: Any = None, **kwargs: Any) -> None:
-    """In a worker: construct with ``kwargs``; a value ``{"of rank": [...]}`` is different on each rank."""
+    """In a worker, construct with ``kwargs``; a value ``{"of rank": [...]}`` differs between ranks."""
     cls.from_config_with_parallel(config or GPT2Config(**CONFIG), **_own(kwargs))
 
 
@@ -47,7 +47,7 @@ def _own(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(pool: Pool, world: int, function: Any, *args: Any, kind: type = ValueError, **kwargs: Any) -> list[str]:
-    """The messages with which every rank refuses."""
+    """Return the error message of every rank."""
     return [str(error) for error in pool.run(world, _call, function, args, kwargs, expect=kind)]
 
 
@@ -85,7 +85,7 @@ def test_heads_that_are_not_of_attention_are_named(model_type: str, heads: str) 
 
 
 def stated(config: Any, path: str) -> Any:
-    """The value of ``"decoder.num_attention_heads"`` or of ``"per_layer_config[1].num_attention_heads"``."""
+    """Return the value of ``"decoder.num_attention_heads"`` or of ``"per_layer_config[1].num_attention_heads"``."""
     for part in path.split("."):
         name, _, place = part.partition("[")
         config = getattr(config, name)
@@ -94,7 +94,7 @@ def stated(config: Any, path: str) -> Any:
 
 
 def refusals(cls: Any, config: PreTrainedConfig) -> Iterator[str]:
-    """The messages about sizes that no model with this configuration has."""
+    """Yield the messages about sizes that this configuration does not support."""
     plan = cls.plan(config)
     too_many = 2 if plan.single_rank_reason else (plan.max_ranks() or 0) + 1
     for check in (partial(plan.check_ranks, cls.__name__, config), partial(plan.check_stages, cls.__name__)):
@@ -105,7 +105,7 @@ def refusals(cls: Any, config: PreTrainedConfig) -> Iterator[str]:
 
 
 def test_refusals_state_the_values_of_the_configuration(seed: int) -> None:
-    """Each type is drawn with independent numbers of heads, and is refused one rank more than it allows."""
+    """Draw each type with independent numbers of heads, and ask for one rank more than it allows."""
     wrong, named = [], set()
     for model_type in registry.ARCHITECTURES:
         name = zoo.main_head(model_type)
@@ -237,7 +237,7 @@ def test_check_inputs_rejects_other_values(pool: Pool, value: object) -> None:
 
 
 def _other_batches(sizes: dict[str, int], what: str, when: Any) -> None:
-    """The third call has another batch on the last rank."""
+    """Call the model with another batch on the last rank in the third call."""
     model = GPT2LMHeadModel.from_config_with_parallel(GPT2Config(**CONFIG), seed=0, check_inputs=when, **sizes)
     for call in range(3):
         ids = torch.arange(2 * 5).view(2, 5)

@@ -35,7 +35,7 @@ VERSION = transformers.__version__
 
 @pytest.fixture(autouse=True)
 def nothing_is_known() -> Iterator[None]:
-    """Other tests of the process may have compared the same functions, and later ones must not see changed ones."""
+    """Clear the caches: earlier tests may have compared the same functions, and later tests must not see changes."""
     caches = (checks._changed_layer, checks._broken)
     for each in caches:
         each.cache_clear()
@@ -136,7 +136,7 @@ def test_changed_generation_is_left_to_transformers(monkeypatch: Patch) -> None:
     with pytest.warns(UserWarning, match=r"changed the parameters of GenerationMixin\._prepare_cache_for_generation"):
         assert tokens_of(model) == fused
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it says so once
+        warnings.simplefilter("error")  # the warning occurs once
         assert tokens_of(model) == fused
 
 
@@ -150,7 +150,7 @@ def test_what_cannot_step_aside_raises(monkeypatch: Patch) -> None:
 
 def test_contracts_hold_here() -> None:
     found = {contract.original: contracts.broken(contract.original) for contract in checks.CONTRACTS}
-    missing = ("trl", "peft", "deepspeed", "lightning")  # where they are not installed
+    missing = ("trl", "peft", "deepspeed", "lightning")  # possibly not installed
     assert {name: why for name, why in found.items() if why and not name.startswith(missing)} == {}
 
 
@@ -205,7 +205,7 @@ def test_without_the_check_the_change_is_not_found(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "gemma2", "qwen3", "mixtral", "olmo2", "bert", "t5", "gpt_neox"])
 def test_rounding_is_no_difference(variant: str, backend: str, dtype: torch.dtype) -> None:
-    """The kernels for GPUs compute in plain torch here."""
+    """On the CPU, the operations of GPU kernels run in plain torch."""
     config = zoo.config(variant)
     model = getattr(oslo_models, zoo.main_head(variant)).from_config_with_parallel(config, seed=0, dtype=dtype)
     fusion = Fusion(backend)
@@ -218,7 +218,7 @@ def test_rounding_is_no_difference(variant: str, backend: str, dtype: torch.dtyp
 
 
 def state_of(model: Any) -> list[Any]:
-    """Everything that a forward could change in a model."""
+    """Return all state of a model that a forward could change."""
     found: list[Any] = [("random state", torch.get_rng_state())]
     for path, module in model.named_modules():
         attributes = {name: value for name, value in vars(module).items() if name != "_fusion"}
@@ -264,7 +264,7 @@ def test_models_that_cannot_run_are_not_checked() -> None:
 
 
 def fused_with_a_wrong_rank(sizes: dict[str, int], wrong: int) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    """One rank has a norm that computes something else: all ranks leave the norms unfused."""
+    """If the norm of one rank computes different results, all ranks leave the norms unfused."""
     from oslo_models.fusion import norms
 
     model = model_of("llama", **sizes)
@@ -299,7 +299,7 @@ def test_ranks_decide_alike(pool: Pool, sizes: dict[str, int], wrong: int) -> No
 
 
 def release_with(path: Path, edit: Callable[[str], str]) -> Path:
-    """A folder with a release that has one model only."""
+    """Write a release with a single model into a folder."""
     file = path / "transformers/models/llama/modeling_llama.py"
     file.parent.mkdir(parents=True)
     (path / "transformers/__init__.py").write_text('__version__ = "5.99.0"\n')

@@ -31,7 +31,7 @@ def is_private(path: str) -> bool:
 
 
 def private_names(source: str) -> set[str]:
-    """The private modules and attributes of other packages that a file imports or reads from an imported name."""
+    """Return private modules and attributes of other packages that a file imports or reads."""
     tree = ast.parse(source)
     imported: dict[str, str] = {}
     found = set()
@@ -58,12 +58,12 @@ def private_names(source: str) -> set[str]:
 
 
 def unlisted_names(source: str) -> set[str]:
-    """The `private_names` without a contract. A contract of a module or class stands for its attributes."""
+    """Return the `private_names` without a contract. A contract of a module or class covers its attributes."""
     return {name for name in private_names(source) if not any(contains(*pair) for pair in product([name], LISTED))}
 
 
 def contains(name: str, listed: str) -> bool:
-    """Whether one of two dotted names is, or is an attribute of, the other."""
+    """Whether one of two dotted names equals or contains the other."""
     return f"{name}.".startswith(f"{listed}.") or f"{listed}.".startswith(f"{name}.")
 
 
@@ -105,13 +105,13 @@ def modules() -> list[Any]:
 
 
 def classes_of(module: Any) -> list[tuple[type, ast.ClassDef]]:
-    """The classes that a module defines at its top level, with their source."""
+    """Return the top-level classes of a module with their source."""
     nodes = ast.parse(Path(module.__file__).read_text()).body
     return [(vars(module)[node.name], node) for node in nodes if isinstance(node, ast.ClassDef)]
 
 
 def methods_of(source: ast.ClassDef) -> Iterator[str]:
-    """The private methods and forwards that a class defines."""
+    """Yield the private methods and forwards that a class defines."""
     for node in source.body:
         name = node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else ""
         if name == "forward" or is_private(name):
@@ -119,7 +119,7 @@ def methods_of(source: ast.ClassDef) -> Iterator[str]:
 
 
 def overridden(cls: type, source: ast.ClassDef, classes: Iterable[type]) -> Iterator[str]:
-    """The methods of other packages that a class overrides, itself or in one of the classes that derive from it."""
+    """Yield the methods of other packages that a class overrides, itself or through a subclass."""
     families = [each.__mro__[each.__mro__.index(cls) + 1 :] for each in classes if cls in each.__mro__]
     for name in methods_of(source):
         for after in families:
@@ -153,7 +153,7 @@ def test_unlisted_overrides_are_found() -> None:
 
 
 def test_fused_classes_are_listed() -> None:
-    """Each module of `fusion` that computes in place of a layer has a contract."""
+    """Each class of `fusion` that replaces a layer has a contract."""
     own = [module for module in modules() if module.__name__.startswith("oslo_models.fusion.")]
     found = set()
     for module in own:

@@ -31,7 +31,7 @@ def numbered(counts: list[int]) -> list[Numbered]:
 
 
 def check(blender: DatasetBlender, weights: list[Fraction]) -> None:
-    """Every prefix has of each dataset its share, up or down to a whole number, and its samples in order."""
+    """Check that every prefix holds each dataset's share, rounded up or down, and its samples in order."""
     given_samples = [0] * len(weights)
     for place in range(len(blender)):
         number, sample = blender[place]

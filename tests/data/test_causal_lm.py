@@ -88,7 +88,7 @@ def test_split_holds_the_tokens_of_its_documents_only(
             left = set(tokens.tolist()) - unique
             assert unique <= inside and not unique & seen_by_any
             assert len(left) < length - 1 and left == set(tokens[len(tokens) - len(left) :].tolist())
-            assert len(seen) - len(unique) == len(seen) // length - 1  # where samples meet, and nowhere else
+            assert len(seen) - len(unique) == len(seen) // length - 1  # only adjacent samples overlap
             seen_by_any |= unique
 
 
@@ -110,7 +110,7 @@ def test_splits_of_one_name_have_separate_indices(tmp_path: Path) -> None:
 
 
 def test_index_built_in_chunks_is_the_same(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index is built in chunks; here these are small."""
+    """Build the index in small chunks."""
     monkeypatch.setattr("oslo_models.data.sample_index.CHUNK", 7)
     monkeypatch.setattr("oslo_models.data.indexed_dataset.CHUNK", 5)
     rng = np.random.default_rng(seed)
@@ -130,7 +130,7 @@ def test_split_keeps_documents_of_several_sequences_together(tmp_path: Path) -> 
 def test_labels_position_ids_and_attention_mask_reset_at_documents(tmp_path: Path, seed: int) -> None:
     lengths = [3, 0, 1, 4, 9, 2] * 5
     write(tmp_path / "a", lengths)
-    document = np.repeat(np.arange(len(lengths)), lengths)  # by token
+    document = np.repeat(np.arange(len(lengths)), lengths)  # document of each token
     first = np.concatenate([np.arange(count) == 0 for count in lengths])
     make = (tmp_path / "a", 8, "train", 0.0, 1.0, "mmap", seed)
     everything = {"labels": True, "reset_position_ids": True, "reset_attention_mask": True}
@@ -153,7 +153,7 @@ def test_labels_position_ids_and_attention_mask_reset_at_documents(tmp_path: Pat
 
 
 def test_reset_mask_and_positions_isolate_documents(tmp_path: Path) -> None:
-    """With the mask and the positions, the logits of a document equal its logits alone."""
+    """With the mask and the positions, the logits of a document equal the logits of the document alone."""
     import transformers as hf
 
     write(tmp_path / "a", [7, 6, 9, 8])
@@ -204,7 +204,7 @@ def test_concurrent_processes_build_one_index(pool: Pool, tmp_path: Path, monkey
 
 
 def test_dataset_makes_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OSLO 1 started NCCL where a launcher had set WORLD_SIZE."""
+    """OSLO 1 started NCCL if a launcher had set WORLD_SIZE."""
     for name, value in (("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("RANK", "1")):
         monkeypatch.setenv(name, value)
     write(tmp_path / "a", [50])

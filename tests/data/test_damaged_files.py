@@ -1,4 +1,4 @@
-"""Files that are damaged, cut off or in other encodings: none is read as whole, and each error has file and record."""
+"""Damaged, truncated and differently encoded files: none is read as complete; errors name the file and the record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 
 def zst_frames(data: bytes) -> bytes:
-    """Several frames, one of them skippable, as parallel compressors write them."""
+    """Write several frames, one of them skippable, like parallel compressors."""
     half = len(data) // 2
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
     return zstandard.compress(data[:half]) + skippable + zstandard.compress(data[half:])

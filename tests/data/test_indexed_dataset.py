@@ -115,7 +115,7 @@ for dtype in {list(CODES)}:
 
 
 def test_documents_of_several_sequences_are_kept(tmp_path: Path) -> None:
-    """Megatron splits documents into sentences; files that it merged may say nothing of use about documents."""
+    """Megatron splits documents into sentences; its merged files may lack useful document boundaries."""
     for ends, sizes in (([0, 2, 2, 4], [3, 0, 7]), ([0, 1], [3, 0, 5, 2]), ([0, 1, 2, 3, 4], [3, 0, 5, 2])):
         for impl in ("mmap", "lazy"):
             tokens = write(tmp_path / "a", [3, 0, 5, 2], "int32", impl, ends)
@@ -194,7 +194,7 @@ def test_a_damaged_boundary_of_documents_is_named(tmp_path: Path) -> None:
     for number, value in ((0, 1), (1, 3), (1, 1 << 40), (1, -5)):
         write(tmp_path / "a", [3, 0, 5, 2], ends=[0, 2, 4])
         damage(tmp_path / "a.idx", 34 + 12 * 4 + 8 * number, value, 8)
-        if (number, value) == (1, 3):  # another division, which nothing contradicts
+        if (number, value) == (1, 3):  # a consistent other division
             assert len(IndexedDataset(tmp_path / "a").documents()[1]) == 2
             continue
         with pytest.raises(ValueError, match=r"a\.idx: document"):

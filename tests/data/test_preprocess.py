@@ -71,7 +71,7 @@ def test_dtype_that_cannot_hold_the_vocabulary_is_refused_before_the_work() -> N
 
 
 def test_eod_token_outside_the_vocabulary_is_rejected() -> None:
-    """It would be written, and raise in an embedding, or worse, only when somebody trains."""
+    """Otherwise the token would be written, and raise in an embedding, or worse, only during training."""
     tok = tokenizer()
     last = max(tok.get_vocab().values())
     assert DatasetPreprocessor(tok, eod_token_id=last).eod_token_id == last
@@ -240,7 +240,7 @@ def test_preprocessor_rejects_bad_arguments() -> None:
 
 
 def test_preprocess_resumes_after_a_kill_at_fifty_points(tmp_path: Path) -> None:
-    """Every step that writes, the last ones too; some runs are killed twice."""
+    """Kill every writing step, including the last ones; some runs are killed twice."""
     command = [sys.executable, str(ROOT / "tests" / "support" / "preprocess_crashes.py"), str(tmp_path), "50"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
@@ -298,7 +298,7 @@ def test_preprocess_resumes_after_a_kill_and_leaves_no_process(tmp_path: Path, s
 
 
 def interrupted(name: Path, count: int = 40, **keywords: Any) -> None:
-    """A run that ends with an error after some commits."""
+    """Run preprocessing that fails after some commits."""
 
     def broken() -> Iterator[str]:
         yield from (f"text {number}" for number in range(count))
@@ -327,7 +327,7 @@ def test_preprocess_rejects_resuming_with_other_arguments(tmp_path: Path) -> Non
     made.preprocess(others, name, 0)
     assert read(name) == expected(others, tokenizer(), 0)
     interrupted(name)
-    assert read(name) == expected(others, tokenizer(), 0)  # until the new one is complete
+    assert read(name) == expected(others, tokenizer(), 0)  # the old dataset remains until the new one is complete
     made.preprocess(others[:3], name, 0, resume=False)
     assert read(name) == expected(others[:3], tokenizer(), 0)
 

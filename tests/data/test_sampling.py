@@ -69,7 +69,7 @@ def test_proxy_sampler_partitions_the_indices_over_replicas(
 
 
 def test_proxy_sampler_over_a_sequential_sampler_matches_distributed_sampler(seed: int) -> None:
-    """Over a sequential sampler it is torch's DistributedSampler, index by index."""
+    """Over a sequential sampler, the indices equal torch's DistributedSampler."""
     for shuffle in (True, False):
         for drop_last in (True, False):
             for rank in range(4):
@@ -104,7 +104,7 @@ def test_proxy_sampler_draws_by_epoch_and_keeps_global_rng_states(seed: int) -> 
 
 
 def test_proxy_sampler_over_one_index_and_over_a_batch_sampler() -> None:
-    """OSLO 1 failed where a rank got one index; a sampler may also draw batches."""
+    """OSLO 1 failed if a rank got one index; a sampler may also draw batches."""
     assert list(DistributedProxySampler(SequentialSampler(range(1)), 2, 1)) == [0]
     batches = BatchSampler(SequentialSampler(range(12)), 3, drop_last=False)
     shards = [list(DistributedProxySampler(batches, 2, rank, shuffle=False)) for rank in range(2)]
@@ -178,7 +178,7 @@ class Stream(IterableDataset[int]):
 
 
 def loaders(workers: int) -> dict[str, Callable[[], Any]]:
-    """Loaders over 10 samples, each made anew as after a restart."""
+    """Return constructors of loaders over 10 samples, like after a restart."""
 
     def generator() -> torch.Generator:
         return torch.Generator().manual_seed(7)
@@ -226,7 +226,7 @@ def test_infinite_loader_resumes_at_the_same_sample(kind: str, workers: int, see
         torch.manual_seed(stop)
         resumed = InfiniteDataLoader(make())
         resumed.load_state_dict(torch.load(saved, weights_only=True))
-        torch.set_rng_state(randoms[stop])  # as whoever saves a model and its optimizer does
+        torch.set_rng_state(randoms[stop])  # like training scripts that save a model and its optimizer
         assert train(resumed, epoch + 4 - stop) == whole[stop:]
 
 

@@ -56,7 +56,7 @@ CAPTURED, DRAWN = (
 )
 
 Row = tuple[str, str, str, str, str, dict[str, Any]]
-"""A function of the library, a piece of its source, what stands there instead; a test: file, name, arguments."""
+"""A function of the library, a piece of its source, the replacement; a test: file, name, arguments."""
 
 FAST: list[Row] = [
     (f"{SLOTS}.mask", ">= (self.window", "> (self.window", LOOP, OWN, CHUNKS),
@@ -67,7 +67,7 @@ FAST: list[Row] = [
     (f"{PREFIXES}.find", "prompt[:-1]", "prompt", REUSED, LOST, {}),
     (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= 2", LOOP, TOGETHER, {}),
 ]
-"""In this process."""
+"""Mutants in this process."""
 
 SLOW: list[Row] = [
     (NUCLEUS[0], "sorted_V[removed - 1] == least", "False", *NUCLEUS[1:], {}),

@@ -53,7 +53,7 @@ def rows_of(model: Any, seed: int, count: int = len(WAYS)) -> list[Row]:
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_rows_draw_their_own_tokens(pair: Any, seed: int, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For many steps, since each advances the generators; also if many logits are equal, as in 16 bits."""
+    """Test many steps, because each advances the generators, and equal logits, as in 16-bit dtypes."""
     model, _ = pair
     as_on_a_gpu(monkeypatch)
     together, alone = rows_of(model, seed), rows_of(model, seed)

@@ -1,4 +1,4 @@
-"""How large the running batch is where the application does not say: on CPUs, and on GPUs as far as memory goes."""
+"""Default size of the running batch: on CPUs, and on GPUs within their memory."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_generate_streams_tokens(model: Any, seed: int) -> None:
 
 
 def test_generation_stops_when_its_streamer_raises(model: Any, seed: int) -> None:
-    """The workers stop at the next tokens instead of computing for nobody."""
+    """The workers stop at the next tokens instead of computing unused results."""
     streamer = Collected(limit=12)
     began = time.monotonic()
     with pytest.raises(BrokenPipeError):
@@ -188,7 +188,7 @@ def test_deployed_model_saves_a_merged_checkpoint(model: Any, whole: Any, tmp_pa
 
 
 def test_forked_child_can_neither_use_nor_end_the_workers(model: Any, seed: int) -> None:
-    """A child of the application cannot use its parent's workers, and does not end them."""
+    """A child process of the application cannot use its parent's workers, and does not end them."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -251,7 +251,7 @@ def test_exception_of_a_signal_handler_leaves_the_deployment_working(
 
 
 def test_stopped_worker_blocks_no_call_beyond_its_timeout(stand: faults.Stand, seed: int) -> None:
-    """Nobody waits for it for longer than he says, however much it was sent; ending it works."""
+    """No caller waits longer than its timeout, for any amount of sent data, and ending the worker works."""
     stand.answers()
     model, pids = stand.model, stand.pids
     os.kill(pids[0], signal.SIGSTOP)
@@ -283,7 +283,7 @@ def test_failed_loading_raises_and_ends_the_workers(pool: Pool, stand: faults.St
 
     class Alarmed(Kept):
         def wait(self, timeout: float, awake: float = 0.0) -> None:
-            raise TimeoutError("too late")  # as the handler of a signal may
+            raise TimeoutError("too late")  # like a signal handler
 
     options: dict[str, Any] = {"tensor_parallel_size": 2, "deploy": True}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError, match="no room for the weights") as caught:
@@ -298,7 +298,7 @@ def test_failed_loading_raises_and_ends_the_workers(pool: Pool, stand: faults.St
 
 
 def test_messages_that_cannot_be_read_or_written_become_errors() -> None:
-    """A message that cannot be read is a failure of its call; an error that cannot be sent becomes its ancestor."""
+    """An unreadable message fails its call; an error that cannot be sent becomes its base class."""
     data = serialization.encode(messages.Reply(7), 7)
     failure = serialization.decode(data[:8] + b"no pickle")
     assert (failure.number, type(failure.error)) == (7, serialization.pickle.UnpicklingError)
@@ -313,7 +313,7 @@ def test_messages_that_cannot_be_read_or_written_become_errors() -> None:
     data = serialization.encode(messages.Reply(7, (torch.zeros(10_000), torch.ones(1))))
     holders = sys.getrefcount(data)
     kept = serialization.decode(data).result[1]
-    assert sys.getrefcount(data) == holders and kept.untyped_storage().nbytes() == 4  # it does not keep the other
+    assert sys.getrefcount(data) == holders and kept.untyped_storage().nbytes() == 4  # the other is freed
 
     class Odd(UnicodeDecodeError):
         pass
@@ -328,7 +328,7 @@ def test_messages_that_cannot_be_read_or_written_become_errors() -> None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Of one type, and equal; tensors too, and the order of keys."""
+    """Whether two values have the same type, content and order of keys, also inside of containers."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):

@@ -19,7 +19,7 @@ from support.waiting import wait_until
 
 
 def greedy(whole: Any, ids_BL: torch.Tensor, steps: int, change: Callable[[torch.Tensor, list[int]], Any]) -> Any:
-    """The tokens and the logits before ``change``, one by one without a cache."""
+    """Return the tokens, and the log-probabilities before ``change``, one by one without a cache."""
     new: list[int] = []
     logits = []
     with torch.no_grad():
@@ -76,6 +76,6 @@ def test_cancelled_call_ends_at_the_next_token(model: Any, seed: int, streams: b
         with pytest.raises(CallCancelled):
             call.result(5)
     wait_until(lambda: not model._engine._calls)
-    with pytest.raises(CallCancelled):  # and a call that is cancelled before it begins
+    with pytest.raises(CallCancelled):  # a call that is cancelled before it begins
         model.generate(**batch, **deployment.LONG, cancellation=cancellation)
     assert model.generate(**batch, max_new_tokens=2, min_new_tokens=2).shape[1] == 9

@@ -41,7 +41,7 @@ print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens
 
 
 def test_deployment_starts_from_a_script_without_a_main_guard(stand: faults.Stand, warm: None) -> None:
-    """From standard input even, and with a full disk for its log: it runs once, and its workers end with it."""
+    """Even from standard input and with a full disk for its log, it runs once, and its workers end with it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     with open("/dev/full", "w") as full:
         script = subprocess.run(
@@ -69,7 +69,7 @@ model.generate(batch["input_ids"], max_new_tokens=3, min_new_tokens=3)
 def test_deployment_starts_inside_an_event_loop_and_ends_with_the_model(
     stand: faults.Stand, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Cells that are run inside of an event loop; and a model that is dropped there takes its workers along."""
+    """Cells run inside of an event loop; a deleted model ends its workers."""
     names: dict[str, Any] = {"__name__": "__main__", "config": deployment.CONFIG, "batch": prompt(seed)}
 
     async def run() -> None:
@@ -91,8 +91,8 @@ def test_deployment_starts_inside_an_event_loop_and_ends_with_the_model(
 
 
 def test_fused_pipeline_stages_are_deployed_and_restarted(stand: faults.Stand, seed: int, tmp_path: Path) -> None:
-    """Two stages, fused: answers, bad input and a new start are as with one."""
-    stand.model.save_pretrained_with_parallel(tmp_path)  # split files of another shape
+    """Two fused stages give the same answers, errors and restarts as one."""
+    stand.model.save_pretrained_with_parallel(tmp_path)  # split files of other parallel sizes
     sizes = {"pipeline_parallel_size": 2, "deploy": True}
     batch = prompt(seed)
     with GPT2LMHeadModel.from_pretrained_with_parallel(tmp_path, **sizes).fuse() as model:
@@ -108,14 +108,14 @@ def test_fused_pipeline_stages_are_deployed_and_restarted(stand: faults.Stand, s
                     call(bad)
             with pytest.raises(ValueError, match="GPT2MLP"):
                 model.fuse([torch.nn.Linear])
-            with pytest.raises(IndexError):  # a stage by itself, after 500 tokens
+            with pytest.raises(IndexError):  # an error of one stage, after 500 tokens
                 model.generate(**prompt(seed, 1, 510), max_new_tokens=9, min_new_tokens=9)
             assert model.health()["healthy"]
             model.restart()
 
 
 def test_deployment_under_torchrun_runs_the_script_on_rank_0(pool: Pool, stand: faults.Stand, seed: int) -> None:
-    """Rank 0 is the application, the other process serves until that has ended."""
+    """Rank 0 is the application; the other process serves until the application ends."""
     batch = prompt(seed)
     (first, error, second, length, refusal, pids), code = pool.run(
         2, deployment.launched_script, deployment.server_address(), stand.checkpoint, batch, env=True
@@ -209,9 +209,9 @@ def test_deployment_needs_one_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.zoo
 @pytest.mark.ray
 def test_deployment_on_ray_actors(stand: faults.Stand, seed: int) -> None:
-    """Two actors of Ray on this host; one of them is killed."""
+    """Use two Ray actors on this host, and kill one."""
     ray = pytest.importorskip("ray")
-    with tempfile.TemporaryDirectory(prefix="ray-") as long, short_path(long) as folder:  # sockets are in it
+    with tempfile.TemporaryDirectory(prefix="ray-") as long, short_path(long) as folder:  # the folder holds sockets
         ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, _node_ip_address="127.0.0.1")
         try:
             sizes = {"tensor_parallel_size": 2, "deploy": True, "deploy_backend": "ray"}
@@ -241,7 +241,7 @@ def test_deployment_on_ray_actors(stand: faults.Stand, seed: int) -> None:
 def test_restart_waits_until_the_workers_before_have_ended(
     stand: faults.Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread ends them, and with them their directory, while this one starts new workers."""
+    """Another thread ends the workers and removes their directory, while this thread starts new workers."""
     stand.answers()
     executor = stand.model._engine._executor
     kill, before = executor.kill, stand.pids

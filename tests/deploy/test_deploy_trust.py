@@ -32,7 +32,7 @@ SECRET = "0123456789abcdef"
 
 
 class Attack:
-    """Writes a file where it is unpickled."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -43,7 +43,7 @@ class Attack:
 
 @contextmanager
 def stranger(says: bytes) -> Iterator[int]:
-    """The port of who says this to everybody that connects."""
+    """Listen on a port, and send these bytes to every connection; yield the port."""
 
     def talk() -> None:
         with suppress(OSError):
@@ -110,7 +110,7 @@ def launched_with_attacker(address: Any, checkpoint: Path, prompt: Any, mark: Pa
 
     class Besieged(others):  # type: ignore[misc, valid-type]
         def _listen(self) -> Any:
-            """Strangers are the first to connect."""
+            """Let strangers connect first."""
             listener, address = super()._listen()
             listened.append(address)
             body = pickle.dumps(Attack(mark))
@@ -136,7 +136,7 @@ def launched_with_attacker(address: Any, checkpoint: Path, prompt: Any, mark: Pa
 def test_deployment_serves_while_strangers_connect(
     pool: Pool, stand: faults.Stand, tmp_path: Path, secret: str | None, seed: int
 ) -> None:
-    """On one host over a Unix socket, on several over TCP with a secret: strangers change nothing."""
+    """Strangers change nothing, on one host over a Unix socket, or on several over TCP with a secret."""
     batch, mark = deployment.prompt(seed), tmp_path / "mark"
     arguments = (deployment.server_address(), stand.checkpoint, batch, mark, secret)
     (found, pids, listened), _ = pool.run(2, launched_with_attacker, *arguments, env=True)
@@ -185,7 +185,7 @@ def echo(end: socket.socket) -> None:
 
 
 def test_relayed_handshake_gives_no_connection() -> None:
-    """Who has itself dialled, through the store, and passes the proofs on, gets no connection from either side."""
+    """An attacker that forges the address in the store and relays the proofs gets no connection from either side."""
     outcomes: list[BaseException | None] = [None, None]
 
     def end(index: int, act: Callable[[], Any]) -> None:
@@ -230,7 +230,7 @@ def test_connection_of_another_user_is_rejected(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_deployment_on_several_hosts_requires_a_secret(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
-    """On every rank, before anything is started."""
+    """Every rank raises before anything starts."""
     launched = {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)

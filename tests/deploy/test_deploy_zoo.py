@@ -52,7 +52,7 @@ def test_deployed_architectures_answer_as_transformers(
 
 
 def serve(name: str, folder: Path, seed: int) -> Any:
-    """Deploy a class, and ask it what transformers' class can be asked."""
+    """Deploy a class, and compare its methods with the transformers class."""
     model_type = next(kind for kind in registry.ARCHITECTURES if name in registry.names(kind))
     config = zoo.config(model_type)
     # CLIP multiplies the rounding of float32; transformers' FSMT computes nothing in float64.

@@ -71,7 +71,7 @@ sys.stdin.read()
 
 
 def state(pid: int) -> list[str]:
-    """Its state, the id of its parent, and more."""
+    """Return the state of a process, the id of its parent, and more."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -97,7 +97,7 @@ def test_fork_server_is_a_copy_of_an_application_that_has_imported_only(stand: f
         app.stdout.readline()
         assert (tmp_path / "file").read_text() == "once"
         os.kill(int(pids[0]), signal.SIGTERM)
-        assert gone([int(pids[0])])  # the handler is not the worker's
+        assert gone([int(pids[0])])  # the worker has no such handler
         app.kill()
     assert gone([int(pid) for pid in pids])
     wait_until(lambda: not Path(f"/proc/{copy}").exists() or state(copy)[0] == "Z")  # the system has yet to reap it
@@ -107,7 +107,7 @@ def test_fork_server_is_a_copy_of_an_application_that_has_imported_only(stand: f
 def test_process_that_has_counted_gpus_is_usable_without_a_driver(
     driver: bool, usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with torch for CUDA on a machine without a GPU."""
+    """Torch for CUDA on a machine without a GPU behaves so."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(fork_server, "_has_driver", lambda: driver)
     monkeypatch.setattr(os, "listdir", lambda path: ["1"])  # a test process has threads of pytest

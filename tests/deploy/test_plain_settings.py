@@ -1,4 +1,4 @@
-"""What `generate` has prepared for a row of the running batch is used again for rows that get the same, no others."""
+"""Settings that `generate` prepares for a row of the running batch are reused for rows with equal settings only."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def prepared(pair: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepared]:
 
 
 def test_equal_arguments_are_prepared_once(prepared: Prepared) -> None:
-    """For any tokens, and for the rows of one call; not for other arguments."""
+    """Settings are reused for any tokens, and for the rows of one call, but not for other arguments."""
     assert prepared([[1, 2, 3]]) == 1
     assert prepared([[4, 5, 6]]) == prepared([[6, 2, 9]]) == 0
     assert prepared([[1, 2, 3], [3, 4, 5]]) == 0
@@ -77,7 +77,7 @@ def test_equal_arguments_are_prepared_once(prepared: Prepared) -> None:
 
 
 def test_padding_is_seen(prepared: Prepared) -> None:
-    """By a mask, or where none is given by the tokens."""
+    """The mask determines padding; without a mask, the tokens do."""
     assert prepared([[1, 2, 3]]) == 1
     assert prepared([[0, 2, 3]]) == prepared([[0, 2, 3]]) == 1, "transformers takes the first one for padding"
     assert prepared([[1, 2, 3]], [[1, 1, 1]]) == 1, "with a mask"
@@ -109,7 +109,7 @@ def test_what_may_have_a_state_is_prepared_each_time(prepared: Prepared, options
 
 
 def test_changes_of_the_defaults_and_the_model_are_followed(prepared: Prepared) -> None:
-    """Whether the configuration is replaced or changed; an equal one changes nothing."""
+    """Replaced and changed configurations are noticed; an equal one changes nothing."""
     model = prepared.model
     assert prepared([[1, 2, 3]], eos_token_id=None) == 1
     model.generation_config = copy.deepcopy(model.generation_config)

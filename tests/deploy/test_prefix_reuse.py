@@ -1,4 +1,4 @@
-"""Prompts take over the keys and values of prefixes that were computed before."""
+"""Prompts reuse the cached keys and values of their prefixes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ SIZES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_deployed_model_counts_what_it_reuses(tmp_path: Path, seed: int, sizes: dict[str, Any]) -> None:
-    """Also after it was idle, with the tokens of a call alone; not after an adapter or ``fuse`` has changed it."""
+    """It reuses prefixes also after idle times, with unchanged tokens, but not after an adapter or ``fuse``."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     torch.manual_seed(seed)
     whole: Any = transformers.GPT2LMHeadModel(deployment.SENSITIVE).double().eval()

@@ -39,7 +39,7 @@ class Deployed:
 
 
 class OnTwoWorkers:
-    """Models that one pair of workers holds in turn: each when it is asked for."""
+    """Models that share one pair of workers; the requested model is loaded on demand."""
 
     def __init__(self) -> None:
         self.engine: Any = None
@@ -142,7 +142,7 @@ def test_methods_of_clip_run_in_the_workers(deployed: OnTwoWorkers, seed: int) -
     right = full.get_image_features(pixels, output_attentions=True)
     assert len(right.attentions) == 2
     for own, other in zip(mine.attentions, right.attentions, strict=True):
-        close(own, other)  # of all heads
+        close(own, other)  # attention weights of all heads
 
 
 def test_methods_of_the_application_run_in_the_workers(deployed: OnTwoWorkers, seed: int) -> None:

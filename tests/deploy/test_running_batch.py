@@ -41,7 +41,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "deployment.md"
 
 
 def is_decoder(variant: str) -> bool:
-    """Whether transformers generates text with the main configuration, without an encoder."""
+    """Whether the main configuration is a decoder that generates text in transformers."""
     config = zoo.config(variant)
     if config.is_encoder_decoder or getattr(config, "is_decoder", True) is False:
         return False
@@ -204,7 +204,7 @@ def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: li
 def test_stage_that_fails_ends_the_calls_and_no_others(
     pool: Pool, tmp_path: Path, seed: int, stages: int, failing: int, where: str
 ) -> None:
-    """Steps of other groups are on their way: every stage comes to the end of them, and the next call is answered."""
+    """Steps of other groups are in flight: every stage finishes them, and the next call is answered."""
     _, calls, expected = running.checked("llama", tmp_path, seed, 1, num_hidden_layers=3)
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "seed": 0}
     calls = [{**prompt(seed + number, 1), **options} for number in range(5)] + calls
@@ -232,7 +232,7 @@ def served(stand: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 
 
 def ask(model: Any, call: dict[str, Any], expected: torch.Tensor) -> None:
-    """A call, streamed or not, has to get what transformers generates by itself."""
+    """Check that a call, streamed or not, gets the tokens of transformers."""
     if call["max_new_tokens"] % 2 and len(call["input_ids"]) == 1:
         streamer = Collected()
         found = model.generate(**call, streamer=streamer)
@@ -243,7 +243,7 @@ def ask(model: Any, call: dict[str, Any], expected: torch.Tensor) -> None:
 
 
 def test_threads_get_what_they_would_get_alone(served: Any, seed: int) -> None:
-    """Greedy and sampled, streamed or not, between calls that cannot join: beams, forwards and samples of two rows."""
+    """Mix greedy and sampled calls, streamed or not, with calls that cannot join: beams, forwards, two sampled rows."""
     model, whole = served
     calls, batch = running.requests(random.Random(seed), 20), prompt(seed)
     for way in ({"num_beams": 2}, {"do_sample": True}):
@@ -264,7 +264,7 @@ def test_threads_get_what_they_would_get_alone(served: Any, seed: int) -> None:
     [
         {"pipeline_parallel_size": 2},
         {"tensor_parallel_size": 1},
-        {"tensor_parallel_size": 2, "master_addr": "127.0.0.1"},  # as on several hosts: steps are broadcast
+        {"tensor_parallel_size": 2, "master_addr": "127.0.0.1"},  # like several hosts: steps are broadcast
     ],
 )
 def test_stages_one_rank_and_ranks_without_shared_memory(
@@ -324,7 +324,7 @@ def test_memory_is_reserved_and_described(served: Any, seed: int) -> None:
 
 
 def test_short_call_overtakes_a_long_one(served: Any, seed: int) -> None:
-    """It joins while the long one is computed; dynamic batching would have had it wait."""
+    """It joins while the long call is computed; with dynamic batching it would wait."""
     model, _ = served
     slow = {"logits_processor": [deployment.Trouble("sleep", 0)], "max_new_tokens": 200, "min_new_tokens": 200}
     cancellation, batch = Cancellation(), prompt(seed, 1)
@@ -339,7 +339,7 @@ def test_short_call_overtakes_a_long_one(served: Any, seed: int) -> None:
 
 
 def test_change_of_the_model_waits_for_the_rows(served: Any, seed: int) -> None:
-    """Rows come to their end with the model that they began with; calls after the change begin with the new one."""
+    """Rows finish with their old model; calls after the change start with the new one."""
     model, whole = served
     batch, slow = prompt(seed, 1), {"logits_processor": [deployment.Trouble("sleep", 0)], "do_sample": False}
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
@@ -355,7 +355,7 @@ def test_change_of_the_model_waits_for_the_rows(served: Any, seed: int) -> None:
 
 
 def test_step_that_fails_ends_its_calls_and_no_others(served: Any, seed: int) -> None:
-    """A forward that fails on every rank raises in the calls of the batch; the next ones are answered."""
+    """A forward that fails on every rank raises in the calls of the batch; later calls are answered."""
     model, whole = served
     model._engine.limits = BatchLimits(4, 4096, 5)  # beyond the positions of the model
     batch = prompt(seed, 1, 500)
@@ -369,7 +369,7 @@ def test_step_that_fails_ends_its_calls_and_no_others(served: Any, seed: int) ->
 
 
 def test_channel_is_read_in_order_and_settles(tmp_path: Path) -> None:
-    """A thread as the follower: nothing is lost, however fast the leader is; a follower that is away is noticed."""
+    """With a thread as the follower, even a fast leader loses nothing, and an absent follower is noticed."""
     leader, follower = (SharedMemoryChannel(tmp_path / "steps", rank, 0, 2, 4096) for rank in (0, 1))
     read: list[Step] = []
 

@@ -1,4 +1,4 @@
-"""The product of the head in the running batch: transformers' logits, whichever way it is computed."""
+"""The product of the head in the running batch: it gives transformers' logits with every implementation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_product_is_that_of_a_linear_layer(
 
 
 def test_head_is_lent_another_class(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the time of a step, also of one that fails; a fused, adapted or quantised head keeps its own."""
+    """The class changes only during a step, even if the step fails; fused, adapted and quantised heads keep theirs."""
     model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), dtype=torch.float64).eval()
     ids = torch.randint(3, 101, (3, 5), generator=torch.Generator().manual_seed(seed))
     always(monkeypatch)
@@ -84,7 +84,7 @@ def test_fused_head_keeps_what_was_timed_and_leaves_the_rest(seed: int, rows: in
 
 
 def test_head_of_a_busy_machine_is_left_to_torch(seed: int) -> None:
-    """What could not be timed is not computed otherwise either."""
+    """A head without timings is computed by torch."""
     model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed).eval()
     before = torch.get_num_threads()
     try:
@@ -120,7 +120,7 @@ def test_sharded_head_computes_its_shard(pool: Pool, tmp_path: Path, seed: int) 
 
 @pytest.mark.skipif(not has_onednn(), reason="this build of torch lacks oneDNN")
 def test_packed_head(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is used if it is faster, made anew for other weights, and left out for few rows and large weights."""
+    """The packed head is used if it is faster, repacked for new weights, and skipped for few rows and large weights."""
     monkeypatch.setattr(head_product, "FEWEST_OUTPUTS", 8)
     seconds = {"packed": 1.0, "as it is": 2.0}
     by_onednn = head_product.by_onednn

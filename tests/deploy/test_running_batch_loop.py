@@ -85,7 +85,7 @@ class Application:
         self._send(Reply(request.number, request.method), request.number)
 
     def answer(self, number: int) -> Any:
-        """The only reply or failure of a call."""
+        """Return the only reply or failure of a call."""
         (found,) = [each for each in self.sent if isinstance(each, (Reply, Failure)) and each.number == number]
         return found
 
@@ -110,7 +110,7 @@ def alone(whole: Any, call: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("chunk", "groups"), [(LIMITS.chunk, 1), (LIMITS.length, 1), (LIMITS.chunk, 2)])
 def test_calls_are_answered_with_their_own_tokens(pair: Any, seed: int, chunk: int, groups: int) -> None:
-    """Streams too: the prompt, each token in a message of its step, and the end. Prompts in chunks, or together."""
+    """Streams get the prompt, each token in its step's message, and the end; prompts are chunked or batched."""
     model, whole = pair
     rng, application = random.Random(seed), Application(model, replace(LIMITS, chunk=chunk), groups)
     calls = running.requests(rng, 12)
@@ -127,7 +127,7 @@ def test_calls_are_answered_with_their_own_tokens(pair: Any, seed: int, chunk: i
 
 
 def test_short_prompts_are_computed_together(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as padding is worth it, and none begins with another; each gets its first token then."""
+    """This needs little padding, and no prompt that begins with another. All prompts get their first token then."""
     model, whole = pair
     lengths = (9, 7, 8, 2, 12, 12)
     calls = [greedy(seed + number, 5, length) for number, length in enumerate(lengths)]
@@ -152,7 +152,7 @@ def test_short_prompts_are_computed_together(pair: Any, seed: int, monkeypatch: 
 
 
 def test_rows_end_at_their_own_tokens_and_are_padded(pair: Any, seed: int) -> None:
-    """One row of a call ends at an end token, the other goes on; so does another call that has no such token."""
+    """One row of a call stops at an end token; the other row and another call without such a token continue."""
     model, whole = pair
     batch = prompt(seed, 2)
     plain = {**batch, "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 7}
@@ -187,14 +187,14 @@ def test_processor_that_raises_ends_its_call_only(pair: Any, seed: int, when: in
     application.run()
     failure = application.answer(1)
     assert isinstance(failure, Failure) and isinstance(failure.error, ZeroDivisionError)
-    assert len(application.streamed(1)) == 1 + when  # the prompt and the tokens before; no end
+    assert len(application.streamed(1)) == 1 + when  # the prompt and earlier tokens, but no end
     for number, call in ((0, calls[0]), (2, calls[2]), (3, greedy(seed + 3, 5))):
         assert application.answer(number).result.tolist() == alone(whole, call)
 
 
 @pytest.mark.parametrize("state", ["row", "prompt", "waiting"])
 def test_cancelled_call_leaves_at_once(pair: Any, seed: int, state: str) -> None:
-    """Whether it is in a slot, its prompt is being computed, or it waits; the others do not notice."""
+    """A call leaves from its slot, during its prompt, or while it waits. Other calls are not affected."""
     model, whole = pair
     rows = {"row": 2, "prompt": 2, "waiting": 4}[state]
     calls = [greedy(seed + number, 12) for number in range(rows)]
@@ -232,7 +232,7 @@ def test_row_that_is_dropped_while_its_step_is_computed_ends(pair: Any, seed: in
     take = batch._take_all
 
     def take_all(rows: list[Any], *rest: Any) -> None:
-        batch._drop_cancelled()  # as another thread may have it at any time
+        batch._drop_cancelled()  # another thread may cause this at any time
         take(rows, *rest)
 
     batch._take_all = take_all  # type: ignore[method-assign]
@@ -253,7 +253,7 @@ def test_groups_have_as_many_rows_as_were_asked_for(rows: int, stages: int, expe
 
 
 def test_groups_share_the_rows_and_prefixes_decide(pair: Any, seed: int) -> None:
-    """Rows are divided over groups; a prompt goes to the group that has computed its beginning, if that has a slot."""
+    """Rows are divided over groups; a prompt joins the group with its cached prefix if that group has a free slot."""
     model, whole = pair
     application = Application(model, BatchLimits(4, 90, 30), groups=2)
     calls = [greedy(seed + number, 12, 10 + number) for number in range(4)]

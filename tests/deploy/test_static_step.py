@@ -1,4 +1,4 @@
-"""Decoding steps of fixed shapes, as CUDA graphs replay them, computed here without a capture."""
+"""Decoding steps of fixed shapes, like in CUDA graphs, computed here without a capture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from support import running, zoo
 from support.float64 import lifted_casts
 
 WAITS = ("local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "lift_fresh", "item")
-"""Operations for which the host waits for a GPU, or that copy to it: a capture allows neither."""
+"""Operations that make the host wait for a GPU, or copy to it: a capture allows neither."""
 
 
 class Watched(TorchDispatchMode):
@@ -46,7 +46,7 @@ class Watched(TorchDispatchMode):
 
 
 def watched(compute: Compute) -> Compute:
-    """In place of a capture: the computation, which raises where a capture would."""
+    """Stand-in for a capture: runs the computation, and raises where a capture would."""
     compute()  # warms up
 
     def replay() -> Tensor:
@@ -162,7 +162,7 @@ def test_columns_of_a_row_that_joins_are_zeros(pair: Any, seed: int) -> None:
 
 
 class Captures:
-    """Counts captures; from a chosen one on, they fail."""
+    """Counts captures; captures fail from a chosen number on."""
 
     def __init__(self, fails_from: int = 1000, error: type[Exception] = CaptureError) -> None:
         self.count, self._fails_from, self._error = 0, fails_from, error
@@ -175,7 +175,7 @@ class Captures:
 
 
 def decode(runner: StepRunner, tokens: Sequence[int], begins: bool = False) -> Tensor:
-    """A step that decodes; before it, prompts of these tokens."""
+    """Run prompts of these tokens, and then a decoding step."""
     with torch.no_grad():
         if begins:
             runner.run(Step(0, whole=[WholePrompt(n, 1, -1) for n in range(len(tokens))], chunk=list(tokens)))
@@ -306,7 +306,7 @@ class FakeCuda:
         self.log.append(f"begin {graph.name} on {stream.name}, {capture_error_mode}")
         graph.id = pool or self.named("pool")
         yield
-        if self.fails:  # as torch does: the stream of the capture stays
+        if self.fails:  # like in torch, the stream of the capture stays current
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self.log.append(f"end {graph.name} in {graph.id}")
         self._current = former
@@ -364,7 +364,7 @@ def test_capture_is_warmed_up_on_its_stream_and_shares_memory(monkeypatch: pytes
 
 
 def test_short_rows_move_to_the_first_columns(pair: Any) -> None:
-    """So that they do not read the columns of longer rows that have left."""
+    """Rows then do not read the columns of longer rows that have left."""
     model, _ = pair
     runner, eager = (
         static_runner(model, BatchLimits(2, 500, 4096), static_step.run_eagerly),
@@ -415,7 +415,7 @@ def test_cache_is_not_copied_for_each_query_head(tmp_path: Path, monkeypatch: py
 
 
 def test_steps_do_not_hold_memory_that_is_replaced(pair: Any) -> None:
-    """The cache grows layer by layer: a capture, which does not keep the computation, keeps no former layer."""
+    """The cache grows layer by layer; a capture does not keep the computation, so it keeps no former layer alive."""
     model, _ = pair
 
     def captured(compute: Compute) -> Compute:
@@ -430,7 +430,7 @@ def test_steps_do_not_hold_memory_that_is_replaced(pair: Any) -> None:
 
 
 class Reads(TorchDispatchMode):
-    """Collects the memory that a computation reads without having made it."""
+    """Collects the memory that a computation reads but has not created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +453,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("variant", ["gemma2", "gpt2", "llama"])
 def test_what_a_graph_reads_lives_as_long_as_the_graph(variant: str, tmp_path: Path, seed: int) -> None:
-    """A graph knows addresses only: it keeps neither the computation nor the tensors that this has made before."""
+    """A graph stores addresses only: it keeps neither the computation nor its earlier tensors alive."""
     cls: Any = registry.find(zoo.lm_head(variant))
     model = cls.from_config_with_parallel(zoo.config(variant), seed=seed % 1000).eval()
     kept: list[dict[int, StorageWeakRef]] = []

@@ -1,4 +1,4 @@
-"""Who waits for the messages of a short call, and how: no other thread takes them, and none is kept off its core."""
+"""Waiting for messages of short calls: no other thread takes them, and waiting blocks no other thread's core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oslo_models.deploy.worker import LISTENER_INTERVAL, Worker
 
 
 class Clock:
-    """Seconds that pass only when a test says so."""
+    """A fake clock: time passes only when a test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
         self.now = 1000.0
@@ -24,7 +24,7 @@ class Clock:
 
 
 class Incoming:
-    """A message that arrives at a look; ``None``: none does."""
+    """Let a message arrive at a given look; ``None``: no message arrives."""
 
     def __init__(self, arrives_at: int | None = None) -> None:
         self.looks, self._arrives_at = 0, arrives_at
@@ -37,7 +37,7 @@ class Incoming:
 
 @pytest.fixture
 def on_offer(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, list[float]]:
-    """The clock, and for how long other threads have the core when it is offered; then for a microsecond."""
+    """Set the clock, and the times for which other threads take an offered core; later, they take a microsecond."""
     clock, taken = Clock(monkeypatch, busy_polling), list[float]()
 
     def offer() -> None:
@@ -99,7 +99,7 @@ def test_answers_that_come_without_others_make_the_pause_shorter(on_offer: tuple
 
 
 class Waits:
-    """In place of an event: what happens while a thread waits for it, one after the other."""
+    """Stand-in for an event: runs given actions in order while a thread waits for it."""
 
     def __init__(self, *happens: Callable[[], object]) -> None:
         self._happens, self.announced = list(happens), False
@@ -120,9 +120,9 @@ class Ended(Exception):
 def test_listener_leaves_the_messages_of_short_calls_to_the_main_thread(
     monkeypatch: pytest.MonkeyPatch, announced: bool
 ) -> None:
-    """It receives when a call has lasted for a while, or if the running batch asks for it."""
+    """The thread receives when a call has lasted for a while, or if the running batch asks for it."""
     with monkeypatch.context() as patched:
-        patched.setattr(Worker, "_listen", lambda self: None)  # it is called below, in this thread
+        patched.setattr(Worker, "_listen", lambda self: None)  # the loop runs below, in this thread
         tested: Any = Worker(channel := Received())
     clock, received = Clock(monkeypatch, worker), list[int]()
 
@@ -165,7 +165,7 @@ class Received:
 def test_receiver_thread_leaves_the_answers_of_lone_calls_to_their_callers(
     monkeypatch: pytest.MonkeyPatch, announced: bool
 ) -> None:
-    """It receives when no caller has done so for a while, or if a caller asks for it."""
+    """The thread receives when no caller has received for a while, or if a caller asks for it."""
     tested: Any = Engine(1, 1, b"")
     executor = tested._executor = Executor(tested)
     clock, received = Clock(monkeypatch, engine), list[int]()

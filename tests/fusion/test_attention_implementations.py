@@ -1,4 +1,4 @@
-"""Attention functions of transformers' interface with the heads of a rank: FlexAttention, packed rows, a user's own."""
+"""Attention functions of transformers with local heads: FlexAttention, packed rows, user-defined functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def recorded_attention(
 
 
 def check(name: str, config: Any, weights: Any, ids: Tensor, positions: Tensor, expected: Tensor, given: str) -> None:
-    """On every rank: two texts in one row are told apart by their positions, with local heads, fused or not."""
+    """On every rank, check that positions separate two texts in one row, with local heads, fused or not."""
     AttentionInterface.register("recorded", recorded_attention)
     AttentionMaskInterface.register("recorded", sdpa_mask)
     lines = []

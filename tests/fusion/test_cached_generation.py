@@ -38,7 +38,7 @@ NEW = 24
 
 
 def generated(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The new tokens of prompts that are padded on the left, and the logits from which they were chosen."""
+    """Generate from left-padded prompts; return the new tokens and their logits."""
     with lifted_casts():
         output = model.generate(
             ids,
@@ -62,7 +62,7 @@ def test_tokens_are_those_of_transformers(model_type: str, dtype: torch.dtype, s
     options = {"experts_implementation": "eager"} if model_type == "mixtral" else {}  # grouped products take no float64
     right = reference_model(name, config, seed, dtype, **options).eval()
     with torch.no_grad():
-        for param in right.parameters():  # so that tokens depend on those before them
+        for param in right.parameters():  # makes tokens depend on earlier tokens
             param.mul_(2)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, config.vocab_size, (3, 8), generator=generator)
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_transformers(model_type: str, dtype: torch.dtype, s
 
 
 class Renamed(LlamaAttention):
-    """As a release that renames the argument once more."""
+    """Like a release that renames the argument again."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, kv: Any = None, **kwargs: Any
@@ -136,7 +136,7 @@ def test_names_are_read_from_signatures() -> None:
     for unclear in (without, both):
         with pytest.raises(TypeError, match="exactly one of cache, past_key_values, cache_params, layer_past"):
             cache_name(unclear)
-    paged = nn.Identity()  # up to 5.23 `cache` is a paged one, which the attention function takes
+    paged = nn.Identity()  # up to 5.23, `cache` is a paged cache for the attention function
     arguments = {"past_key_values": cache, "cache": paged}
     assert take_cache(old, arguments) is cache and arguments == {"cache": paged}
     arguments = {"past_key_values": cache}

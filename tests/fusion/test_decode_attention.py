@@ -1,4 +1,4 @@
-"""Attention of single queries on a CPU, in C++: torch's results, for every mask, and the tokens of models."""
+"""C++ attention of single queries on a CPU: it matches torch for every mask, and models generate the same tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(kernel.why_not() is not None, reason="needs a C+
 
 
 def drawn(rng: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
-    """Queries, keys and values as layers and caches have them, views of larger memory; masks of every kind."""
+    """Draw queries, keys and values as views of larger memory, like in layers and caches, and masks of every kind."""
     batch, groups, each = rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 3)
     keys, width, value_width = rng.choice((1, 7, 31, 32, 33, 90)), rng.randint(1, 70), rng.randint(1, 70)
     query = torch.randn(batch, 1, groups * each, width, dtype=dtype).transpose(1, 2)
@@ -126,7 +126,7 @@ def test_other_tensors_are_left_to_torch() -> None:
 
 
 def check_model(step: Any, n: int) -> None:
-    """Generate for rows that are padded on the left, before and after fusing."""
+    """Generate from left-padded rows, before and after fusing."""
     model = parallel_model(step.name, step.config, step.weights, n).eval()
     ids = step.batch["input_ids"]
     shown = torch.ones_like(ids)
@@ -186,7 +186,7 @@ INDEXED = ("deepseek_v32", "axk2", "dots3_note_text", "glm_moe_dsa", "minimax_m3
 
 @pytest.mark.parametrize("variant", [INDEXED[0], *zoo.cases(INDEXED[1:])])
 def test_keys_that_an_indexer_has_not_chosen_stay_hidden(variant: str, seed: int) -> None:
-    """Layers hide them from implementations that they know by name, so no other one takes the place of these."""
+    """Layers hide these keys only for attention implementations known by name, so fusing must not replace them."""
     step = reference_step(zoo.lm_head(variant), zoo.config(variant), seed)
     model, ids = parallel_model(step.name, step.config, step.weights, 1).eval(), step.batch["input_ids"]
     expected = logits_of_decoding(model, ids)
@@ -217,7 +217,7 @@ MISTAKES = [
 
 @torch.no_grad()
 def check_function(seed: int) -> None:
-    """The function that layers call, beside transformers'."""
+    """Compare the attention function of fused layers with transformers."""
     torch.manual_seed(seed)
     query, key = torch.randn(2, 3, 1, 8, dtype=torch.float64), torch.randn(2, 3, 9, 8, dtype=torch.float64)
     shown = torch.rand(2, 1, 1, 9) < 0.8

@@ -39,7 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma": {**KEYS_AND_VALUES, "head_dim": 10},
     "smollm3": {**KEYS_AND_VALUES, "no_rope_layers": [1, 0]},
 }
-"""Models with blocks that are computed so. Sizes are such that three ranks have at least eight columns each."""
+"""Models with blocks in C++. Sizes give each of three ranks at least eight columns."""
 
 
 def config_of(variant: str) -> Any:
@@ -76,7 +76,7 @@ class Counted:
 
 @torch.no_grad()
 def logits_of(model: Any, seed: int, cache: Any = None, rows: int = 3, steps: int = 4) -> Tensor:
-    """Of a prompt that is padded on the left and of tokens that follow it one by one, ``[rows, steps, vocab]``."""
+    """Return logits ``[rows, steps, vocab]`` of a left-padded prompt, and of single tokens that follow it."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, model.config.vocab_size, (rows, 5 + steps), generator=generator)
     shown = torch.ones_like(ids)
@@ -93,7 +93,7 @@ def logits_of(model: Any, seed: int, cache: Any = None, rows: int = 3, steps: in
 def check_logits(
     variant: str, weights: dict[str, Tensor], seed: int, ranks: int, narrow: str | None = None, check: bool = True
 ) -> None:
-    """Fused against float64 unfused, or with weights of fewer bits against the layers one by one."""
+    """Compare a fused model with the unfused model in float64; with narrow weights, with its separate layers."""
     name, config = zoo.lm_head(variant), config_of(variant)
     right = logits_of(parallel_model(name, config, weights, ranks).eval(), seed)
     model = parallel_model(name, config, weights, ranks, dtype=torch.float32).eval()
@@ -129,7 +129,7 @@ def test_ranks_sum(variant: str, ranks: int, pool: Pool, seed: int) -> None:
 
 
 def check_other_sums(weights: dict[str, Tensor], seed: int) -> None:
-    """A rank that the others wait for longer than a call in C++ does, and ranks that share no memory."""
+    """Check a rank that is later than a C++ call waits, and ranks without shared memory."""
     model = parallel_model(zoo.lm_head("llama"), config_of("llama"), weights, 2, dtype=torch.float32).eval()
     expected = logits_of(model.fuse(measure=False), seed)
     late, begin = iter((True,)), decoder_block.begin
@@ -181,7 +181,7 @@ def test_every_cache(variant: str, seed: int) -> None:
 
 
 def test_a_cache_in_another_dtype(seed: int) -> None:
-    """Its keys cannot be read in C++: torch attends to them, and the rest of the block is as ever."""
+    """C++ cannot read the keys: torch computes attention, and C++ computes the rest of the block."""
     model = fused("llama", seed)
     expected = logits_of(model, seed)
     attention = mock.patch.object(decoder_block.decode_attention, "computes", lambda *_: False)
@@ -301,7 +301,7 @@ def test_a_changed_narrow_weight_is_named(seed: int) -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[float, float]]:
-    """Seconds that take the place of measured ones."""
+    """Replace the measured seconds."""
     seconds: dict[int, tuple[float, float]] = {1: (1e-3, 2e-3), 2: (1e-3, 1.1e-3), 4: (2e-3, 1e-3), 8: (1e-3, 2e-3)}
     monkeypatch.setattr(block_timing, "_time", lambda *_: seconds)
     monkeypatch.setattr(block_timing, "_kept", block_timing.KeptTimings(in_file=False))
@@ -319,7 +319,7 @@ def test_rows_for_which_it_is_slower_are_left_to_torch(measured: Any, seed: int)
     report = str(model.fusion_report())
     assert "1 row: 1000 vs 2000 us" in report and "(4 rows: 2000 vs 1000 us)" in report
     threads = torch.get_num_threads()
-    torch.set_num_threads(3)  # for which nothing was measured
+    torch.set_num_threads(3)  # nothing was measured for them
     try:
         with Counted() as counted:
             one_token(model)
@@ -397,7 +397,7 @@ def test_mistakes_in_the_source_are_caught(old: str, new: str, tmp_path: Path, p
 
 
 def check_source(sources: Path, *args: Any) -> None:
-    """`check_logits` on two ranks with other sources."""
+    """Run `check_logits` on two ranks with changed sources."""
     decoder_block._library.cache_clear(), build.load.cache_clear()
     try:
         with mock.patch.object(build, "SOURCES", sources):

@@ -43,7 +43,7 @@ def rounded(x: Tensor, dtype: torch.dtype, dim: int | None, power_of_two: bool =
 
 
 def expected_product(x: Tensor, weight: Tensor, grad: Tensor, recipe: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and gradients by the definition of the recipe."""
+    """Compute output and gradients by the definition of the recipe."""
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     if recipe == "tensorwise":
         x, weight, grad = rounded(x, e4m3, None), rounded(weight, e4m3, None), rounded(grad, e5m2, None)
@@ -56,7 +56,7 @@ def expected_product(x: Tensor, weight: Tensor, grad: Tensor, recipe: str) -> tu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("recipe", ["tensorwise", ROWWISE])
 def test_products_and_gradients_are_those_of_the_recipe(recipe: str, dtype: torch.dtype, seed: int) -> None:
-    """By ``torch._scaled_mm``, or in float64 by the plain formula; of odd sizes, and with a weight as Conv1D has it."""
+    """Products use ``torch._scaled_mm``, or the plain formula in float64, with odd sizes and Conv1D weights."""
     generator = torch.Generator().manual_seed(seed)
     x, weight, grad = (torch.randn(*s, generator=generator).to(dtype) for s in ((7, 33), (18, 33), (7, 18)))
     x[0] *= 1e-3
@@ -76,7 +76,7 @@ def test_products_and_gradients_are_those_of_the_recipe(recipe: str, dtype: torc
 
 
 def float8_step(step: Step, recipe: str) -> Step:
-    """The step of one process in float8."""
+    """Return the single-process step in float8."""
     model = parallel_model(step.name, step.config, step.weights, 1).fuse(float8=recipe)
     outputs, value, _ = take_step(model, step.batch, step.objective)
     return replace(step, outputs=outputs, value=value, gradients=full_gradients(model))
@@ -129,7 +129,7 @@ def test_training_in_float8_follows_float32(recipe: str, seed: int) -> None:
 
 
 def test_a_model_in_float8_is_used_as_any_other(seed: int) -> None:
-    """Checkpointed activations give the same gradients; autocast, frozen weights, generation, copies and `unfuse`."""
+    """Test checkpointed activations, autocast, frozen weights, generation, copies and `unfuse`."""
     model, ids = small(seed), torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(seed))
 
     def gradients() -> list[Tensor]:

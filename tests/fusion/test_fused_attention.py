@@ -1,4 +1,4 @@
-"""Attention layers under `fuse`: exact against transformers in each of their forms, and no other model changes."""
+"""Attention layers under `fuse`: every form matches transformers, and no other model changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROTARY = sorted(
     for layer in layers
     if layer.split(".")[0] not in registry.NEWER
 )
-CHANGES: dict[str, dict[str, Any]] = {  # options of forwards that the zoo's configurations leave out
+CHANGES: dict[str, dict[str, Any]] = {  # options of forwards that are missing in the zoo's configurations
     "gemma2": {"attn_logit_softcapping": 2.0},
     "phi": {"qk_layernorm": False, "partial_rotary_factor": 1.0},
     "qwen3": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
@@ -72,7 +72,7 @@ def inputs_of(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def decoded(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The logits of the last tokens, which see the tokens before them through a cache."""
+    """Return the logits of the last tokens, computed with a cache of the earlier tokens."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     with lifted_casts(), torch.no_grad():
         cache = model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)[generation_name()]
@@ -126,7 +126,7 @@ def test_rotary_attention_matches_transformers(variant: str, seed: int) -> None:
 # Gemma 2 and VaultGemma have eager attention only
 @pytest.mark.parametrize("variant", [variant for variant in ROTARY if variant not in ("gemma2", "vaultgemma")])
 def test_rotary_attention_passes_the_same_arguments_on(variant: str) -> None:
-    """Windows, scales and dropout, which only some attention functions use; and dropout of the output."""
+    """Arguments include windows, scales and dropout, which only some attention functions use, and output dropout."""
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=0.3)
     options = {"seed": 1, "dtype": torch.float64, "attn_implementation": "sdpa"}
     model = registry.find(name).from_config_with_parallel(config, **options).train()
@@ -185,7 +185,7 @@ def llama(**options: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def test_rows_that_the_rotary_kernel_does_not_support(seed: int) -> None:
-    """Odd widths, and tables with gradients, take torch's operations."""
+    """Torch computes odd widths, and tables with gradients."""
     generator = torch.Generator().manual_seed(seed)
     for width, learned in ((5, False), (4, True)):
         x = torch.randn(2, 3, 7, width, generator=generator, dtype=torch.float64)
@@ -220,7 +220,7 @@ def test_norms_of_heads_with_hooks_run_by_themselves(seed: int) -> None:
 
 
 def test_masks_of_integers_take_torch(seed: int) -> None:
-    """The kernel adds floating masks only."""
+    """The kernel adds floating-point masks only."""
     scores = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     mask = torch.ones(2, 1, 4, 5, dtype=torch.bool).tril()
     with spied(attention, "masked_softmax") as softmax:
@@ -281,7 +281,7 @@ def test_what_is_left_unfused_is_reported() -> None:
 
 
 def test_apex_takes_torch_where_its_kernel_does_not_fit(seed: int) -> None:
-    """A bias, T5's, is in the mask, which apex's kernel would take for hidden keys."""
+    """T5's mask includes a position bias; apex's kernel would treat it as hidden keys."""
     name, config = "T5ForConditionalGeneration", zoo.config("t5")
     model = registry.find(name).from_config_with_parallel(config, seed=1, dtype=torch.bfloat16)
     model.set_attn_implementation("eager")
@@ -293,7 +293,7 @@ def test_apex_takes_torch_where_its_kernel_does_not_fit(seed: int) -> None:
 
 
 def check_full_norms(step: Step, n: int, counts: tuple[int, int]) -> None:
-    """On every rank: transformers' step, with one sum over ranks per layer and pass; none where heads are shared."""
+    """On every rank, compare the step with transformers, and count the all-reduces of fused and unfused norms."""
     model = swapped(parallel_model(step.name, step.config, step.weights, n))
     with spied(full_norms, "reduce_fresh") as sums, spied(norm_layers, "reduce_from") as unfused:
         lines = step_differences(model, step, without=LOGITS)
@@ -303,7 +303,7 @@ def check_full_norms(step: Step, n: int, counts: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("heads", "counts"), [(2, (4, 0)), (1, (0, 4))], ids=["own heads", "shared heads"])
 def test_norms_over_all_heads_of_ranks(pool: Pool, heads: int, counts: tuple[int, int], seed: int) -> None:
-    """Two layers. With one key head for two ranks, the norms run by themselves, two sums a layer."""
+    """Two layers: with one key head for two ranks, the norms run unfused, with two all-reduces per layer."""
     config = zoo.config("olmo2", num_hidden_layers=2, num_key_value_heads=heads)
     step = reference_step(zoo.lm_head("olmo2"), config, seed)
     pool.run(2, check_full_norms, step, 2, counts)

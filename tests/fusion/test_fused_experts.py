@@ -1,4 +1,4 @@
-"""Experts that compute few tokens one expert at a time, beside transformers' on one process."""
+"""Experts that compute few tokens one expert at a time, compared with transformers in one process."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def check(
             lines = differences("logits", model(input_ids=ids, use_cache=False).logits, logits, TOLERANCE)
             assert not lines, (ids.shape, lines)
     assert counts and max(counts) <= 16
-    assert set(counts) == {1, 3, 16} or model.mesh.has_experts_over_replicas  # of all replicas together
+    assert set(counts) == {1, 3, 16} or model.mesh.has_experts_over_replicas  # tokens of all replicas together
     before = len(counts)
-    model(input_ids=batches(config, seed)[1]).logits.sum().backward()  # with gradients, by transformers
+    model(input_ids=batches(config, seed)[1]).logits.sum().backward()  # transformers computes passes with gradients
     assert len(counts) == before
 
 
 def check_choices(seed: int) -> None:
-    """Experts that a token has twice, not at all, or that are not here, against a sum over all choices."""
+    """Compare repeated, unused and remote experts with a sum over all choices."""
     torch.manual_seed(seed)
     name, config = zoo.main_head("mixtral"), zoo.config("mixtral")
     stack = reference_model(name, config, seed).model.layers[0].mlp.experts

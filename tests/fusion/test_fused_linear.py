@@ -46,7 +46,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def emulated() -> Any:
-    """As on a processor without instructions for numbers of 16 bits."""
+    """Emulate a processor without 16-bit instructions."""
     return mock.patch.object(kernel, "_is_native", lambda dtype: False)
 
 
@@ -68,7 +68,7 @@ def test_linear_rounding_error_is_at_most_twice_that_of_torch(form: str, dtype: 
                 found = torch.cat([ours(each, weight, given) for each in several])
                 torchs = torch.cat([plain(each, weight, given) for each in several])
             assert found.dtype == dtype and found.shape == exact.shape
-            # the rest is for sizes at which torch happens to be exact
+            # the last term is for sizes at which torch happens to be exact
             limit = 2 * error(torchs, exact) + torch.finfo(dtype).eps / 16
             assert error(found, exact) <= limit, f"{rows} x {inner} x {outer}, bias {given is not None}"
 
@@ -162,13 +162,13 @@ def test_linear_splits_many_rows_of_16_bits(seed: int, monkeypatch: pytest.Monke
 
 
 def prompt(name: str, config: Any) -> dict[str, Tensor]:
-    """Few enough rows."""
+    """Return a batch with few enough rows for the kernel."""
     batch = {key: value[:1] for key, value in zoo.batch(name, config, 1).items() if key != "labels"}
     return {**batch, "decoder_input_ids": batch["input_ids"]} if config.is_encoder_decoder else batch
 
 
 def check_inference(name: str, config: Any, weights: Any, exact: Any, n: int, dtype: torch.dtype) -> tuple[float, ...]:
-    """The errors of this rank's logits, unfused and fused, and of those unfused again."""
+    """Return the errors of this rank's logits: unfused, fused, and unfused again."""
     model = parallel_model(name, config, weights, n, dtype).eval()
     batch, made = prompt(name, config), []
     with torch.no_grad(), emulated(), faster_at(), spy_on_few_rows() as product:
@@ -244,7 +244,7 @@ WANTED = list(itertools.product((False, True), repeat=3))[1:]
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 def test_gradients_of_many_rows_are_those_of_torch(form: str, wanted: tuple[bool, ...], way: str, seed: int) -> None:
-    """For any operands that need them, and gradients of gradients."""
+    """This holds for any operands with gradients, and for gradients of gradients."""
     torch.manual_seed(seed)
     ours, plain = FORMS[form]
     drawn = operands(300, 40, 56, torch.float32, form == "in x out")

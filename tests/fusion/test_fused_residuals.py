@@ -17,7 +17,7 @@ from support.pool import Pool
 from support.reference import Step, parallel_model, reference_step, step_differences
 
 PASSES = {"cohere": 1, "codegen": 1, "exaone4": 2, "flex_olmo": 2, "gpt_neox": 1, "gptj": 1, "olmo2": 2, "phi": 1}
-"""Passes that add a residual in a block, by architecture."""
+"""Number of fused passes that add a residual in a block, by architecture."""
 
 
 def passes() -> dict[str, Any]:
@@ -28,7 +28,7 @@ def passes() -> dict[str, Any]:
 
 
 def check_step(step: Step, n: int, expected: int) -> None:
-    """On every rank: transformers' step with all residuals added in the passes that are expected."""
+    """On every rank, compare the step with transformers, and count the passes that add residuals."""
     model = as_on_a_gpu(parallel_model(step.name, step.config, step.weights, n))
     spies = passes()
     with spies["norm_add"] as after, spies["sum_of_three"] as both:
@@ -58,7 +58,7 @@ def test_sequential_blocks_of_gpt_neox_are_left_unfused(seed: int) -> None:
 
 
 def test_hooks_see_the_norm_before_the_residual(seed: int) -> None:
-    """The norm then runs by itself."""
+    """With a hook, the norm runs separately."""
     step = step_of("olmo2", seed)
     model = parallel_model(step.name, step.config, step.weights, 1)
     batch = {key: step.batch[key] for key in ("input_ids", "attention_mask")}
@@ -74,7 +74,7 @@ def test_hooks_see_the_norm_before_the_residual(seed: int) -> None:
 
 
 def test_summands_of_different_kinds_take_torch() -> None:
-    """A bias added by an adapter, or autocast, may widen one of them."""
+    """An adapter's bias, or autocast, may widen a summand."""
     x = torch.randn(2, 3, dtype=torch.bfloat16)
     with mock.patch.object(parallel_blocks, "sum_of_three") as both:
         assert parallel_blocks.add_both(x, x.float(), x).dtype == torch.float32

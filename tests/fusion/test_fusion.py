@@ -46,7 +46,7 @@ from support.reference import (
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    """Chunks of three rows, so that tiny batches have several, and no loss of small logits without chunks."""
+    """Use chunks of three rows, so that tiny batches have several, and chunk small logits too."""
     with mock.patch.multiple(chunks, FAST_ROWS=3, CHUNKS=1000), mock.patch.object(lazy_logits, "SMALL", 0):
         yield
 
@@ -86,7 +86,7 @@ def test_fused_loss_and_gradients_of_other_architectures_match_transformers(vari
 
 
 def check_stages(case: Case, tp: int, pp: int) -> None:
-    """On every rank: losses of micro-batches with unequal numbers of labels add up, and so do gradients."""
+    """On every rank, check that losses and gradients of micro-batches with unequal label counts add up."""
     model = model_on_stages(case.name, case.config, case.weights, tp, pp, micro_batch_size=1).fuse()
     with small_chunks():
         lines = differences("loss", run_micro_batches(model, case.batches[0][0]), case.loss[0], TOLERANCE)
@@ -104,7 +104,7 @@ def test_fused_pipeline_stages_match_one_process(pool: Pool, variant: str, tp: i
 
 
 def check_rounding(step: Step, n: int, dtype: torch.dtype, exact: dict[str, Tensor]) -> tuple[float, float]:
-    """The errors of this rank's loss and gradients, unfused and fused."""
+    """Return the errors of this rank's loss and gradients, unfused and fused."""
     model = parallel_model(step.name, step.config, step.weights, n, dtype)
     errors = []
     for fuse in (False, True):
@@ -155,7 +155,7 @@ def step_of_rounded_weights(variant: str, dtype: torch.dtype, seed: int) -> tupl
 
 
 def check_generation(name: str, config: Any, weights: dict[str, Tensor], n: int, options: list[dict[str, Any]]) -> None:
-    """On every rank: a fused model generates the same tokens, from padded prompts."""
+    """On every rank, check that a fused model generates the same tokens from padded prompts."""
     model = parallel_model(name, config, weights, n, torch.float32).eval()
     batch = zoo.batch(name, config, 1, torch.float32)
     given = {key: batch[key] for key in ("input_ids", "attention_mask")}
@@ -213,7 +213,7 @@ def test_unfuse_restores_every_bit() -> None:
 
 @pytest.fixture
 def faster_products() -> Iterator[None]:
-    """On every machine the products of linear layers are faster than torch's."""
+    """Make the products of linear layers faster than torch's on every machine."""
     with faster_at():
         yield
 
@@ -276,7 +276,7 @@ def test_fuse_rejects_unavailable_backends(tmp_path: Any, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="not installed"):
         model.fuse(backend="apex")
     (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('pyramid is missing')")  # as PyPI's, without it
+    (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('pyramid is missing')")  # like PyPI's, without it
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="another package than NVIDIA's"):
         model.fuse(backend="apex")
@@ -327,7 +327,7 @@ def test_fused_model_returns_logits_without_labels() -> None:
 
 
 def test_fused_loss_honours_num_items_in_batch() -> None:
-    """``num_items_in_batch``: the loss of a part of a larger batch."""
+    """``num_items_in_batch`` gives the loss of a part of a larger batch."""
     model = gpt2(dtype=torch.float64)
     for items in (40, torch.tensor(40)):
         with lifted_casts():
@@ -345,7 +345,7 @@ def test_fused_loss_rejects_a_second_backward_pass() -> None:
 
 
 def test_fused_loss_skips_gradients_of_frozen_parameters() -> None:
-    """A frozen head (as under LoRA) costs no gradient of its weight; a frozen body none of its hidden states."""
+    """A frozen head (as in LoRA) computes no weight gradient; a frozen body needs no hidden-state gradient."""
     for frozen in ("lm_head", "transformer.h"):
         model = gpt2(dtype=torch.float64, tie_word_embeddings=False)
         model.get_submodule(frozen).requires_grad_(False)
@@ -393,7 +393,7 @@ def test_fused_adamw_matches_adamw() -> None:
 
 
 def check_wrappers(batches: list[dict[str, Tensor]], config: Any, weights: dict[str, Tensor]) -> None:
-    """On each of two replicas: a fused model under DDP and FSDP2 (also with the head by itself) trains as without."""
+    """On each of two replicas, train a fused model under DDP and FSDP2, also with a separately wrapped head."""
     trained = []
     for wrap in ("unfused", "DDP", "FSDP", "FSDP of head"):
         model = parallel_model("GPT2LMHeadModel", config, weights, 1)
@@ -431,13 +431,13 @@ HIDDEN = 6
 
 
 def mine(words: Layout, full: Tensor, rank: int) -> Tensor:
-    """A rank's rows, of the weight or of the bias."""
+    """Return a rank's rows of the weight or the bias."""
     ((start, stop),) = words.ranges[rank]
     return full[start:stop]
 
 
 def deferred(tp: Any, seed: int) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor]:
-    """Leaves and whole logits made of them; this rank's leaves and the logits deferred."""
+    """Return full leaves and their logits, and local leaves and their deferred logits."""
     torch.manual_seed(seed)
     full = [torch.randn(*shape, dtype=torch.float64) for shape in ((*SHAPE[:-1], HIDDEN), (VOCAB, HIDDEN), (VOCAB,))]
     words = Layout.sharded((VOCAB, HIDDEN), 0, (EvenSplit(VOCAB),), tp.size)
@@ -453,7 +453,7 @@ def deferred(tp: Any, seed: int) -> tuple[list[Tensor], Tensor, list[Tensor], Te
 
 
 def compare_deferred(what: str, operation: Any, tp: Any, seed: int) -> list[str]:
-    """Where a result of an operation on deferred logits, or its gradients, are not those on whole ones."""
+    """Return differences in results or gradients between an operation on deferred and on whole logits."""
     leaves, whole, own_leaves, logits = deferred(tp, seed)
     assert type(logits) is LazyLogits
     expected, found = operation(whole), operation(logits)
@@ -493,7 +493,7 @@ def test_lazy_logits_support_every_operation(pool: Pool, n: int, seed: int) -> N
 
 
 def check_losses(n: int, seed: int) -> None:
-    """On every rank: torch's losses and gradients."""
+    """On every rank, compare losses and gradients with torch."""
     tp, lines = ParallelMesh(n).tp, []
     target = torch.randint(VOCAB, (15,), generator=torch.Generator().manual_seed(seed))
     for options in LOSSES:

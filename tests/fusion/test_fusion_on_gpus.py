@@ -97,7 +97,7 @@ KERNELS = {
 
 @contextmanager
 def counted_kernels() -> Iterator[set[str]]:
-    """The names of the operations that layers call."""
+    """Record the names of the operations that layers call."""
     called: set[str] = set()
 
     def noting(module: Any, name: str) -> Any:
@@ -141,7 +141,7 @@ def check_wiring(steps: dict[str, Step], n: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_modules_for_triton_match_on_the_cpu(pool: Pool, n: int, seed: int) -> None:
-    """The same modules as on a GPU, their operations in plain torch: where they are swapped, and that they fit."""
+    """Use the modules for a GPU with operations in plain torch; check their places and their results."""
     steps = {variant: fusion_reference(variant, zoo.lm_heads(variant)[0], seed) for variant in WOULD}
     if n == 1:
         check_wiring(steps, 1)
@@ -150,7 +150,7 @@ def test_modules_for_triton_match_on_the_cpu(pool: Pool, n: int, seed: int) -> N
 
 
 def check_dropout(variants: dict[str, Any]) -> None:
-    """On both ranks: masks in one pass with the residual are equal, drop something, and are repeated by a recompute."""
+    """On both ranks, check that fused dropout masks are equal, drop something, and repeat in recomputation."""
     lines = []
     for variant, config in variants.items():
         name = zoo.lm_heads(variant)[0]
@@ -197,7 +197,7 @@ def generic_scaled_masked_softmax(scores, mask, scale):
 
 
 def test_fuse_with_apex_calls_its_norms_and_softmax(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in that has the functions of NVIDIA's: norms and the softmax of eager attention go through them."""
+    """A stand-in has the functions of NVIDIA's apex; norms and the softmax of eager attention call them."""
     for file, code in APEX.items():
         path = tmp_path / "apex" / file
         path.parent.mkdir(parents=True)
@@ -240,7 +240,7 @@ def test_fuse_with_apex_calls_its_norms_and_softmax(tmp_path: Any, monkeypatch: 
 
 
 def check_kept_caches(model: Any, given: dict[str, Any], options: dict[str, Any], graphs: list[Any]) -> None:
-    """Another length uses the same cache and graph; a cache that is returned is not overwritten by the next call."""
+    """Check that another length uses the same cache and graph, and that no call overwrites a returned cache."""
     shorter = {key: value[:, 2:] for key, value in given.items()}
     expected = model.generate(**shorter, **options, cache_implementation="dynamic")
     kept = [decoder.cache for decoder in model._decoders._kept.values()]
@@ -259,7 +259,7 @@ def check_kept_caches(model: Any, given: dict[str, Any], options: dict[str, Any]
 
 
 def check_decoding(variants: tuple[str, ...], n: int) -> None:
-    """On every rank: with a static cache, compiled, the same tokens; decoding is one graph, with its collectives."""
+    """On every rank, compare tokens of compiled decoding with a static cache; one graph holds the collectives."""
     for variant in variants:
         graphs: list[Any] = []
 
@@ -300,7 +300,7 @@ def check_decoding(variants: tuple[str, ...], n: int) -> None:
 
 
 def test_graph_decoding_gives_the_same_tokens(pool: Pool) -> None:
-    """What CUDA graphs are made of, on the CPU: transformers compiles it with another backend."""
+    """Test the graphs for CUDA graphs on the CPU, with another backend of the compilation in transformers."""
     check_decoding(("gpt2",), 1)
     pool.run(2, check_decoding, ("llama",), 2)
 
@@ -316,7 +316,7 @@ def test_graph_decoding_is_offered_where_it_pays() -> None:
 
 
 def test_head_and_loss_on_a_gpu_have_aligned_rows_and_few_chunks() -> None:
-    """On fake tensors: rows of an odd vocabulary begin at multiples of 128 bytes; products are added in float32."""
+    """On fake tensors, rows of an odd vocabulary begin at multiples of 128 bytes; products accumulate in float32."""
     axis = Axis.alone("tp")
     with FakeTensorMode():
         weight = torch.empty(50257, 64, device="cuda", dtype=torch.bfloat16)
@@ -346,7 +346,7 @@ def test_caches_are_kept_within_their_limit() -> None:
 
     def sample() -> Any:
         assert decoders.running() is one
-        assert decoders.cache(model, 1, 256, caches[1], limit=5 * 256) is caches[1]  # generate inside generate
+        assert decoders.cache(model, 1, 256, caches[1], limit=5 * 256) is caches[1]  # nested generate
         raise KeyError
 
     with pytest.raises(KeyError):
@@ -453,7 +453,7 @@ def test_gelu_in_the_matmul_epilogue_on_a_gpu(dtype: torch.dtype, approximate: s
 
 
 def test_gelu_in_the_matmul_epilogue_follows_autocast() -> None:
-    """On fake tensors of a GPU: of 16-bit types only, and under autocast the product has autocast's dtype."""
+    """Fake GPU tensors use the epilogue in 16-bit dtypes only; under autocast, the product has its dtype."""
     with FakeTensorMode(), torch.no_grad():
         layer, x = nn.Linear(4, 8, device="meta"), torch.empty(2, 3, 4, device="cuda", dtype=torch.float16)
         with mock.patch.object(torch, "_addmm_activation", wraps=torch._addmm_activation) as epilogue:
@@ -473,7 +473,7 @@ def test_gelu_in_the_matmul_epilogue_follows_autocast() -> None:
 
 @pytest.mark.parametrize("variant", ["gemma", "helium", "olmo", "starcoder2", "llama"])
 def test_report_names_residuals_that_are_not_fused(variant: str) -> None:
-    """Their norms have no kernel, so the block would compute what transformers' does."""
+    """Their norms have no kernel, so a fused block would run the same operations as transformers."""
     model = registry.find(zoo.lm_head(variant)).from_config_with_parallel(zoo.config(variant), seed=0)
     rows = [each for each in fusion_candidates(model, "triton") if each.operation == "residual"]
     assert rows and all((each.cls is not None) == (variant in ("gemma", "llama")) for each in rows)
@@ -493,7 +493,7 @@ linear_cross_entropy(x, w, None, torch.tensor([1, -100, 9, 0], device="cuda"), w
 
 @pytest.mark.gpu
 def test_label_outside_the_vocabulary_asserts_on_a_gpu() -> None:
-    """By itself, since the assertion ends all work on the device."""
+    """Run in a separate process, because the assertion ends all work on the device."""
     done = subprocess.run([sys.executable, "-c", WRONG_LABEL], capture_output=True, text=True)
     assert done.returncode != 0 and "right ones are taken" in done.stdout and "a target is neither in" in done.stderr
 

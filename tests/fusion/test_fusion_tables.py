@@ -1,4 +1,4 @@
-"""The tables of transformers' layers that fusion knows: complete, and true of the installed transformers."""
+"""The tables of transformers' layers in fusion: they are complete and match the installed transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ NOT_FUSED = {"mt5.MT5LayerNorm", "qwen4_exp.Qwen4ExpTextRMSNorm", "umt5.UMT5Laye
 
 
 def layers() -> Iterator[tuple[str, Any]]:
-    """Every layer in the modules of transformers that the registry's classes come from."""
+    """Yield every layer in the transformers modules of registered classes."""
     names = [name for model_type in registry.ARCHITECTURES for name in registry.names(model_type)]
     modules = {getattr(transformers, name).__module__ for name in names if hasattr(transformers, name)}
     for module in map(importlib.import_module, sorted(modules)):
@@ -69,7 +69,7 @@ def layers() -> Iterator[tuple[str, Any]]:
 
 
 def check_table(found: Iterable[str], table: frozenset[str]) -> None:
-    """Every entry is right, and none is missing. Older releases lack some layers and may have further copies."""
+    """Check that a table is correct and complete. Older releases lack some layers and may have further copies."""
     if registry.NEWER:
         assert table & dict(layers()).keys() <= set(found)
     else:
@@ -92,7 +92,7 @@ def test_copies_of_a_layer(table: str) -> None:
 
 
 def callers(functions: list[Any]) -> dict[str, Any]:
-    """The layers that call one of these functions, or a copy of one."""
+    """Return the layers that call one of these functions or a copy."""
     name, known = functions[0].__name__, {code(function) for function in functions}
     found = {}
     for layer, cls in layers():
@@ -104,7 +104,7 @@ def callers(functions: list[Any]) -> dict[str, Any]:
 
 
 def test_layers_with_eager_attention() -> None:
-    """All that read the name of the implementation otherwise than to look a function up are known."""
+    """All layers that use the implementation name for more than a function lookup are known."""
     found = callers(CALL_EAGER_ATTENTION)
     check_table(found, known_layers.CALL_EAGER_ATTENTION)
     compared = set()
@@ -124,7 +124,7 @@ def test_copies_of_a_rotary_attention(original: str) -> None:
 
 
 def test_layers_with_rotary_positions() -> None:
-    """Each layer that calls Llama's function has a fused forward, or is known to have none."""
+    """Each layer that calls Llama's function has a fused forward, or is listed without one."""
     fused = frozenset().union(*known_layers.ROTARY_ATTENTIONS.values())
     check_table(callers(ROTARY), fused | known_layers.ROTARY_LEFT_UNFUSED)
     assert not fused & known_layers.ROTARY_LEFT_UNFUSED
@@ -133,7 +133,7 @@ def test_layers_with_rotary_positions() -> None:
 
 def test_names_of_layers() -> None:
     class Wrapped(llama.LlamaRMSNorm):
-        """As FSDP and others make: another class, the same forward."""
+        """Like a class from FSDP: another class with the same forward."""
 
     class Changed(llama.LlamaRMSNorm):
         def forward(self, x: Any) -> Any:

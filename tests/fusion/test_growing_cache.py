@@ -22,7 +22,7 @@ from support.mutants import Edit, with_mutant
 
 @torch.no_grad()
 def check_operations(seed: int) -> None:
-    """Drawn operations, on transformers' cache and on ours, with copies that go on by themselves."""
+    """Apply random operations to transformers' cache and to ours, including copies that continue separately."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     config = GPT2Config(n_layer=2)
@@ -117,7 +117,7 @@ def test_gradients_flow_through_former_positions(seed: int) -> None:
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, GPT2LMHeadModel])
 def test_fused_models_generate_with_it(cls: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and sampled; beams, which replace the cache for each token, and models that are not fused, do not."""
+    """Greedy and sampled generation use it. Beams, which replace the cache at each token, and unfused models do not."""
     name = {LlamaForCausalLM: "llama", GPT2LMHeadModel: "gpt2"}[cls]
     model: Any = cls.from_config_with_parallel(zoo.config(name), seed=seed, dtype=torch.float64).eval()
     ids = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(seed))
@@ -140,7 +140,7 @@ def test_fused_models_generate_with_it(cls: Any, seed: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("first", [True, False])
 def test_cache_goes_on_in_and_out_of_inference_mode(seed: int, first: bool) -> None:
-    """A later turn of a chat goes on from the cache of a former one."""
+    """A later turn of a chat continues the cache of an earlier turn."""
     model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed, dtype=torch.float64).eval()
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(seed))
     options: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -163,7 +163,7 @@ def test_other_caches_stay_as_they_are() -> None:
     assert type(pair.self_attention_cache.layers[0]) is GrowingLayer
     assert type(pair.cross_attention_cache.layers[0]) is not GrowingLayer
     offloaded, filled = DynamicCache(config=config), DynamicCache(config=config)
-    offloaded.offloading = True  # the argument makes a stream, for which torch may want a GPU
+    offloaded.offloading = True  # the argument would create a stream, and torch may need a GPU for it
     filled.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2), 0)
     for cache in (offloaded, filled, None):
         let_grow(cache)

@@ -1,4 +1,4 @@
-"""Greedy search that learns one token late that all rows are finished: the same tokens, and no waiting for a GPU."""
+"""Greedy search that detects finished rows one token late: the same tokens, without waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def generated(model: Any, late: bool, **options: Any) -> tuple[Any, Reads]:
 
 
 class Ends(StoppingCriteria):
-    """Rows end after these numbers of tokens, and are padded from there."""
+    """Ends rows after these numbers of tokens; padding follows."""
 
-    eos_token_id = 0  # which makes transformers pad
+    eos_token_id = 0  # makes transformers pad
     tokens = torch.tensor([2, 5, 3])
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -125,7 +125,7 @@ def test_tokens_are_the_same_and_nothing_waits(seed: int) -> None:
 
 @pytest.mark.parametrize("why", ["sampling", "cache", "stream", "unfused", "own loop", "earlier release"])
 def test_where_it_waits(why: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token too many would take random numbers, be in the cache, or reach the reader late."""
+    """An extra token would consume random numbers, enter the cache, or reach the reader late."""
     model = model_of(seed)
     options: dict[str, Any] = {"max_new_tokens": 6, "stopping_criteria": StoppingCriteriaList([Ends()])}
     options |= {

@@ -30,7 +30,7 @@ def small(cls: Any = LlamaForCausalLM, **options: Any) -> Any:
 
 
 def faster(model: Any) -> list[frozenset[int]]:
-    """The numbers of rows that every fused product of a model takes, the head's last."""
+    """Return the row counts of every fused product of a model; the head comes last."""
     products = [module for module in model.modules() if isinstance(module, FusedProduct)]
     return [frozenset() if module.faster is None else frozenset(module.faster.ways) for module in products]
 
@@ -47,7 +47,7 @@ def slowed(function: Any) -> Any:
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, GPT2LMHeadModel])
 def test_fuse_leaves_slower_linear_layers_to_torch(cls: Any) -> None:
-    """By the real clock, with a kernel that is much slower than torch's product."""
+    """Use the real clock, and a kernel much slower than torch's product."""
     model, ids = small(cls), torch.tensor([[5, 6, 7]])
     with (
         torch.no_grad(),
@@ -69,7 +69,7 @@ def test_fuse_leaves_slower_linear_layers_to_torch(cls: Any) -> None:
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, GPT2LMHeadModel])
 def test_fuse_keeps_faster_linear_layers(cls: Any) -> None:
-    """By the real clock, with a torch that is much slower than the kernel."""
+    """Use the real clock, and a torch product much slower than the kernel."""
     model = small(cls)
     plain = "plain_conv1d" if cls is GPT2LMHeadModel else "linear"
     owner = kernel if cls is GPT2LMHeadModel else linear_timing.F
@@ -79,7 +79,7 @@ def test_fuse_keeps_faster_linear_layers(cls: Any) -> None:
         mock.patch.object(owner, plain, slowed(getattr(owner, plain))),
     ):
         model.fuse()
-    most = kernel.most_rows(torch.float32, cls is GPT2LMHeadModel)  # in C++; oneDNN computes more
+    most = kernel.most_rows(torch.float32, cls is GPT2LMHeadModel)  # limit in C++; oneDNN computes more rows
     *layers, _ = faster(model)
     assert layers and all(rows.issuperset(range(1, most + 1)) for rows in layers)
     linear = [row for row in model.fusion_report() if row.operation == "linear"]
@@ -88,7 +88,7 @@ def test_fuse_keeps_faster_linear_layers(cls: Any) -> None:
 
 @pytest.mark.parametrize("way", [kernel.CPP, kernel.ONEDNN])
 def test_fused_linear_is_used_between_row_counts_measured_faster(way: str, seed: int) -> None:
-    """A number of rows is torch's unless both of the timed ones around it are faster here."""
+    """Torch computes a row count unless the kernel is faster at both timed row counts around it."""
     torch.manual_seed(seed)
     model = small()
     left_out = mock.patch.object(small_operations, "why_not", return_value="left out, for equal bits")
@@ -242,7 +242,7 @@ def test_all_ranks_choose_the_same_linear_layers(pool: Pool) -> None:
 
 
 def test_linear_timings_are_kept_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later process reads the timings of an earlier one, except for another version of torch or other threads."""
+    """A later process reuses earlier timings, except with another version of torch or another thread count."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     threads = torch.get_num_threads()
     try:
@@ -269,7 +269,7 @@ def test_linear_timings_are_kept_on_the_machine(tmp_path: Path, monkeypatch: pyt
 def test_products_of_several_threads_are_left_to_torch_on_a_busy_machine(
     preempted: int, threads: int, left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread waits for no other, and its clock is its own CPU time. The next process decides anew."""
+    """A single thread waits for no other, and its clock is its CPU time. The next process decides again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = torch.get_num_threads()
     try:
@@ -287,7 +287,7 @@ def test_products_of_several_threads_are_left_to_torch_on_a_busy_machine(
 
 
 def test_products_that_gain_in_some_pairs_only_are_left_to_torch() -> None:
-    """By a fake clock: nine of fifteen pairs gain, median and minimum too."""
+    """On a fake clock, nine of fifteen pairs gain, and so do the median and the minimum."""
     pairs = [(1.0, 2.0), (2.0, 1.9), (1.0, 2.0), (2.0, 1.9), (1.0, 2.0)] * 3
     seconds = [second for number, pair in enumerate(pairs, 1) for second in (pair if number % 2 else pair[::-1])]
     readings = iter([reading for second in seconds for reading in (0.0, second)])

@@ -27,7 +27,7 @@ TOLERANCE = {"bfloat16": 1e-5, "int8": 4e-4}
 
 
 def rounded(weight_oi: Tensor, weights: str) -> Tensor:
-    """The weight that such a layer computes with, by its definition."""
+    """Return the weight of a narrow layer by its definition."""
     if weights == "bfloat16":
         return weight_oi.bfloat16().double()
     scale = weight_oi.abs().amax(1, keepdim=True) / 127
@@ -45,7 +45,7 @@ def test_narrow_linear_multiplies_with_the_rounded_weight(weights: str, seed: in
     sizes = [(rows, draw.randint(1, 1400), draw.randint(1, 90)) for rows in (1, 2, 3, 4, 5, 7, 9, 16, 32, 33, 50)]
     for rows, inner, outer in (*sizes, (1, 1024, 24), (2, 512, 8), (6, 3000, 12)):
         x, weight, bias = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(outer)
-        x[0] *= 1e-3  # its units are its own
+        x[0] *= 1e-3  # each row has a separate scale
         made = narrow.NarrowWeight.of(weight, narrow.DTYPES[weights])
         assert error(made.dequantized(), rounded(weight, weights)) < 1e-6
         for given in (bias, None):
@@ -85,7 +85,7 @@ def test_narrow_linear_keeps_non_finite_values_in_their_rows(weights: str) -> No
 
 
 def rounded_step(variant: str, weights: str, seed: int) -> tuple[Any, dict[str, Tensor], Tensor, Tensor]:
-    """A model's weights, token ids, and the logits of transformers with the rounded weights, in float64."""
+    """Return weights, token ids, and float64 logits of transformers with the rounded weights."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     state = {key: value.float() for key, value in reference_step(name, config, seed).weights.items()}
     model = zoo.original(name).from_pretrained(None, config=config, state_dict=state, dtype=torch.float64).eval()

@@ -32,14 +32,14 @@ IMPLEMENTATIONS = {"compiled": ngrams.block_repeats_, "torch": in_torch}
 
 
 def test_compiled_ngram_blocking_is_available() -> None:
-    """Else the tests of the compiled version would test plain torch."""
+    """Otherwise, tests of the compiled version would test plain torch."""
     assert ngrams._compiled("cpu") is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_block_repeats_matches_transformers(name: str, dtype: torch.dtype, seed: int) -> None:
-    """Few words, so that much repeats; rows of all lengths; some words without a score; scores of all strides."""
+    """Use few tokens, so that many repeat, all row lengths, tokens without a score, and scores of all strides."""
     torch.manual_seed(seed)
     block = IMPLEMENTATIONS[name]
     for size in (1, 2, 3, 4):
@@ -60,7 +60,7 @@ def test_block_repeats_matches_transformers(name: str, dtype: torch.dtype, seed:
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_block_repeats_handles_more_than_1024_tokens(name: str, seed: int) -> None:
-    """Past 1024 tokens, where OSLO's kernel did nothing without saying so."""
+    """OSLO's kernel silently did nothing beyond 1024 tokens."""
     torch.manual_seed(seed)
     ids, scores = torch.randint(30, (3, 3000)), torch.randn(3, 40)
     expected = NoRepeatNGramLogitsProcessor(3)(ids, scores)
@@ -79,7 +79,7 @@ def test_processors_copy_scores_unless_in_place() -> None:
 
 
 def test_generate_returns_unprocessed_logits_with_output_logits() -> None:
-    """``output_logits`` returns the logits from before the processors, which are the tensor that these are given."""
+    """``output_logits`` returns unprocessed logits, which are the same tensor as the processors' input."""
     model = GPT2LMHeadModel(zoo.config("gpt2")).eval()
     ids = torch.tensor([[5, 6, 5, 6, 5]])
     options: dict[str, Any] = {"no_repeat_ngram_size": 2, "max_new_tokens": 6, "return_dict_in_generate": True}

@@ -1,4 +1,4 @@
-"""The norm of the next block is computed together with the last residual of a block, unless something is in between."""
+"""The last residual of a block also computes the next block's norm, unless an operation is in between."""
 
 from __future__ import annotations
 

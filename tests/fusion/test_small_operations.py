@@ -1,4 +1,4 @@
-"""Norms and rotary positions of few rows on a CPU, each in one call of `oslo_kernels.small_operations`."""
+"""Norms and rotary positions of few rows on a CPU: one call of `oslo_kernels.small_operations` each."""
 
 from __future__ import annotations
 

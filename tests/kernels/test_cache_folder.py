@@ -1,4 +1,4 @@
-"""Where compiled kernels and timings are kept: at home, or in a private folder where there is no home."""
+"""The folder of compiled kernels and timings: at home, or a private folder without a home."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oslo_kernels import build
 
 @pytest.fixture(params=["no home", "no folder", "read-only"])
 def without_home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user who cannot write to a home; returns the folder for temporary files."""
+    """Simulate a user without a writable home; return the folder for temporary files."""
 
     def fail() -> Path:
         raise RuntimeError("Could not determine home directory.")

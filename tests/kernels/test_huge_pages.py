@@ -15,7 +15,7 @@ from oslo_kernels.huge_pages import FEWEST, PAGE, collapse, fresh
 
 
 def huge_bytes() -> int:
-    """Of this process."""
+    """Return the bytes in huge pages of this process."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
 

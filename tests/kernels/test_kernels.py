@@ -36,7 +36,7 @@ from support import ROOT, kernel_cases
 
 
 def run(script: str, *arguments: str, **environment: str) -> str:
-    """Run a script of tests/support as a process: whether Triton interprets is decided when it is imported."""
+    """Run a script of tests/support as a process, because Triton enables its interpreter at import."""
     path = os.pathsep.join(map(str, (ROOT / "tests", ROOT / "kernels", ROOT)))
     variables = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", **environment}
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script), *arguments]
@@ -80,7 +80,7 @@ def double(*shape: int) -> Tensor:
 
 
 def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
-    """Each operation, the same in other words of torch's, and arguments."""
+    """Return each operation, an equivalent formula in torch, and arguments."""
     x, y, weight, bias = double(2, 3, 6), double(2, 3, 6), double(6), double(6)
     scores, mask = double(2, 3, 4, 5), double(1, 3, 4, 5)
     cos, sin = torch.randn(2, 1, 4, 6, dtype=torch.float64)
@@ -135,7 +135,7 @@ def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("name", formulas())
 def test_reference_formulas_and_gradients_match_torch(name: str, seed: int) -> None:
-    """Values and gradients in float64, what `torch.compile` needs to know of an operation included."""
+    """Check values and gradients in float64, and the registration of operations for `torch.compile`."""
     torch.manual_seed(seed)
     operation, plain, args = formulas()[name]
     for by in (operation, operation.op):  # without torch's dispatcher, and through it
@@ -185,7 +185,7 @@ def compare(operation: Any, plain: Any, args: tuple[Any, ...]) -> None:
 
 
 def test_backward_passes_are_not_differentiated_silently() -> None:
-    """A second derivative would miss what goes through the saved tensors."""
+    """A second derivative would miss the paths through saved tensors."""
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(gated.gated(x, x.detach()).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="gated_backward"):
@@ -193,7 +193,7 @@ def test_backward_passes_are_not_differentiated_silently() -> None:
 
 
 def test_operations_reach_their_kernel_without_the_dispatcher() -> None:
-    """Unless something has to see the operation: fake tensors, a dispatch mode, `torch.compile`."""
+    """Fake tensors, dispatch modes and `torch.compile` still go through the dispatcher."""
     seen: list[str] = []
 
     @operation("oslo::test_twice")

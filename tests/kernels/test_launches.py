@@ -1,4 +1,4 @@
-"""How many kernels a GPU is given: counted on fake tensors, without one."""
+"""Numbers of kernel launches, counted on fake tensors without a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from oslo_models.layers.cross_entropy import VocabShard
 
 
 class Launches(TorchDispatchMode):
-    """Notes the operations that compute; views and allocations launch nothing."""
+    """Records computing operations; views and allocations launch nothing."""
 
     def __init__(self) -> None:
         super().__init__()

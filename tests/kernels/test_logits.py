@@ -25,7 +25,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def check(draw: random.Random) -> None:
-    """Of any number of rows and columns, in rows that are apart; targets on other ranks, ignored ones, smoothing."""
+    """Check random sizes with gaps between rows, targets on other ranks, ignored targets and label smoothing."""
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         rows, columns = draw.randint(1, 12), draw.choice([1, 7, 60, 1024, 2100])
         start = draw.randint(0, 5)

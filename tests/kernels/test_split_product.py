@@ -1,4 +1,4 @@
-"""Products of float32 matrices in three parts of bfloat16: by a processor's tiles if it has them, and in plain C++."""
+"""Products of float32 matrices in three bfloat16 parts: with the tile units of a processor, and in plain C++."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def drawn(rows: int, terms: int, by_rows: bool) -> Tensor:
-    """A part of a larger matrix, dense along its rows or along its columns, with numbers of many sizes."""
+    """Return a part of a larger matrix, dense along rows or columns, scaled by a random power of e."""
     x = torch.randn(rows, terms + 3) if by_rows else torch.randn(terms, rows + 3).T[:rows]
     return (x * torch.rand(()).mul(60).sub(30).exp())[:, :terms]
 
@@ -58,7 +58,7 @@ def check(plain: bool, draw: random.Random, most: int = 150) -> None:
             bias = torch.randn(N) * size.mean().float()
             memory = torch.randn(M, N + 5) * size.mean().float()
             out, before = memory[:, :N], memory.clone()
-            # of some 24 binary digits; sums in another order than torch's
+            # about 24 bits; sums in another order than torch's
             limit, what = 4e-7, f"{M} x {N} x {K}, {left_by_rows}, {right_by_rows}"
             assert not exceeds(product(left, right, plain=plain), exact, size, limit), what
             assert not exceeds(product(left, right, bias, plain=plain), exact + bias, size + bias.abs(), limit), what

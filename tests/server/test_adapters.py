@@ -63,7 +63,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Map
 
 
 def expected(model: Any, prompt: str, most: int) -> list[str]:
-    """The tokens that one process generates."""
+    """Return the tokens that one process generates."""
     ids_BL = torch.tensor([tokenizer()(prompt)["input_ids"]])
     options = {"attention_mask": torch.ones_like(ids_BL), "pad_token_id": 0, "do_sample": False}
     out_BL = model.generate(input_ids=ids_BL, max_new_tokens=most, **options)
@@ -126,7 +126,7 @@ def test_adapters_are_there_again_before_new_workers_answer(models: tuple[Path, 
 
 
 def check_restart(running: Running, url: str, models: Mapping[str, Any]) -> None:
-    """While workers are started again, each request gets the answer of its adapter or status 503."""
+    """During a restart of the workers, each request gets the answer of its adapter or status 503."""
     right = {name: expected(model, PROMPTS[0], 6) for name, model in models.items()}
     seen: set[int] = set()
     ended = threading.Event()
@@ -205,7 +205,7 @@ def test_adapters_that_do_not_fit_are_refused_before_the_server_listens(
 
 
 class Switched:
-    """In place of a deployed model: notes how it is switched."""
+    """Stand-in for a deployed model: records its adapter switches."""
 
     def __init__(self) -> None:
         self.active: str | None = "nobody knows"

@@ -38,7 +38,7 @@ from support.waiting import LIMIT, wait_until
 
 
 def test_probes_tell_loading_serving_and_draining_apart() -> None:
-    """Without a key, and by any name of the host; everything else waits for the models."""
+    """Probes need no key and allow any host name; all other requests wait for the models."""
     lifecycle, model = Lifecycle(), StubModel()
     healthy = [True]
     model.health = lambda timeout: {"healthy": healthy[0], "reason": None, "ranks": []}  # type: ignore[method-assign]
@@ -49,7 +49,7 @@ def test_probes_tell_loading_serving_and_draining_apart() -> None:
         assert status == 503 and headers["retry-after"] and json.loads(body)["error"]["code"] == "service_unavailable"
         lifecycle.application = app
         assert [get(f"{url}/health/{probe}")[0] for probe in ("live", "ready")] == [200, 200]
-        assert get(f"{url}/health")[0] == 400  # it shows processes, so only to allowed names
+        assert get(f"{url}/health")[0] == 400  # it shows processes, so it needs an allowed host name
         assert get(f"{url}/health/lives", "Authorization: Bearer secret")[0] == 400
         assert read_answer(connect(url, post_bytes(PATH, b"{}")))[0] == 401
         healthy[0] = False
@@ -78,7 +78,7 @@ def test_keys_are_replaced_while_the_server_runs() -> None:
 
 
 class Dying(StubModel):
-    """Its workers die as often as it is told, and their starts fail as often."""
+    """A model with a given number of worker deaths and failed starts."""
 
     def __init__(self, deaths: int = 0, failures: int = 0, silent: bool = False) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def supervised(model: Dying, **policy: Any) -> Iterator[SimpleNamespace]:
 
 @pytest.mark.parametrize("failures", [0, 2])
 def test_workers_are_restarted_with_growing_delays_and_then_given_up(failures: int) -> None:
-    """A start that fails counts as one."""
+    """A failed start counts as a restart."""
     model = Dying(deaths=9, failures=failures)
     with supervised(model, restarts=3) as seen:
         assert seen.given_up.wait(LIMIT)
@@ -174,7 +174,7 @@ def health(url: str, key: str) -> Any:
 def test_served_model_survives_a_worker_and_ends_with_one_when_they_die_too_often(
     checkpoint: Path, tmp_path: Path, warm: None
 ) -> None:
-    """A server's life: loading, new keys, a dead worker during a call, its replacement, and one death too many."""
+    """A server loads, gets new keys, loses and replaces a worker during a call, and loses one worker too many."""
     (tmp_path / "keys").write_text("old\n")
     options = ("--api-key-file", tmp_path / "keys", "--tensor-parallel-size", 2, "--restart-workers", 1)
     with serving(checkpoint, *options) as running:

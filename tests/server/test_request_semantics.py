@@ -1,4 +1,4 @@
-"""What requests and checkpoints leave open, or ask for in combination, beside plain transformers."""
+"""Defaults and combinations of request and checkpoint options, compared with plain transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from support.http_server import LocalModel, StubModel, call, post_json
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 SPACES = {str(token): -100 for token in tokenizer(vocabulary=1000)(" \n\t\r")["input_ids"]}
-"""A model with random weights may write spaces for ever."""
+"""A model with random weights may write spaces forever."""
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
@@ -45,7 +45,7 @@ def small_model(words: Any, **defaults: Any) -> LocalModel:
 
 
 def new_text(words: Any, local: LocalModel, prompt: str, most: int, **options: Any) -> str:
-    """The text that transformers generates."""
+    """Return the text that transformers generates."""
     ids_BL = torch.tensor([words(prompt)["input_ids"]])
     options = {"attention_mask": torch.ones_like(ids_BL), "max_new_tokens": most, **options}
     out_BL = local.model.generate(ids_BL, **options)
@@ -88,7 +88,7 @@ def test_beams_are_refused_by_name_where_an_answer_is_one_row(fields: dict[str, 
 
 
 def test_several_rows_never_become_one_answer() -> None:
-    """Also where a model computes rows that nobody asked for."""
+    """This holds also if a model computes rows that were not requested."""
 
     def generate(input_ids: torch.Tensor, streamer: Any, **_: Any) -> torch.Tensor:
         streamer.put(input_ids)
@@ -148,7 +148,7 @@ def test_ways_of_decoding_that_the_server_lacks_are_refused_before_it_answers(na
 
 
 def drawn(local: LocalModel, request: Any) -> set[int]:
-    """The tokens that 800 draws for a request give."""
+    """Return the tokens of 800 draws for a request."""
     settings = GenerationDefaults(local.generation_config).settings(request)
     ids_BL = torch.tensor([[5, 6, 7]])
     options = {"max_new_tokens": 1, "num_return_sequences": 800, "eos_token_id": None, **settings}
@@ -157,7 +157,7 @@ def drawn(local: LocalModel, request: Any) -> set[int]:
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
 def test_sampling_without_top_k_reaches_every_token_unless_the_checkpoint_limits_it(kind: Any) -> None:
-    """As OpenAI documents it; transformers takes the 50 best tokens by default."""
+    """OpenAI documents this default; transformers samples from the 50 best tokens by default."""
     given: dict[str, Any] = {"prompt": "x"} if kind is CompletionRequest else {"messages": [{"role": "user"}]}
     words = tokenizer()
     free, limited = small_model(words), small_model(words, do_sample=True, top_k=3)
@@ -184,7 +184,7 @@ def test_a_bias_for_a_token_that_there_is_not_is_refused_by_its_name() -> None:
 
 @pytest.mark.parametrize("text", ["a<|end|>b", "a<think>b", "a<eod>b", "😀<|end|>\n"])
 def test_literals_of_a_grammar_may_contain_the_texts_of_added_tokens(text: str) -> None:
-    """As ordinary tokens: a special one would not be in the answer, and an end token would end it."""
+    """Test with ordinary tokens: special tokens are not in the answer, and an end token would end it."""
     pytest.importorskip("llguidance")
     words = copy.deepcopy(tokenizer(vocabulary=1000))
     words.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
@@ -212,7 +212,7 @@ def test_a_grammar_of_special_tokens_still_gets_them() -> None:
 
 
 def saying(tokens: list[int]) -> StubModel:
-    """A model that answers these tokens, with log-probabilities that fall with the token."""
+    """Return a model that generates these tokens; log-probabilities decrease with the token id."""
 
     def generate(input_ids: torch.Tensor, streamer: Any = None, decoding: Any = None, **_: Any) -> torch.Tensor:
         values = torch.tensor(tokens)
@@ -259,7 +259,7 @@ def test_bytes_of_log_probabilities_are_those_of_the_answer(made: Any) -> None:
     found = found["choices"][0]["logprobs"]
     assert found["token_logprobs"] == [-float(token) for token in answer]
     for value, row, top in zip(found["token_logprobs"], found["tokens"], found["top_logprobs"], strict=True):
-        assert top[row] == value and len(top) in (3, 4)  # the sampled token is added, as OpenAI does
+        assert top[row] == value and len(top) in (3, 4)  # the sampled token is added, like OpenAI
     written = [words.decode([*words("def")["input_ids"], *answer[:at]]) for at in range(len(answer))]
     before = len(words.decode(words("def")["input_ids"]))
     for offset, each in zip(found["text_offset"], written, strict=True):
@@ -347,7 +347,7 @@ def test_vectors_that_the_server_does_not_compute_are_refused(files: Any, messag
 
 
 class Recording:
-    """A tokenizer that keeps the messages that its template gets."""
+    """A tokenizer that records the messages passed to its template."""
 
     chat_template = "{{ messages }}"
 
@@ -528,7 +528,7 @@ def test_usage_is_null_until_the_last_event_that_has_it() -> None:
 
 
 def test_choices_of_a_stream_are_computed_together() -> None:
-    """Each call waits until all have begun, which choices one after the other would never do."""
+    """Each call waits until all have begun; sequential choices would wait forever."""
     everybody = threading.Barrier(4, timeout=30)
 
     def generate(input_ids: torch.Tensor, streamer: Any, seed: int, **_: Any) -> torch.Tensor:

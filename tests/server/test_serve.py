@@ -59,7 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Whole:
-    """What transformers computes in one process."""
+    """Reference results of transformers in one process."""
 
     def __init__(self, folder: Path) -> None:
         self.model = GPTNeoForCausalLM.from_pretrained(folder)
@@ -70,7 +70,7 @@ class Whole:
         return out[0].tolist()
 
     def __call__(self, prompt: str, most: int = 8, **options: Any) -> str:
-        """The text that follows."""
+        """Return the generated continuation."""
         ids = tokenizer()(prompt)["input_ids"]
         new = self.ids(ids, max_new_tokens=most, do_sample=False, **options)[len(ids) :]
         return tokenizer().decode(new, skip_special_tokens=True)
@@ -121,7 +121,7 @@ def get(url: str, key: str | None = None) -> tuple[int, Any]:
 
 
 def post(url: str, body: str) -> tuple[int, Any]:
-    """A body as it is, which clients may not be able to write."""
+    """Post a raw body, which clients may be unable to write."""
     headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=LIMIT) as answer:
@@ -289,7 +289,7 @@ def test_no_numeric_field_causes_a_server_error(server: SimpleNamespace) -> None
 
 
 def test_lone_surrogates_are_rejected_in_every_string(server: SimpleNamespace) -> None:
-    """Half of a surrogate pair, in any string of a request and in any key."""
+    """Put half of a surrogate pair into every string and key of a request."""
     url, half = f"{server.url}/v1/completions", '"a \\ud800 b"'
     bodies = [f'{{"prompt": "def", "max_tokens": 2, "{name}": {half}}}' for name in STRINGS]
     for value in (f"[{half}]", f"{{{half}: 1}}", f'{{"a": {half}}}', f'[["a", {{"b": [{half}]}}]]'):
@@ -304,7 +304,7 @@ def test_lone_surrogates_are_rejected_in_every_string(server: SimpleNamespace) -
         require_refused(*post(f"{server.url}/v1/chat/completions", f'{{"messages": {messages}, "max_tokens": 2}}'))
     for path in ("%ED%A0%80", "%FF", "%00"):
         assert get(f"{server.url}/generate_text/{path}")[0] in (200, 401)
-    assert post(url, '{"prompt": "\\ud83d\\ude00", "max_tokens": 2}')[0] == 200  # both halves are a character
+    assert post(url, '{"prompt": "\\ud83d\\ude00", "max_tokens": 2}')[0] == 200  # both halves form a character
     assert get(f"{server.url}/health") == (200, {"healthy": True})
     status, state = get(f"{server.url}/health", "secret")
     assert status == 200 and {rank["pid"] for rank in state["ranks"]} == set(server.workers)
@@ -312,7 +312,7 @@ def test_lone_surrogates_are_rejected_in_every_string(server: SimpleNamespace) -
 
 @pytest.mark.parametrize("key", ["", " ", "\n", "a b", "secret\n", "schlüssel", 5])
 def test_unusable_api_keys_are_rejected_before_loading(key: Any, checkpoint: Path) -> None:
-    """Refused by the command before anything is loaded, and by the application; the key is not shown."""
+    """The command refuses them before loading anything, and so does the application; errors do not show the key."""
     from transformers import AutoTokenizer
 
     with pytest.raises(ValueError, match="the API key") as caught:
@@ -326,7 +326,7 @@ def test_serve_command_rejects_an_empty_api_key(capsys: pytest.CaptureFixture[st
 
 
 def test_sigterm_finishes_running_requests_and_ends_workers(server: SimpleNamespace, whole: Whole) -> None:
-    """The last test of this server: on SIGTERM, the request that runs is answered, others are not."""
+    """The last test of this server: on SIGTERM, the running request is answered, new ones are not."""
     stream = server.client.completions.create(model=server.name, prompt="def", max_tokens=100, stream=True)
     pieces = [next(stream).choices[0]]
     server.process.send_signal(signal.SIGTERM)
@@ -338,7 +338,7 @@ def test_sigterm_finishes_running_requests_and_ends_workers(server: SimpleNamesp
 
 @pytest.mark.zoo
 def test_serve_command_serves_several_models(checkpoint: Path, whole: Whole, tmp_path: Path) -> None:
-    """One that generates and one that embeds, with a key from a file; log-probabilities and penalties of workers."""
+    """Serve a generating and an embedding model with a key file; workers apply log-probabilities and penalties."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     bert = BertModel(BertConfig(vocab_size=len(tokenizer()), **sizes)).eval()
@@ -441,7 +441,7 @@ app = application(model, tokenizer)
 def test_application_under_uvicorn_reports_a_dead_worker(
     checkpoint: Path, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``uvicorn app:app``; and its health when a worker dies."""
+    """Run ``uvicorn app:app``, and query its health after a worker dies."""
     name = f"app_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(APPLICATION.replace("FOLDER", repr(str(checkpoint))))
     monkeypatch.syspath_prepend(tmp_path)
@@ -521,7 +521,7 @@ def test_full_queue_is_rejected_and_disconnected_clients_are_dropped(checkpoint:
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_worker_death_in_a_stream_is_reported_to_the_client(checkpoint: Path, tokens: int) -> None:
-    """Before the first token it is a status, then an event."""
+    """Before the first token, the client gets a status; later, it gets an event."""
 
     def generate(input_ids: torch.Tensor, streamer: Any, **_: Any) -> torch.Tensor:
         for _ in range(tokens + 1):
@@ -535,7 +535,7 @@ def test_worker_death_in_a_stream_is_reported_to_the_client(checkpoint: Path, to
 
 
 def test_stops_pass_text_up_to_the_first_stop_string_however_it_is_split(seed: int) -> None:
-    """However a text is cut, it passes up to the first stop string, and nothing of that."""
+    """For every split, text passes up to the first stop string, excluding the stop string."""
     draw = torch.Generator().manual_seed(seed)
     for _ in range(200):
         text = "".join("ab"[i] for i in torch.randint(2, (12,), generator=draw).tolist())

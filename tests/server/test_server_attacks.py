@@ -1,4 +1,4 @@
-"""What hostile or careless clients do to the server: over raw sockets, with a stub in place of the model."""
+"""Hostile or careless clients over raw sockets, against a server with a stub model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QUICK = ConnectionLimits(connections=20, header_seconds=0.4, write_seconds=0.5, 
 
 
 class CountingTokenizer:
-    """A tokenizer that counts its calls, and waits for ``go`` in each."""
+    """A tokenizer that counts its calls, and waits for ``go`` in each call."""
 
     chat_template = None
 
@@ -58,7 +58,7 @@ class CountingTokenizer:
 
 
 class UntilCancelled:
-    """`generate` that computes until it is cancelled, streamed or not."""
+    """A `generate` that computes until it is cancelled, streamed or not."""
 
     def __init__(self) -> None:
         self.running, self.ended = threading.Semaphore(0), threading.Semaphore(0)
@@ -161,7 +161,7 @@ def test_slow_headers_bodies_and_rests_are_timed_out() -> None:
 
 
 def test_client_that_does_not_read_its_answer_is_dropped() -> None:
-    """Its stream is cancelled; the server keeps neither its place nor its connection."""
+    """The stream is cancelled, and its place and its connection become free."""
     ended = threading.Event()
 
     def act(input_ids: Any, cancellation: Any, streamer: Any, **_: Any) -> Any:
@@ -177,7 +177,7 @@ def test_client_that_does_not_read_its_answer_is_dropped() -> None:
     body = json.dumps({"prompt": "def", "stream": True}).encode()
     with listening(application(StubModel(act), tokenizer()), QUICK) as url:
         unread = socket.socket()
-        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that little fits into its buffers
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # keeps the buffers small
         unread.connect(("127.0.0.1", int(url.rpartition(":")[2])))
         unread.sendall(post_bytes(PATH, body))
         assert ended.wait(LIMIT)
@@ -211,12 +211,12 @@ def test_clients_who_leave_free_their_places(streams: bool) -> None:
         for _ in range(2 if streams else 4):
             assert act.ended.acquire(timeout=LIMIT)
         client = connect(url, post_bytes(PATH, body))
-        assert act.running.acquire(timeout=LIMIT)  # there are places again
+        assert act.running.acquire(timeout=LIMIT)  # places are free again
         client.close()
 
 
 def test_termination_is_bounded_whatever_clients_do(tmp_path: Path) -> None:
-    """Half a header, half a body, an unread stream and a call that never ends; the end comes after --drain-seconds."""
+    """A partial header or body, an unread stream and an endless call do not extend --drain-seconds."""
     act = UntilCancelled()
     args = make_parser().parse_args(["serve", "stub", "--drain-seconds", "1"])
     app = application(StubModel(act), tokenizer())
@@ -251,7 +251,7 @@ def test_stop_strings_are_limited_in_number_and_length() -> None:
 
 
 def test_stop_strings_are_matched_in_linear_time() -> None:
-    """Against strings that share long prefixes with the text, 200,000 characters one by one."""
+    """Feed 200,000 single characters against stop strings that share long prefixes with the text."""
     stops = StopStrings(StopAutomaton(["a" * 511 + chr(0x4E00 + number) for number in range(64)]))
     began = time.process_time()
     passed = sum(len(stops.feed("a")) for _ in range(200_000))

@@ -1,4 +1,4 @@
-"""Malformed requests and edges of sampling, drawn from the seed: none gets status 500, none leaks a place."""
+"""Random malformed requests and extreme sampling options: none gets status 500, none leaks a place."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Fuzz:
         return {**made, "type": draw.choice(KINDS)} if draw.random() < 0.5 else made
 
     def fields(self) -> tuple[str, bytes]:
-        """A request with some fields that it should not have."""
+        """Return a request with some invalid fields."""
         path = self.draw.choice(list(BODIES))
         body = dict(BODIES[path])
         for _ in range(self.draw.choice([1, 1, 1, 2, 3])):
@@ -161,7 +161,7 @@ class Fuzz:
 
 
 class CheckingModel(StubModel):
-    """Requires that what reaches the model can be computed."""
+    """Checks that the model can compute all requests that reach it."""
 
     def generate(self, **options: Any) -> Any:
         check_generation(options, self.generation_config)
@@ -171,7 +171,7 @@ class CheckingModel(StubModel):
 
 
 class Encoder(StubModel):
-    """In place of a deployed encoder."""
+    """Stand-in for a deployed encoder."""
 
     def can_generate(self) -> bool:
         return False
@@ -262,7 +262,7 @@ class SmallModel(StubModel):
 
 
 def test_edges_of_sampling_can_be_computed() -> None:
-    """All pairs of extreme values that are accepted."""
+    """Test all pairs of accepted extreme values."""
     app = application(SmallModel(), tokenizer())
     pairs = [pair for one, other in itertools.combinations(EDGES, 2) for pair in itertools.product([one], [other])]
 

@@ -177,7 +177,7 @@ def test_chat_template_gets_its_variables_and_tools(client: openai.OpenAI, words
 
 @pytest.mark.parametrize("kind", ["stub", "qwen2"])
 def test_chat_answers_have_neither_the_prompt_nor_the_end_of_text(words: Any, kind: str) -> None:
-    """Nor do streams; also of a model for which transformers knows how reasoning and tool calls are written."""
+    """Streams have neither. One model has formats of reasoning and tool calls in transformers."""
     new = [*words("def forward(")["input_ids"], 0]
 
     def generate(input_ids: torch.Tensor, streamer: Any, **_: Any) -> torch.Tensor:
@@ -252,7 +252,7 @@ def test_texts_are_tokenized_and_back(app: Any, words: Any) -> None:
 
 @pytest.mark.parametrize(("pooling", "normalize"), [("mean", True), ("cls", False)])
 def test_embeddings_are_pooled_and_normalized(words: Any, local: LocalModel, pooling: str, normalize: bool) -> None:
-    """Beside a model that generates; in both encodings of OpenAI's client."""
+    """Serve embeddings beside a generating model, in both encodings of OpenAI's client."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
     bert = BertModel(BertConfig(vocab_size=len(words), **sizes, max_position_embeddings=64)).eval()

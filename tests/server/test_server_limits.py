@@ -1,4 +1,4 @@
-"""Bodies, connections and logs that must not cost the server more than their senders."""
+"""Bodies, connections and logs must not cost the server more than their senders."""
 
 from __future__ import annotations
 

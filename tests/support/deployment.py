@@ -84,7 +84,7 @@ def launched_script(address: str, checkpoint: Path, prompt: dict[str, torch.Tens
                 reached.append(str(error))
             model.restart()
             reached.append(model.generate(**prompt, max_new_tokens=5, do_sample=False))
-            other = GPT2LMHeadModel.from_config_with_parallel(CONFIG, deploy=True)  # on one process
+            other = GPT2LMHeadModel.from_config_with_parallel(CONFIG, deploy=True)  # single-process model
             reached.append(other.generate(**prompt, max_new_tokens=2, min_new_tokens=2).shape[1])
             try:
                 other.cpu()

@@ -19,11 +19,11 @@ ADAPTED = {
     "from oslo import": "from oslo_models import",
     "from parallelformers import": "from oslo_models import",
     "import oslo\n": "import oslo_models as oslo\n",
-    # data: below the working directory lie "gpt2", a tiny model with a tokenizer of bytes, and all that is saved
+    # data: the working directory holds "gpt2", a tiny model with a byte tokenizer, and all saved files
     '"/path/to/': '"path/to/',
     "dataset: Dataset = ...": "dataset: Dataset = given",
     "ds_config: dict = ...": "ds_config: dict = given",
-    "num_workers=4": "num_workers=0",  # processes that each of eight ranks on two cores would start
+    "num_workers=4": "num_workers=0",  # otherwise each of eight ranks on two cores would start four processes
     "from datasets import load_dataset\n": "",
     'load_dataset("squad").data["train"]["context"]': "given",
     "EleutherAI/gpt-neo-2.7B": "gpt2",
@@ -77,7 +77,7 @@ def samples() -> list[Sample]:
 
 
 def steps_of(replicas: int) -> list[list[Sample]]:
-    """For each step the batch of each replica, as a `DistributedSampler` deals them."""
+    """Return the batch of each replica for each step, distributed by a `DistributedSampler`."""
     dataset, steps = samples(), []
     dealt = [list(DistributedSampler(dataset, num_replicas=replicas, rank=rank)) for rank in range(replicas)]
     for start in range(0, len(dealt[0]), BATCH_SIZE):

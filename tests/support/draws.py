@@ -131,7 +131,7 @@ def _fit_low_rank_query(values: Values, draw: random.Random) -> None:
 
 def _fit_indexers(values: Values, draw: random.Random) -> None:
     _fit_low_rank_query(values, draw)
-    if "indexer_types" in values:  # the first block has nobody's choices to share, and two stages need two choices
+    if "indexer_types" in values:  # the first block has no choices to share, and two stages need two choices
         between = range(values["num_hidden_layers"] - 2)
         values["indexer_types"] = ["full", *(draw.choice(values["indexer_types"]) for _ in between), "full"]
 
@@ -166,13 +166,13 @@ def _fit_gptj(values: Values, draw: random.Random) -> None:
 
 
 def _fit_codegen(values: Values, draw: random.Random) -> None:
-    values["n_head"] = draw.choice((4, 8, 12))  # in four parts
+    values["n_head"] = draw.choice((4, 8, 12))  # the projection has four parts
     values["n_embd"] = values["n_head"] * draw.choice((4, 6))
     _fit_gptj(values, draw)
 
 
 def _fit_convbert(values: Values, draw: random.Random) -> None:
-    values["num_attention_heads"] = draw.choice((4, 6))  # half of them convolve
+    values["num_attention_heads"] = draw.choice((4, 6))  # half of the heads convolve
     values["hidden_size"] = values["num_attention_heads"] * draw.choice((4, 6))
 
 
@@ -202,7 +202,7 @@ def _fit_funnel(values: Values, draw: random.Random) -> None:
 
 
 def _fit_reformer(values: Values, draw: random.Random) -> None:
-    values["num_attention_heads"] = 3  # as many heads as a chunk has positions, and transformers cannot generate
+    values["num_attention_heads"] = 3  # with as many heads as chunk positions, transformers cannot generate
     values["attn_layers"] = [draw.choice(("local", "lsh")) for _ in range(draw.randint(2, 3))]
     if values.get("axial_pos_embds", True):
         values["hidden_size"], first = 24, draw.randint(6, 14)
@@ -215,7 +215,7 @@ def _fit_wav2vec2(values: Values, draw: random.Random) -> None:
 
 
 def _fit_detr(values: Values, draw: random.Random) -> None:
-    # the convolutions that make masks halve the width again and again, in groups of eight, and take the heads beside it
+    # the mask convolutions halve the width repeatedly, with norms in groups of eight, and concatenate the heads
     values["encoder_attention_heads"], values["d_model"] = 8, draw.choice((16, 32))
     values["decoder_attention_heads"] = draw.choice((4, 8))
 
@@ -235,7 +235,7 @@ def _fit_mamba2(values: Values, draw: random.Random) -> None:
 
 
 def _fit_mamba_beside_attention(values: Values, draw: random.Random) -> None:
-    heads = values["mamba_n_heads"]  # which divide twice the width
+    heads = values["mamba_n_heads"]  # must divide twice the width
     values["hidden_size"] *= heads // math.gcd(heads, 2 * values["hidden_size"])
 
 
@@ -247,11 +247,11 @@ def _fit_mimo(values: Values, draw: random.Random) -> None:
 
 
 def _fit_longcat(values: Values, draw: random.Random) -> None:
-    values["head_dim"] = values["qk_rope_head_dim"]  # by which positions are made
+    values["head_dim"] = values["qk_rope_head_dim"]  # the rotary positions use it
 
 
 def _fit_two_kinds(values: Values, draw: random.Random) -> None:
-    values["layer_types"][:2] = draw.sample(["linear_attention", "full_attention"], 2)  # transformers wants both
+    values["layer_types"][:2] = draw.sample(["linear_attention", "full_attention"], 2)  # transformers requires both
 
 
 def _fit_roformer(values: Values, draw: random.Random) -> None:
@@ -317,11 +317,11 @@ def _fit_xlstm(values: Values, draw: random.Random) -> None:
 def _fit_zamba(values: Values, draw: random.Random) -> None:
     values["layers_block_type"] = ["hybrid", *draw.choices(["hybrid", "linear_attention"], k=3)]
     values["num_hidden_layers"] = 4
-    heads = [n for n in range(2, 7) if 2 * values["hidden_size"] % n == 0]  # which divide twice the width
+    heads = [n for n in range(2, 7) if 2 * values["hidden_size"] % n == 0]  # must divide twice the width
     count = values["n_mamba_heads"] = draw.choice(heads)
     if "mamba_ngroups" in values:
         values["mamba_ngroups"] = draw.choice([n for n in range(1, count + 1) if count % n == 0])
-    if values.get("use_shared_attention_adapter"):  # which is as wide for keys as for queries
+    if values.get("use_shared_attention_adapter"):  # adapters of keys and queries have the same width
         values["num_key_value_heads"] = values["num_attention_heads"]
 
 
@@ -409,7 +409,7 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
 
 
 def _options(config: PreTrainedConfig, model_type: str, draw: random.Random) -> Values:
-    """Some options of a configuration with other values than it has."""
+    """Draw some options of a configuration, with values that differ from it."""
     known, found = config.to_dict(), {}
     for key, value in sorted(known.items()):
         if isinstance(value, bool) and key not in NO_OPTIONS and draw.random() < 0.3:
@@ -455,7 +455,7 @@ def _configured(
 
 
 def variants(model_type: str) -> list[str]:
-    """The configurations of `zoo` that a draw for a model type starts from."""
+    """Return the configurations of `zoo` that draws for a model type start from."""
     named = {**zoo.VARIANTS, **zoo.ODD}
     return [
         *([model_type] if model_type in zoo.MORE else []),
@@ -464,7 +464,7 @@ def variants(model_type: str) -> list[str]:
 
 
 def draws(name: str, model_type: str, seed: int) -> Iterator[Draw]:
-    """Configurations for a class, each with fewer options than the one before, and then of other sizes."""
+    """Yield configurations for a class, each with fewer options than the previous one, then with other sizes."""
     choose = random.Random(f"{name} {seed}")
     starts = variants(model_type)
     choose.shuffle(starts)
@@ -486,7 +486,7 @@ def _draws(name: str, variant: str, model_type: str, choose: random.Random, seed
 
 
 def kind_of_labels(name: str, config: PreTrainedConfig, batch: dict[str, Any], seed: int) -> dict[str, Any]:
-    """``batch``, if its labels are classes of rows, perhaps with labels of another ``problem_type``."""
+    """Return ``batch``; labels of row classes may change to another ``problem_type``."""
     kind = random.Random(f"labels {name} {seed}").choice((None, "regression", "multi_label_classification"))
     labels = batch.get("labels")
     of_texts = name.endswith("ForSequenceClassification") and "input_ids" in batch

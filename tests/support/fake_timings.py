@@ -19,13 +19,13 @@ from oslo_kernels.kept_timings import KeptTimings
 def faster_at(
     rows: Collection[int] | None = None, in_file: bool = False, preempted: int = 0, way: str = linear.CPP
 ) -> Iterator[mock.Mock]:
-    """Our product takes half of torch's time at these numbers of rows (default: at all), and twice its time elsewhere.
+    """Let our product take half of torch's time at these row counts (default: all), and twice its time elsewhere.
 
-    Gives what stands in for the measurement of a pair. Nothing is read from or written to the file, unless ``in_file``.
+    Yields the stand-in for the measurement of a pair. The file of timings is used only if ``in_file``.
 
     Args:
-        preempted: how often each measurement is said to have lost its core.
-        way: in which our product is faster; in others it is slower.
+        preempted: reported number of preemptions of each measurement.
+        way: the faster implementation of our product; all others are slower.
     """
 
     def seconds(ours: partial[Tensor], torchs: Any, layers: Any) -> tuple[float, float]:

@@ -47,13 +47,13 @@ def as_on_a_gpu(model: Any, backend: str = "triton") -> Any:
 
 
 def spy_on_few_rows(way: str = kernel.CPP) -> Any:
-    """Records whether the kernel for few rows, or another way of computing a product, is called."""
+    """Record calls of the kernel for few rows, or of another implementation of a product."""
     name = {kernel.CPP: "_of_few_rows", kernel.ONEDNN: "by_onednn", kernel.SPLIT: "by_split"}[way]
     return mock.patch.object(kernel, name, wraps=getattr(kernel, name))
 
 
 def tiles() -> Any:
-    """Products in parts of bfloat16 on any processor, in plain C++ if it has no tiles, and of the smallest matrices."""
+    """Allow split bfloat16 products for all sizes on any processor, in plain C++ without tile units."""
     plain = split_product.why_not() is not None
     product = partial(split_product.product, plain=plain)
     return mock.patch.multiple(split_product, product=product, FEWEST_ROWS=1, why_not=lambda: None)

@@ -17,7 +17,7 @@ Tokens = dict[str, Tensor]
 
 
 def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
-    """The tokens that a model generates for the prompt of a batch, by the name of each way of searching."""
+    """Return the tokens that a model generates for the prompt of a batch, by search method."""
     names = (model.main_input_name, "attention_mask", "context_input_ids", "context_attention_mask", "doc_scores")
     prompt = {key: batch[key] for key in names if key in batch}
     model.eval()
@@ -28,7 +28,7 @@ def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str,
 def token_differences(
     model: Any, batch: dict[str, Any], expected: Tokens, ways: dict[str, dict[str, int]]
 ) -> list[str]:
-    """A line for each way of searching in which the model gives other tokens than expected."""
+    """Return a line for each search method with unexpected tokens."""
     own = generate_tokens(model, batch, ways) if expected else {}
     return [
         f"{way}: {own[way].tolist()} instead of {tokens.tolist()}"

@@ -85,14 +85,14 @@ class LocalModel:
 
 @contextmanager
 def listening(app: Any, limits: ConnectionLimits | None = None, **options: Any) -> Iterator[str]:
-    """uvicorn in a thread: its address.
+    """Run uvicorn in a thread; yield its address.
 
     Args:
-        limits: of connections; `None`: uvicorn's own connections, without any.
+        limits: limits of connections; `None`: uvicorn's default protocol without limits.
     """
     if limits is not None:
         options["http"] = protocol(limits)
-    options.setdefault("timeout_graceful_shutdown", 5)  # a test that fails must not wait for its clients for ever
+    options.setdefault("timeout_graceful_shutdown", 5)  # a failed test must not wait for its clients forever
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", **options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -109,7 +109,7 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def attention(dtype: torch.dtype) -> Iterator[Case]:
-    # few rows: each is a program, for which the interpreter takes milliseconds
+    # few rows: each is a program, and the interpreter takes milliseconds for it
     padding = torch.where(torch.rand(2, 1, 1, 11) < 0.3, torch.finfo(dtype).min, 0.0).to(dtype)
     padding[1] = torch.finfo(dtype).min  # all keys are hidden
     for scores in (torch.randn(2, 2, 3, 11), torch.randn(2, 3, 2, 11).transpose(1, 2), turned(2, 2, 3, 11)):
@@ -153,13 +153,13 @@ def norms_over_heads(dtype: torch.dtype) -> Iterator[Case]:
     of = full_norm_rotary
     forward = (of.full_norm_rotary_triton, of.full_norm_rotary.plain)
     backward = (of.full_norm_rotary_backward_triton, of.full_norm_rotary_backward.plain)
-    # as projections lay heads out; more heads than a program takes at a time
+    # memory layout of projections; more heads than a program loads at a time
     for x in (spaced(2, 4, 3, 10).transpose(1, 2), torch.randn(1, 40, 2, 128)):
         key = torch.randn(len(x), x.shape[2], 2, x.shape[3]).transpose(1, 2)
         q, k, grads = x.to(dtype), key.to(dtype), (spaced(*x.shape).to(dtype), torch.randn(key.shape).to(dtype))
         yield "row products", of.row_products_triton, of.row_products.plain, (q, q, k, k)
         yield "row products", of.row_products_triton, of.row_products.plain, (q, grads[0], k, grads[1])
-        squares = 3 * of.row_products.plain(q, q, k, k)  # other ranks have heads too
+        squares = 3 * of.row_products.plain(q, q, k, k)  # sums include heads of other ranks
         counts = (3 * q.shape[1] * q.shape[3], 3 * k.shape[1] * k.shape[3])
         weights = (torch.randn(heads.shape[1] * heads.shape[3]) for heads in (q, k))
         tables = torch.randn(2, len(x), x.shape[2], x.shape[3])
@@ -191,7 +191,7 @@ def losses(dtype: torch.dtype) -> Iterator[Case]:
         wide = torch.full((len(logits), width), 1e4, dtype=dtype)[:, : logits.shape[1]]  # padding is ignored
         wide.copy_(logits)
         target = torch.randint(logits.shape[1], (len(logits),))
-        target[0], target[-1] = -100, 5  # each ignored by some of the rules
+        target[0], target[-1] = -100, 5  # some rules ignore either
         for rule in rules:
             padded = dataclasses.replace(rule, padded=True)
             yield "statistics", fused, plain, (logits, target, rule)
@@ -273,10 +273,10 @@ def dropout_lines(dtype: torch.dtype, to: Callable[[Tensor], Tensor]) -> list[st
 
 
 def check(to: Callable[[Tensor], Tensor], every_in_half: int = 1) -> list[str]:
-    """Where a kernel, its inputs moved by ``to``, does not compute what plain torch does on the CPU.
+    """Return differences between a kernel, with inputs moved by ``to``, and plain torch on the CPU.
 
     Args:
-        every_in_half: how many cases of an operation there are to one that is looked at in half precision.
+        every_in_half: in half precision, only one in this many cases of an operation is checked.
     """
     lines = []
     for dtype in DTYPES:

@@ -37,7 +37,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
 
 @st.composite
 def layouts_of_two_dimensions(draw: st.DrawFn) -> tuple[Layout, int]:
-    """Dimension 0 over groups of ranks, another one over the ranks of a group; each of several matrices."""
+    """Split dimension 0 over groups of ranks, and dimension 1 over the ranks of a group; both have several matrices."""
     splits = [draw(st.lists(units, min_size=1, max_size=3)) for _ in range(2)]
     groups, share = (draw(st.integers(1, min(split.max_ranks() for split in each))) for each in splits)
     shape = tuple(sum(split.extent() for split in each) for each in splits)

@@ -45,7 +45,7 @@ class Edit:
         if source.count(self.old) != 1:
             raise LookupError(f"{self.old!r} is {source.count(self.old)} times in {self.function}")
         source = source.replace(self.old, self.new)
-        if "__class__" in function.__code__.co_freevars:  # of super()
+        if "__class__" in function.__code__.co_freevars:  # uses super()
             source = "def around(__class__):\n" + textwrap.indent(source, "    ")
         flags = __future__.annotations.compiler_flag
         compiled = compile(source, inspect.getfile(function), "exec", flags, dont_inherit=True)
@@ -65,7 +65,7 @@ class Edit:
 
 
 def _codes_of(code: CodeType, name: str) -> Iterator[CodeType]:
-    """The code of the functions of a name, the outer ones first."""
+    """Yield the code objects of functions with a name, outer functions first."""
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             if inner.co_name == name:

@@ -1,4 +1,4 @@
-"""An architecture as a user would write it outside of this package, and plans for it."""
+"""An architecture defined outside of this package, like in user code, and plans for it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class NoteForCausalLM(NotePreTrainedModel, GenerationMixin):
 
 
 def plan_of_base(config: NoteConfig) -> Plan:
-    """With the names of the base model."""
+    """Return the plan with the names of the base model."""
     heads = EvenSplit(config.num_heads, config.hidden_size // config.num_heads)
     return Plan(
         embed={"tokens": VocabParallel(), "positions": Replicated()},
@@ -128,7 +128,7 @@ def plan_of_base(config: NoteConfig) -> Plan:
 
 
 def plan_of_lm(config: NoteConfig) -> Plan:
-    """With the names of the language model."""
+    """Return the plan with the names of the language model."""
     plan = plan_of_base(config).under("model.")
     return replace(plan, head={**plan.head, "lm_head": VocabParallel()})
 

@@ -61,9 +61,9 @@ def heads_with_loss(variant: str) -> list[str]:
 def batch(
     name: str, config: PreTrainedConfig, seed: int, rows: int = ROWS, dtype: torch.dtype = torch.float64
 ) -> Batch:
-    """Rows with left padding and with unequal numbers of labels; of token labels, none counts in row 2.
+    """Return rows with left padding and unequal numbers of labels; row 2 has no valid token labels.
 
-    Row 1 has no padding, and its first label counts: whether a loss shifts its labels changes how many it averages.
+    Row 1 has no padding, and its first label is valid, so that a loss with shifted labels averages fewer labels.
     """
     parts = [zoo.batch(name, config, seed + 1000 * part, dtype) for part in range(-(-rows // 3))]
     made: Batch = {**parts[0]}
@@ -72,10 +72,10 @@ def batch(
         made["labels"][2] = -100
         made["labels"][1, ..., 0] = 1
         made["labels"][0, ..., : 4 + seed % 3] = -100
-    if name == "FSMTModel":  # without labels, transformers hides later tokens only where there is no cache
+    if name == "FSMTModel":  # without labels, transformers hides later tokens only without a cache
         made["use_cache"] = False  # type: ignore[assignment]
     if "start_positions" in made:
-        made["start_positions"][0] = 1000  # outside: it does not count
+        made["start_positions"][0] = 1000  # out of range: ignored
     return made
 
 

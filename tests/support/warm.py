@@ -26,12 +26,12 @@ from unittest import mock
 
 LENGTH = struct.Struct("q")
 AT_IMPORT = ("HF_", "KMP_", "MKL_", "PYTHON", "PYTORCH_", "TORCHINDUCTOR_", "TRANSFORMERS_", "TRITON_")
-"""How the names of variables begin that modules, or the interpreter itself, may read before the copy is made."""
+"""Name prefixes of variables that modules or the interpreter may read before the copy is made."""
 NOT_AT_IMPORT = (
-    *("PYTHONPATH", "PYTHONUNBUFFERED", "TRANSFORMERS_VERBOSITY"),  # which copies heed
-    # which are read when they are needed
+    *("PYTHONPATH", "PYTHONUNBUFFERED", "TRANSFORMERS_VERBOSITY"),  # copies apply these
+    # read on demand
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
-    "HF_HOME",  # to which nothing is written without a network
+    "HF_HOME",  # nothing is written to it without a network
 )
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -43,33 +43,33 @@ class Order(NamedTuple):
     environment: dict[str, str]
     folder: str
     descriptors: list[int]
-    """The numbers under which it has the files that come along."""
+    """File descriptor numbers of the process for the files sent with the order."""
     new_session: bool
     has_server: bool
-    """Whether processes that it starts are such copies too: of itself, before it has run anything."""
+    """Whether the process starts its children as copies of itself too, made before it runs anything."""
 
 
 class WarmServer:
     """The client's side of a server.
 
     Args:
-        connection: to it.
-        environment: the variables with which its modules were imported.
+        connection: socket of the server.
+        environment: environment variables during the import of its modules.
     """
 
     def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
         self._connection, self._environment, self._lock = connection, dict(environment), threading.Lock()
 
     def start(self, order: Order, files: Sequence[int]) -> int:
-        """Have a child of this process made; returns its id.
+        """Start a child of this process; return its id.
 
         Raises:
             RuntimeError: The server raised an exception.
             EOFError: The server was killed.
         """
-        body = pickle.dumps(tuple(order))  # its class is not to be found where tests are forgotten
+        body = pickle.dumps(tuple(order))  # the server cannot import its class after removing test modules
         with self._lock, _adopting():
-            with suppress(ConnectionError):  # the server has ended, and its last answer tells why
+            with suppress(ConnectionError):  # the server has ended, and its last answer gives the reason
                 socket.send_fds(self._connection, [LENGTH.pack(len(body))], files)
                 self._connection.sendall(body)
             answer = LENGTH.unpack(receive(self._connection, LENGTH.size))[0]
@@ -79,7 +79,7 @@ class WarmServer:
             return int(answer)
 
     def order(self, call: Mapping[str, Any], nested: bool) -> tuple[Order, list[int]] | None:
-        """The order for a call of ``Popen`` and the files that come with it; ``None`` if a new process has to be."""
+        """Return the order for a call of ``Popen`` and its files; ``None`` if the call needs a new process."""
         environment = dict(os.environ if call["env"] is None else call["env"])
         is_command = isinstance(call["args"], (list, tuple)) and not call["shell"]
         arguments = _arguments([os.fspath(each) for each in call["args"]], environment) if is_command else []
@@ -140,18 +140,18 @@ def _arguments(command: list[str], environment: Mapping[str, str]) -> list[str]:
 
 
 def _is_script(path: Path) -> bool:
-    """Whether its first line names this interpreter."""
+    """Whether the first line of the file names this interpreter."""
     with path.open("rb") as file:
         return file.readline().decode(errors="replace").strip() == f"#!{sys.executable}"
 
 
 @contextmanager
 def warm_interpreters(server: WarmServer, nested: bool) -> Iterator[None]:
-    """Within the block ``subprocess`` has the server start what would run this interpreter.
+    """Within the block, ``subprocess`` lets the server start processes of this interpreter.
 
     Args:
-        server: of this process.
-        nested: whether the processes that those start are such copies too.
+        server: the server of this process.
+        nested: whether these processes start their children as copies too.
     """
     original: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     signature = inspect.signature(original)

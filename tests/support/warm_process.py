@@ -42,17 +42,17 @@ MODULES = (
     "oslo_models.deploy.running_batch.loop",
     "oslo_models.models.gpt2",
 )
-"""What most programs of the tests import; a module of the tests has imported it already where all tests run."""
+"""Modules that most test programs import; in a full test run, test modules have imported them already."""
 MOST_FILES = 16
 FIRST_FREE = 500
-"""From this number on, files are kept that come with an order until they get the numbers they are to have."""
+"""First temporary descriptor number for the files of an order, before they get their final numbers."""
 
 
 def start_warm_server(environment: dict[str, str], modules: Sequence[str] = MODULES) -> WarmServer:
-    """Make a copy of this process a server, which ends with it.
+    """Start a copy of this process as a server, which ends with this process.
 
     Args:
-        environment: variables with which the modules were imported.
+        environment: environment variables during the import of the modules.
         modules: that the server imports, as far as this process has not.
     """
     ours, theirs = socket.socketpair()
@@ -151,7 +151,7 @@ def _run(arguments: list[str]) -> int:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # it is closed
+        with suppress(Exception):  # the stream may be closed
             stream.flush()
     return code & 0xFF
 
@@ -166,7 +166,7 @@ def _run_main(arguments: list[str]) -> None:
         if not safe:
             sys.path.insert(0, os.getcwd())
         package = hasattr(sys.modules.get(name), "__path__")
-        sys.modules.pop(f"{name}.__main__" if package else name, None)  # it is to run, and not for the second time
+        sys.modules.pop(f"{name}.__main__" if package else name, None)  # the module runs for the first time
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]
     elif first in ("-c", "-"):
         code, name = (rest.pop(0), "<string>") if first == "-c" else (sys.stdin.read(), "<stdin>")
@@ -222,7 +222,7 @@ def _forget_tests(python_path: str) -> None:
 
 
 def _open_streams(unbuffered: bool) -> None:
-    """New ``sys.stdin``, ``stdout`` and ``stderr``, to which handlers of loggers write too."""
+    """Create new ``sys.stdin``, ``stdout`` and ``stderr``, and redirect handlers of loggers to them."""
     raw = [FileIO(number, "wb" if number else "rb", closefd=False) for number in (0, 1, 2)]
     out, err = raw[1:] if unbuffered else map(BufferedWriter, raw[1:])
     options: dict[str, Any] = {"errors": "backslashreplace", "line_buffering": True, "write_through": unbuffered}

@@ -85,7 +85,7 @@ _DEBERTA_V2: dict[str, Any] = {
 _XLM: dict[str, Any] = {"emb_dim": 24, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32}
 
 _REFORMER: dict[str, Any] = {
-    # with as many heads as positions in a chunk, or more, transformers cannot generate
+    # transformers can generate only with fewer heads than positions in a chunk
     **{"hidden_size": 24, "feed_forward_size": 35, "num_attention_heads": 3, "attention_head_size": 4, "hash_seed": 1},
     **{"attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_hashes": 2},
     **{"num_buckets": 4, "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [10, 14], "max_position_embeddings": 32},
@@ -323,7 +323,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 5, "conv_channels": 8, "max_source_positions": 30},
     "stablelm": _KV,
     "starcoder2": _KV,
-    # with one sparse block in the encoder and two in the decoder, of experts that have too many tokens
+    # one sparse block in the encoder and two in the decoder; experts exceed their token capacity
     "switch_transformers": {
         **{**_T5, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2},
         **{"num_experts": 5, "expert_capacity": 2, "router_jitter_noise": 0.0},
@@ -334,7 +334,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "visual_bert": {**_BERT, "visual_embedding_dim": 7},
     "vit": _VIT,
     "wav2vec2": _WAV2VEC2,
-    # transformers fails on a text of padding alone, unless that is the end of a text as well, as in its checkpoints
+    # transformers fails on a text of padding alone, unless padding is also the end token, as in its checkpoints
     "whisper": {**_SPEECH, "pad_token_id": 1, "num_mel_bins": 5, "max_source_positions": 9, "classifier_proj_size": 10},
     "xglm": {"d_model": 24, "ffn_dim": 35, "num_layers": 2, "attention_heads": 6, "max_position_embeddings": 32},
     "xlm": {**_XLM, "n_langs": 2},
@@ -420,7 +420,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LLAMA, **_MIXTURE, **_LINEAR, **_QSA, "head_dim": 8, "shared_expert_intermediate_size": 13},
         **{"layer_types": ["linear_attention", "indexed_attention"], "output_gate_type": "sigmoid"},
         **{"linear_num_key_heads": 5, "linear_num_value_heads": 10},
-        # 60 n-grams, in 63 rows and, in files, four parts
+        # 60 n-grams in 63 rows; files split them into four parts
         **{"ple_layer_ids": [1], "ple_embed_dim": 20, "ple_conv_kernel_size": 3, "heads_per_ngram": 2},
         **{"ngram_vocab_size_base": 11, "make_ngram_vocab_size_divisible_by": 7, "split_ngram_parts": 4},
     },
@@ -553,7 +553,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 3, "context_length": 32},
         "rescale_every": 1,
     },
-    "xlstm": {  # its cache is for widths that are multiples of 64
+    "xlstm": {  # its cache needs widths that are multiples of 64
         **{"hidden_size": 128, "num_hidden_layers": 2, "num_heads": 4, "ffn_round_up_to_multiple_of": 3},
         **{"autocast_kernel_dtype": "float32", "chunk_size": 4},
     },
@@ -598,7 +598,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
         "zamba2",
         {**_KV, **_SHARED, "n_mamba_heads": 6, "mamba_d_state": 5, "mamba_d_conv": 3, "chunk_size": 4},
     ),
-    "qwen4_exp_text-plain": (  # without embeddings of n-grams
+    "qwen4_exp_text-plain": (  # without n-gram embeddings
         "qwen4_exp_text",
         {
             **{**_LLAMA, **_MIXTURE, **_LINEAR, **_QSA, "shared_expert_intermediate_size": 13, "attention_bias": True},
@@ -620,12 +620,12 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "bamba-one-group": ("bamba", {**_KV, **_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [0]}),
-    # other configurations of the types of `MORE`, which divide in another way
+    # other configurations of types in `MORE`, with other sharding
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
     "deepseek_v3-full-query": ("deepseek_v3", {**_LATENT, "q_lora_rank": None}),
     "deberta-v2-plain": ("deberta-v2", {**_BERT, **_RELATIVE}),
     "bigbird_pegasus-sparse": ("bigbird_pegasus", {**_BART, "block_size": 1, "num_random_blocks": 1}),
-    "dpr-projection": ("dpr", {**_BERT, "projection_dim": 7}),  # which transformers' own reader cannot have
+    "dpr-projection": ("dpr", {**_BERT, "projection_dim": 7}),  # transformers' DPR reader supports no projection
     "encoder-decoder-gpt2": (
         "encoder-decoder",
         {
