@@ -87,6 +87,13 @@ def test_every_use_of_another_library_names_its_tests(row: str) -> None:
         assert re.search(rf"^def {name}\(", (ROOT / "tests" / path).read_text(), re.MULTILINE), f"{path}::{name}"
 
 
+@pytest.mark.parametrize("page", ["docs/concepts/request.md", "docs/concepts/training_step.md"])
+def test_named_modules_exist(page: str) -> None:
+    named = re.findall(r"`(\w+/[\w/]+\.py)`", (ROOT / page).read_text())
+    assert len(named) > 20
+    assert [path for path in named if not (ROOT / "oslo_models" / path).is_file()] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     listed = set(re.findall(r"([\w/]+\.md)$", navigation, flags=re.M))
