@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_running_batch_loop import LIMITS, Application, greedy, request
-from test_static_step import static_runner
 from torch import Tensor
 
 from oslo_models.deploy.messages import Failure, Request
@@ -21,6 +19,8 @@ from oslo_models.deploy.running_batch.sampling import choose_tokens, warp_of
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 
 from support import running
+from support.batch_loop import LIMITS, Application, greedy, request
+from support.running import static_runner
 
 SAMPLED: tuple[dict[str, Any], ...] = (
     {"top_k": 0},

@@ -6,7 +6,7 @@ import gc
 import random
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from oslo_models.deploy.running_batch.step_runner import StepRunner
 
 from support import running, zoo
 from support.float64 import lifted_casts
+from support.running import static_runner
 
 WAITS = ("local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "lift_fresh", "item")
 """Operations that make the host wait for a GPU, or copy to it: a capture allows neither."""
@@ -60,7 +61,7 @@ class Both:
     """A runner with steps of fixed shapes, and an eager runner as the reference for its logits."""
 
     def __init__(self, model: Any, limits: BatchLimits) -> None:
-        self.model, self.eager, self.static = model, StepRunner(model, limits), static_runner(model, limits)
+        self.model, self.eager, self.static = model, StepRunner(model, limits), static_runner(model, limits, watched)
         self.buckets: set[tuple[int, int]] = set()
 
     def run(self, step: Any) -> Tensor | None:
@@ -71,12 +72,6 @@ class Both:
         if expected is not None and found is not None:
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         return found
-
-
-def static_runner(model: Any, limits: BatchLimits, capture: Callable[[Compute], Compute] = watched) -> StepRunner:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_runner, "capture_of", lambda model: (capture, ""))
-        return StepRunner(model, limits)
 
 
 def shorten_buckets(monkeypatch: pytest.MonkeyPatch) -> None:

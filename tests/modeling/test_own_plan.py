@@ -185,7 +185,7 @@ def test_invalid_plans_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"parameters that no entry names: \['model.positions.weight'") as raised:
         oslo_models.tensor_parallel(model, ["cpu", "cpu"], plan=wrong)
     assert "entries that name nothing: ['model.blocks.0.middle', 'model.blocks.1.middle']" in str(raised.value)
-    with pytest.raises(ValueError, match="tensor_parallel_size=7 is more than num_attention_heads=6"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=7 is more than num_heads=6 of NoteConfig"):
         oslo_models.tensor_parallel(model, ["cpu"] * 7, plan=plan_of_lm)
     with pytest.raises(ValueError, match="a subclass of transformers' PreTrainedModel, not of"):
         parallel_class(torch.nn.Linear, plan_of_lm)

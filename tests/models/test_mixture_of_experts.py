@@ -555,8 +555,6 @@ def refuse_routers_of_one_stage(name: str, variant: str) -> None:
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        ("DbrxForCausalLM", "dbrx"),
-        ("JetMoeForCausalLM", "jetmoe"),
         ("NllbMoeForConditionalGeneration", "nllb-moe"),
         ("SwitchTransformersForConditionalGeneration", "switch_transformers"),
     ],

@@ -126,8 +126,11 @@ def test_log_probabilities_of_completions_and_chats(client: openai.OpenAI, words
             expected_V = local.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
         assert found.token_logprobs[at] == pytest.approx(float(expected_V.max()), abs=1e-4)  # type: ignore[index]
         top = expected_V.topk(3)
-        expected = dict(zip((words.decode([token]) for token in top.indices), top.values.tolist(), strict=True))
-        assert found.top_logprobs[at] == pytest.approx(expected, abs=1e-4)  # type: ignore[index]
+        given = sorted(found.top_logprobs[at].items(), key=lambda pair: -pair[1])  # type: ignore[index]
+        # a part of a character has no text
+        texts = ["\ufffd" if name.startswith("bytes:") else name for name, _ in given]
+        assert texts == [words.decode([token]) for token in top.indices]
+        assert [value for _, value in given] == pytest.approx(top.values.tolist(), abs=1e-4)
         assert found.text_offset[at] == len("".join(found.tokens[:at]))  # type: ignore[index]
         ids.append(int(expected_V.argmax()))
     assert len(found.tokens or []) == 6

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from oslo_models.deploy.messages import Request
+from oslo_models.deploy.running_batch import step_runner
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.row import Call, prepare
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.static_step import Compute
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 
@@ -61,6 +64,12 @@ def alone(model: Any, given: dict[str, Any]) -> Tensor:
     torch.manual_seed(given["seed"])
     with torch.no_grad():
         return model.generate(**options)
+
+
+def static_runner(model: Any, limits: BatchLimits, capture: Callable[[Compute], Compute]) -> StepRunner:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_runner, "capture_of", lambda model: (capture, ""))
+        return step_runner.StepRunner(model, limits)
 
 
 @torch.no_grad()
