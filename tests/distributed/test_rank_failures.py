@@ -225,6 +225,7 @@ def check(faults: list[Fault], saved: Path, folder: Path, at_once: int = 3) -> N
             gang.kill()
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
 def test_killed_or_stopped_rank_is_named_in_each_phase(

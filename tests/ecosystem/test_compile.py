@@ -34,6 +34,7 @@ from support.reference import (
     shard_differences,
 )
 
+pytestmark = pytest.mark.drawn(6, of="file")
 BACKEND = "aot_eager"  # traces and partitions the graphs as inductor does, without its compiler
 
 

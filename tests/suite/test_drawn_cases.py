@@ -42,3 +42,11 @@ def test_a_seed_keeps_so_many_cases_and_others_keep_the_others() -> None:
 
 def test_a_case_that_is_asked_for_runs() -> None:
     assert kept(0, slice(3, 4)) == ["test_some[3]"]
+
+
+def test_tests_of_a_file_are_drawn_together() -> None:
+    two = pytest.mark.drawn(2, of="file")
+    cases: list[Any] = [Case(f"{file}::test_{number}", two) for file in ("a.py", "b.py") for number in range(4)]
+    leave_cases_to_zoo(cases, 0)
+    kept = [case.nodeid.partition("::")[0] for case in cases if case.get_closest_marker("zoo") is None]
+    assert sorted(kept) == ["a.py", "a.py", "b.py", "b.py"]

@@ -16,6 +16,8 @@ from oslo_kernels import build
 
 from support import ROOT
 
+pytestmark = pytest.mark.drawn(2, of="file")
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
