@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from typing_extensions import Self
 
 from oslo_models.config.arguments import Arguments, refuse_parallel
 from oslo_models.contracts import require
@@ -187,7 +188,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Self:
         """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
 
         Args:
@@ -278,7 +279,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Self:
         """Construct this rank's part of a randomly initialised model. Every rank calls it with the same arguments.
 
         The same ``seed`` gives the same weights at all parallel sizes. ``config`` is not changed. Arguments and errors
