@@ -76,8 +76,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     head_plan: ClassVar[Entries] = {}
     zeros: ClassVar[Sequence[str]] = ()
     made_from: Any = None
-    mesh: ParallelMesh | None = None
-    mpu: MPU | None = None
+    mesh: ParallelMesh | Any = None  # Any in place of None: constructors set it, so callers need not check
+    mpu: MPU | Any = None
     gather_logits: bool | None = None
     share_loss: bool = False
     share_logits: bool = False
@@ -85,6 +85,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     labels_of: ClassVar[Mapping[str, str]] = {}
     loss_needs_full_logits: ClassVar[bool] = False
     loss_is_mean: ClassVar[bool] = True
+    generate: Any  # type checkers reject transformers' own, whose protocol for ``self`` no model satisfies
     _init_seed: int | None = None
     check_inputs: InputCheck | None = None
     sharded_layers: ShardedLayers | None = None

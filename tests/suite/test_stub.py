@@ -21,7 +21,8 @@ from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
 model = LlamaForCausalLM.from_pretrained_with_parallel("llama", tensor_parallel_size=2)
 model.fuse().save_pretrained_with_parallel("merged", save_with_merging=True)
 reveal_type(model)
-reveal_type(model.fuse())
+reveal_type(model.fuse().unfuse())
+model.mpu.get_tensor_parallel_rank()
 reveal_type(GPT2LMHeadModel.from_config_with_parallel(model.config, seed=0))
 LlamaForCausalLM.from_pretrained_with_parallel("llama", tensor_parallel_size="2")
 model.fuse(backends="triton")
@@ -30,19 +31,18 @@ from oslo_models import LlamaForCausal
 MESSAGES = [
     'script.py:5: note: Revealed type is "oslo_models.models.llama.LlamaForCausalLM"',
     'script.py:6: note: Revealed type is "oslo_models.models.llama.LlamaForCausalLM"',
-    'script.py:7: note: Revealed type is "oslo_models.models.gpt2.GPT2LMHeadModel"',
-    'script.py:8: error: Argument "tensor_parallel_size" to "from_pretrained_with_parallel" of "ParallelModel" has '
+    'script.py:8: note: Revealed type is "oslo_models.models.gpt2.GPT2LMHeadModel"',
+    'script.py:9: error: Argument "tensor_parallel_size" to "from_pretrained_with_parallel" of "ParallelModel" has '
     'incompatible type "str"; expected "int"  [arg-type]',
-    'script.py:9: error: Unexpected keyword argument "backends" for "fuse" of "FusableModel"; did you mean "backend"?  '
-    "[call-arg]",
-    'script.py:10: error: Module "oslo_models" has no attribute "LlamaForCausal"; maybe "LlamaForCausalLM"?  '
-    "[attr-defined]",
+    'script.py:10: error: Unexpected keyword argument "backends" for "fuse" of "FusableModel"; '
+    'did you mean "backend"?  [call-arg]',
+    'script.py:11: error: Module "oslo_models" has no attribute "LlamaForCausal"',
 ]
 CONFIGURATION = """\
 [mypy]
-follow_imports = silent
-[mypy-numpy.*,safetensors.*,tqdm.*,torch.*,transformers.*]
 follow_imports = skip
+[mypy-oslo_models,oslo_models.modeling.*,oslo_models.models.gpt2,oslo_models.models.llama]
+follow_imports = silent
 """
 
 
@@ -66,11 +66,12 @@ def test_stale_stub_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mypy_knows_classes_constructors_and_arguments(tmp_path: Path) -> None:
-    """torch and transformers, which take minutes to analyse, are skipped."""
+    """Only the modules of these classes are analysed: torch, transformers and the other classes take minutes."""
     pytest.importorskip("mypy")
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "mypy.ini").write_text(CONFIGURATION)
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", "cache", "script.py"]
     path = {"MYPYPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
-    assert done.stdout.splitlines() == MESSAGES, done.stderr
+    lines = [line.partition("; maybe")[0] for line in done.stdout.splitlines() if "defined in" not in line]
+    assert lines == MESSAGES, done.stderr

@@ -65,9 +65,9 @@ def defining_module(module: str, name: str) -> str:
 
 @cache
 def definitions(module: str) -> dict[str, str]:
-    """Return the names that a module of the library defines, and those that it imports under their own names.
+    """Map the names in a module of the library to the modules that they are imported from, or to itself.
 
-    Each has the module that defines it, or from which it is imported.
+    Names that it renames on import are left out: the stub could not export them.
     """
     path = ROOT.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
