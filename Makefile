@@ -1,6 +1,6 @@
 # Everything runs in .venv, which the first target creates and which is updated when setup.py or constraints/newest.txt change.
-.PHONY: venv demo test test-zoo test-stacks pins check check-pins lint types imports docs format table plots bench \
-	rehearse-gpu rehearse-wheels clean
+.PHONY: venv demo test test-zoo test-stacks pins check check-pins lint types imports docs format table stub plots \
+	bench rehearse-gpu rehearse-wheels clean
 
 PYTHON ?= python3
 # The index of another build of torch than PyPI's, which is for GPUs and has some 4 GB with its libraries:
@@ -92,8 +92,11 @@ lint: $(READY)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --check --quiet .
 
+# where a stub stands beside a module, mypy reads the stub, so the module is checked by itself
 types: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m support.stub --check
 	$(BIN)/mypy --no-error-summary
+	$(BIN)/mypy --no-error-summary --follow-imports skip --cache-dir /dev/null oslo_models/__init__.py
 
 # the import order of the packages, as declared in pyproject.toml
 imports: $(READY)
@@ -112,6 +115,10 @@ table: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m support.document_rows
 	$(BIN)/python -c "from pathlib import Path; from oslo_models.cli.support_table import update_table; \
 		page = Path('docs/models.md'); page.write_text(update_table(page.read_text()))"
+
+# oslo_models/__init__.pyi, from the registry and the sources of the architectures
+stub: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m support.stub
 
 # the images of README.md and docs/, from the committed CSV files
 plots: $(READY)

@@ -81,7 +81,7 @@ setup(
         *find_packages("kernels", include=["oslo_kernels", "oslo_kernels.*"]),
     ],
     package_dir={"oslo_kernels": "kernels/oslo_kernels"},
-    package_data={"oslo_kernels": ["csrc/*"], "oslo_models": ["py.typed"]},
+    package_data={"oslo_kernels": ["csrc/*"], "oslo_models": ["*.pyi", "py.typed"]},
     distclass=MaybeCompiled,
     cmdclass={"build_py": BuildWithCUDA, "bdist_wheel": Wheel},
     install_requires=[

@@ -31,7 +31,7 @@ def find_parallel_model(module: Any) -> ParallelModel | None:
     """Return the first `ParallelModel` inside ``module`` on several ranks, through any wrappers."""
     modules = module.modules() if isinstance(module, nn.Module) else ()
     models = (each for each in modules if isinstance(each, ParallelModel) and each.mesh is not None)
-    return next((model for model in models if model.mesh.world.size > 1), None)  # type: ignore[union-attr]
+    return next((model for model in models if model.mesh.world.size > 1), None)
 
 
 class Accelerator(accelerate.Accelerator):

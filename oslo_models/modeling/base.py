@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from typing_extensions import Self
 
 from oslo_models.config.arguments import Arguments, refuse_parallel
 from oslo_models.contracts import require
@@ -76,8 +77,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     head_plan: ClassVar[Entries] = {}
     zeros: ClassVar[Sequence[str]] = ()
     made_from: Any = None
-    mesh: ParallelMesh | None = None
-    mpu: MPU | None = None
+    mesh: ParallelMesh | Any = None  # Any in place of None: constructors set it, so callers need not check
+    mpu: MPU | Any = None
     gather_logits: bool | None = None
     share_loss: bool = False
     share_logits: bool = False
@@ -85,6 +86,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     labels_of: ClassVar[Mapping[str, str]] = {}
     loss_needs_full_logits: ClassVar[bool] = False
     loss_is_mean: ClassVar[bool] = True
+    generate: Any  # type checkers reject transformers' own, whose protocol for ``self`` no model satisfies
     _init_seed: int | None = None
     check_inputs: InputCheck | None = None
     sharded_layers: ShardedLayers | None = None
@@ -188,7 +190,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Self:
         """Load this rank's part of a checkpoint. Call this on every rank with the same arguments.
 
         Args:
@@ -279,7 +281,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Self:
         """Construct this rank's part of a randomly initialised model. Call this on every rank with the same arguments.
 
         The same ``seed`` gives the same weights at all parallel sizes. ``config`` is not changed. See

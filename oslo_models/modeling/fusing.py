@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StaticCache
+from typing_extensions import Self
 
 from oslo_models import registry
 from oslo_models.cache_argument import NAMES, generation_name
@@ -59,7 +60,7 @@ class FusableModel(PreTrainedModel):
         float8: str | None = None,
         symmetric_memory: bool = False,
         check: bool = True,
-    ) -> Any:
+    ) -> Self:
         """Replace modules of this model in place with faster modules that compute the same up to rounding.
 
         Only modules that become faster on this device are replaced. `fusion_report` lists them. Parameter names and
@@ -156,7 +157,7 @@ class FusableModel(PreTrainedModel):
         fusion.apply(self, found, selected)
         return found
 
-    def unfuse(self) -> Any:
+    def unfuse(self) -> Self:
         """Undo `fuse`: results are again bit-identical to the unfused model. Return the model itself."""
         if self._fusion is not None:
             self._fusion.undo()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from oslo_models.checkpoint import LazySlice
 from oslo_models.distributed.mesh import ParallelMesh
@@ -37,7 +38,7 @@ class ParallelizedModel(SavableModel):
         options = {"save_config": save_config, **kwargs}
         self._save(save_directory, merge_checkpoints, state_dict, save_function, "_", **options)
 
-    def deparallelize(self) -> Any:
+    def deparallelize(self) -> Self:
         """Convert to the full model in place, in host memory of every rank. This is a collective of all ranks.
 
         The model gets back the class that it had before `oslo_models.initialize`, or keeps its parallel class without
@@ -54,7 +55,7 @@ class ParallelizedModel(SavableModel):
         return self
 
     @torch.no_grad()
-    def from_parallelized(self, directory: str | Path) -> Any:
+    def from_parallelized(self, directory: str | Path) -> Self:
         """Load a checkpoint, merged or split at any sizes, into this model. This is a collective of all ranks.
 
         Returns:

@@ -94,6 +94,7 @@ def test_wheel_holds_two_packages_and_nothing_else(wheel: Path) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "oslo_models").rglob("*.py")}
     assert modules <= set(names), "a folder of oslo_models has no __init__.py"
     assert {"oslo_kernels/__init__.py", "oslo_kernels/csrc/probe.cu"} <= set(names)
+    assert {"oslo_models/__init__.pyi", "oslo_models/py.typed"} <= set(names), "type checkers find no types"
     compiled = [name for name in names if name.startswith("oslo_kernels/csrc/ngrams-cuda-") and name.endswith(".so")]
     assert len(compiled) == (build.find_nvcc() is not None) == ("any" not in wheel.name)
 
