@@ -171,14 +171,13 @@ def test_a_server_that_stands_still_is_replaced(stand: faults.Stand, monkeypatch
     stand.answers()
 
 
+pytestmark = pytest.mark.drawn(3, of="file")
 PIPE = """
 import os, sys
 reading, writing = os.pipe()
 os.dup2(writing, 2)
 import torch
 from oslo_models import GPT2LMHeadModel
-
-pytestmark = pytest.mark.drawn(3, of="file")
 with GPT2LMHeadModel.from_pretrained_with_parallel(sys.argv[1], deploy=True) as model:
     print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3).shape[1])
 """
