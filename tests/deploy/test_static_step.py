@@ -245,6 +245,7 @@ def test_memory_that_runs_out_drops_the_graphs(pair: Any, monkeypatch: pytest.Mo
         ({"model_type": "falcon"}, "steps of model_type='falcon' were not tested in CUDA graphs"),
         ({"_attn_implementation_internal": "flex_attention"}, "attn_implementation='flex_attention': CUDA graphs need"),
         ({"pipeline": object()}, "pipeline stages compute in turn"),
+        ({"is_tensor_parallelized": lambda: True}, "tensor parallelism: a rank that dies inside a CUDA graph"),
         ({}, None),
     ],
 )
@@ -253,7 +254,7 @@ def test_models_without_graphs_are_named(
 ) -> None:
     model, _ = pair
     for name, value in change.items():
-        monkeypatch.setattr(model if name == "pipeline" else model.config, name, value, raising=False)
+        monkeypatch.setattr(model if hasattr(model, name) else model.config, name, value, raising=False)
     found = graphs.reason_of_model(model)
     assert found is None if reason is None else str(found).startswith(reason)
     assert graphs.capture_of(model) == (None, "its device is cpu, not a GPU")
