@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2 with blocks that may attend to the positions that an earlier block has chosen, as one stage."""
+"""GLM-5: DeepSeek-V3.2 with blocks that may reuse the positions of an earlier block, in the same stage."""
 
 from dataclasses import replace
 from typing import Any
