@@ -7,7 +7,8 @@ PYTHON ?= python3
 # make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints/newest.txt
+# modules are compiled when they are first imported, since compiling all of them takes two minutes
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile --constraint constraints/newest.txt
 # stamps: what the library and the demo need is installed; so is what the tests and checks need
 DEMO := .venv/.demo
 READY := .venv/.ready

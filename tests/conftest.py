@@ -30,7 +30,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from support.drawn_cases import leave_cases_to_zoo  # noqa: E402
+from support.drawn_cases import leave_cases_to_zoo, share_of_day  # noqa: E402
 from support.pool import PRELOAD, Pool, worker_environment  # noqa: E402
 from support.pool_server import start_server  # noqa: E402
 from support.ports import shorten_socket_paths  # noqa: E402
@@ -57,6 +57,17 @@ def seed_of_commit() -> int:
     return int(commit[:7], 16)
 
 
+def day_of_commit() -> int:
+    """Return the day of the current commit, counted from 1970. Without a repository, return a random day."""
+    try:
+        seconds = subprocess.check_output(
+            ["git", "show", "--no-patch", "--format=%ct", "HEAD"], cwd=ROOT, text=True, stderr=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return random.SystemRandom().randrange(2**15)
+    return int(seconds) // (24 * 60 * 60)
+
+
 def can_fork() -> bool:
     """Return whether processes can fork after importing torch: a query for GPUs initialises their driver."""
     return sys.platform == "linux" and not torch.cuda.is_available()
@@ -64,6 +75,8 @@ def can_fork() -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="what the `seed` fixture gives (default: of the commit)")
+    parser.addoption("--day", type=int, default=None, help="the day whose `drawn` cases run (default: of the commit)")
+    parser.addoption("--share", type=int, default=1, help="run one of so many parts of the tests, in turn by day")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,6 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(gc.unfreeze)
     if config.option.seed is None:
         config.option.seed = seed_of_commit()
+    if config.option.day is None:
+        config.option.day = day_of_commit()
 
 
 REFUSED_PEFT = "The version of PEFT you are using is not compatible"
@@ -90,7 +105,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {config.option.seed} (repeat with --seed {config.option.seed})"
+    seed, day = config.option.seed, config.option.day
+    return f"seed: {seed}, day: {day} (repeat with --seed {seed} --day {day})"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -115,13 +131,15 @@ def hides_quantization(item: pytest.Item) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "stacks" not in config.option.markexpr:
-        leave_cases_to_zoo(items, config.option.seed)
+        leave_cases_to_zoo(items, config.option.day)
     if hidden := {str(item.path) for item in items if hides_quantization(item)}:
         raise pytest.UsageError(f"they have to name mark.quantization, or no command runs all their tests: {hidden}")
     if not config.option.markexpr:
         others = ("zoo", "quantization")  # of other commands
         config.hook.pytest_deselected(items=[item for item in items if any(map(item.get_closest_marker, others))])
         items[:] = [item for item in items if not any(map(item.get_closest_marker, others))]
+    if config.option.share > 1:
+        items[:] = share_of_day(items, config.option.day, config.option.share)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -83,19 +83,13 @@ def check_class(
 
 
 @pytest.mark.drawn(60)
-@pytest.mark.parametrize("model_type", zoo.cases(registry.ARCHITECTURES))
-def test_one_drawn_class_of_each_model_type_matches_transformers(
-    pool: Pool, tmp_path: Path, model_type: str, seed: int, record_property: Any
-) -> None:
-    choose = random.Random(f"{model_type} {seed}")
-    name = choose.choice(sorted(registry.model_classes(model_type)))
-    check_class(pool, tmp_path, name, seed, (choose.choice(MESHES),), record_property)
-
-
-@pytest.mark.zoo
 @pytest.mark.parametrize("name", [name for kind in registry.ARCHITECTURES for name in registry.model_classes(kind)])
-def test_every_class_with_drawn_configurations_matches_transformers(
-    pool: Pool, tmp_path: Path, name: str, seed: int, record_property: Any
+def test_every_class_with_a_drawn_configuration_matches_transformers(
+    pool: Pool, tmp_path: Path, name: str, seed: int, request: pytest.FixtureRequest, record_property: Any
 ) -> None:
-    for part, draw in ((MESHES[::2], seed), (MESHES[1::2], seed + 1)):  # one draw for two meshes
-        check_class(pool, tmp_path / str(draw), name, draw, part, record_property)
+    """`make test` draws one mesh, `make test-zoo` one configuration for each half of the meshes."""
+    parts = [(MESHES[::2], seed), (MESHES[1::2], seed + 1)]
+    if request.node.get_closest_marker("zoo") is None:
+        parts = [((random.Random(f"{name} {seed}").choice(MESHES),), seed)]
+    for meshes, draw in parts:
+        check_class(pool, tmp_path / str(draw), name, draw, meshes, record_property)
