@@ -6,8 +6,6 @@ import fcntl
 import gc
 import importlib.util
 import os
-import random
-import subprocess
 import sys
 import tempfile
 import zlib
@@ -30,6 +28,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from support.commit import day_of_commit, seed_of_commit  # noqa: E402
 from support.drawn_cases import leave_cases_to_zoo, share_of_day  # noqa: E402
 from support.pool import PRELOAD, Pool, worker_environment  # noqa: E402
 from support.pool_server import start_server  # noqa: E402
@@ -46,26 +45,6 @@ hypothesis.settings.load_profile("oslo")
 TURNS = Path(tempfile.gettempdir()) / f"oslo-models-tests-{os.getuid()}-{zlib.crc32(bytes(ROOT)):x}"
 """Lock file of this checkout. Every process locks it while it runs a test, for any command."""
 WARM = pytest.StashKey[WarmServer]()
-
-
-def seed_of_commit() -> int:
-    """Return the seed of the current commit. Without a repository, draw a random seed."""
-    try:
-        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
-    except (OSError, subprocess.CalledProcessError):
-        return random.SystemRandom().randrange(2**31)
-    return int(commit[:7], 16)
-
-
-def day_of_commit() -> int:
-    """Return the day of the current commit, counted from 1970. Without a repository, return a random day."""
-    try:
-        seconds = subprocess.check_output(
-            ["git", "show", "--no-patch", "--format=%ct", "HEAD"], cwd=ROOT, text=True, stderr=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return random.SystemRandom().randrange(2**15)
-    return int(seconds) // (24 * 60 * 60)
 
 
 def can_fork() -> bool:
@@ -130,7 +109,8 @@ def hides_quantization(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "stacks" not in config.option.markexpr:
+    is_named = config.option.keyword and "zoo" not in config.option.markexpr  # tests that -k names run on every day
+    if "stacks" not in config.option.markexpr and not is_named:
         leave_cases_to_zoo(items, config.option.day)
     if hidden := {str(item.path) for item in items if hides_quantization(item)}:
         raise pytest.UsageError(f"they have to name mark.quantization, or no command runs all their tests: {hidden}")

@@ -22,6 +22,8 @@ from benchmarks.rehearse.schedule import Schedule
 
 from support import ROOT
 
+pytestmark = pytest.mark.drawn(11, of="file")
+
 
 def run(cases: list[Case], folder: Path, seconds: float = 100, gigabytes: float = 100) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []

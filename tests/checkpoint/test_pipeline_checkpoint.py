@@ -80,7 +80,7 @@ def load_and_save(
     assert {file for file in names if file.startswith("pytorch_model")} == split
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.stacks
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_mesh_loads_the_checkpoint_of_any_other(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
@@ -127,7 +127,7 @@ def check_sizes(pool: Pool, name: str, source: Any, options: dict[str, Any]) -> 
     return whole
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "gpt2-untied", "t5-gated-untied"])
 def test_from_config_seed_gives_the_same_weights_on_every_mesh(pool: Pool, variant: str, seed: int) -> None:
     for name in (zoo.lm_head(variant), pipelines.heads_with_loss(variant)[-1]):

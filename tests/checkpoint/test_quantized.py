@@ -17,7 +17,7 @@ from oslo_models.checkpoint import CheckpointError
 from support import qlora, quantized
 from support.pool import Pool
 
-pytestmark = pytest.mark.quantization
+pytestmark = [pytest.mark.quantization, pytest.mark.drawn(10, of="file")]
 
 SIZES = pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
 
@@ -137,7 +137,7 @@ def test_gptq_with_important_features_first(pool: Pool, tmp_path: Path, seed: in
     compare(pool, tmp_path / "gptq", model, seed, tp, pp, chunk=300)  # a few rows at a time
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("kind", [None, "gptq", "gptq_v2"])
 def test_gptq_of_all_widths_and_versions(pool: Pool, tmp_path: Path, seed: int, bits: int, kind: str | None) -> None:
@@ -224,7 +224,7 @@ def by_compressed_tensors(settings: dict[str, Any]) -> quantized.Quantize:
     return quantize
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -269,7 +269,7 @@ def bnb_4bit(kind: str, nested: bool, storage: torch.dtype = torch.uint8) -> qua
     return quantize
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("kind", "nested", "storage"),
     [

@@ -40,7 +40,7 @@ def load_and_save(
             model.save_pretrained_with_parallel(merged / name, save_with_merging=True)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.stacks
 @pytest.mark.parametrize("variant", [*VARIANTS, pytest.param("deepseek_v4", marks=pytest.mark.zoo)])
 def test_split_checkpoint_of_four_ranks_loads_at_other_sizes(
@@ -76,7 +76,7 @@ def write_original(folder: Path, name: str, config: Any, seed: int) -> None:
     torch.save(model.state_dict(), folder / "original" / f"{name}.pt")
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("variant", ["llama", "llama-one-kv", "falcon", "falcon-one-kv", "gpt_bigcode-many-kv"])
 @pytest.mark.parametrize("saved_at", [3, 4])
 def test_oslo_1_split_files_load_without_a_manifest(

@@ -26,6 +26,8 @@ from support import ROOT, pipelines, zoo
 from support.pipelines import Batch
 from support.pool import Pool
 
+pytestmark = pytest.mark.drawn(4, of="file")
+
 SIZES = {"tp=2": (2, 1, 2), "pp=2": (1, 2, 2), "dp=2": (1, 1, 2), "dp=2, FSDP2": (1, 1, 2)}
 STEPS = 3
 

@@ -29,6 +29,8 @@ from support.pool import Pool
 from support.reference import TOLERANCE, all_outputs
 from support.reference import differences as lines_of
 
+pytestmark = pytest.mark.drawn(18, of="file")
+
 Report = dict[str, str]
 
 

@@ -37,6 +37,8 @@ from support.reference import (
 )
 from support.tensor_parallel import check_tensor_parallel_step, tensor_parallel_model, transformers_model
 
+pytestmark = pytest.mark.drawn(15, of="file")
+
 
 @pytest.mark.parametrize(("variant", "n"), [("gpt2", 2), ("llama", 3), ("t5", 2), ("gpt2-cross", 3)])
 def test_tensor_parallel_step_matches_transformers(variant: str, n: int, seed: int) -> None:

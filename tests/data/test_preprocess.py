@@ -28,6 +28,8 @@ from oslo_models.data.tokenizer_pool import Encoder
 from support import ROOT
 from support.corpora import expected, texts, tokenizer
 
+pytestmark = pytest.mark.drawn(16, of="file")
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))}
 
 

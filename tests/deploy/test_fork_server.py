@@ -171,7 +171,7 @@ def test_a_server_that_stands_still_is_replaced(stand: faults.Stand, monkeypatch
     stand.answers()
 
 
-pytestmark = pytest.mark.drawn(3, of="file")
+pytestmark = pytest.mark.drawn(2, of="file")
 PIPE = """
 import os, sys
 reading, writing = os.pipe()

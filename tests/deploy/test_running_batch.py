@@ -37,6 +37,8 @@ from support.deployment import Collected, prompt
 from support.pool import Pool
 from support.waiting import LIMIT
 
+pytestmark = pytest.mark.drawn(14, of="file")
+
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "deployment.md"
 
 

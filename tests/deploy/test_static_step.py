@@ -33,6 +33,8 @@ from support import running, zoo
 from support.float64 import lifted_casts
 from support.running import static_runner
 
+pytestmark = pytest.mark.drawn(18, of="file")
+
 WAITS = ("local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "lift_fresh", "item")
 """Operations that make the host wait for a GPU, or copy to it: a capture allows neither."""
 

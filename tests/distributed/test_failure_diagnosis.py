@@ -33,6 +33,8 @@ from support.pool import Pool
 from support.ports import free_port
 from support.waiting import LIMIT, wait_until
 
+pytestmark = pytest.mark.drawn(8, of="file")
+
 VICTIM = 2
 
 

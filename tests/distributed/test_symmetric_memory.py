@@ -25,6 +25,8 @@ from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import full_parameters, parallel_model, reference_model
 
+pytestmark = pytest.mark.drawn(4, of="file")
+
 CPU = torch.device("cpu")
 
 

@@ -34,7 +34,7 @@ from support.reference import (
     shard_differences,
 )
 
-pytestmark = pytest.mark.drawn(6, of="file")
+pytestmark = pytest.mark.drawn(3, of="file")
 BACKEND = "aot_eager"  # traces and partitions the graphs as inductor does, without its compiler
 
 

@@ -40,6 +40,8 @@ from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import TOLERANCE, differences, reference_model
 
+pytestmark = pytest.mark.drawn(17, of="file")
+
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 MODELS = [
@@ -74,7 +76,7 @@ IA3: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("options", LORA)
 @pytest.mark.parametrize(("variant", "tp"), MODELS)
 def test_lora_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
@@ -179,7 +181,7 @@ def test_adapters_are_saved_byte_for_byte_as_by_peft(
     assert configs[0] == configs[1]
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_adapters_train_on_pipeline_stages(pool: Pool, seed: int, kind: str, tp: int) -> None:
@@ -216,7 +218,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", PROMPTS)
 @pytest.mark.parametrize(("variant", "tp"), [("llama-9-heads", 2), ("gpt2", 3), ("llama-one-kv", 2)])
 def test_prompts_train_as_on_one_process(
@@ -432,7 +434,7 @@ def test_lora_after_tensor_parallel_of_processes(pool: Pool, seed: int) -> None:
     pool.run(2, adapt_processes, run, env=True)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("how", ["generate", "checkpointing", "low memory", "fused", "fused before"])
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])
 def test_together_with(pool: Pool, seed: int, tmp_path: Path, how: str, targets: Any) -> None:

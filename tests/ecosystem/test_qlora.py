@@ -18,7 +18,7 @@ from support import qlora, quantized
 from support.pool import Pool
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.quantization
+pytestmark = [pytest.mark.quantization, pytest.mark.drawn(2, of="file")]
 
 
 def lora(**changes: Any) -> Any:

@@ -21,6 +21,8 @@ from support import pipelines, trainers
 from support.pool import Pool
 from support.trainers import SIZES, Run
 
+pytestmark = pytest.mark.drawn(4, of="file")
+
 SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "gradient_accumulation_steps": 2}
 SHUFFLED = (24, 4)
 """Rows, and rows per batch: three batches on each of two replicas, which two accumulated batches do not divide."""

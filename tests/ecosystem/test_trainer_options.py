@@ -21,6 +21,8 @@ from support.pool import Pool
 from support.reference import TOLERANCE
 from support.trainers import SIZES, Run
 
+pytestmark = pytest.mark.drawn(8, of="file")
+
 NAME = "GPT2LMHeadModel"
 
 

@@ -26,7 +26,10 @@ from support.mutants import Edit, with_mutant
 from support.pool import Pool, WorkerError
 from support.reference import full_parameters, parallel_model, reference_model
 
-pytestmark = pytest.mark.skipif(decoder_block.why_not() is not None, reason="needs a C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(decoder_block.why_not() is not None, reason="needs a C++ compiler"),
+    pytest.mark.drawn(20, of="file"),
+]
 
 SIZES: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 12, "num_hidden_layers": 2}
 KEYS_AND_VALUES: dict[str, Any] = {**SIZES, "num_key_value_heads": 6, "intermediate_size": 60}

@@ -33,6 +33,8 @@ from support.reference import (
     tensors,
 )
 
+pytestmark = pytest.mark.drawn(56, of="file")
+
 OF_TEXT = {"aria": "aria_text", "gemma3": "gemma3_text"}
 ROTARY = sorted(
     OF_TEXT.get(layer.split(".")[0], layer.split(".")[0])

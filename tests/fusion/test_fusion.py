@@ -78,7 +78,7 @@ def test_fused_loss_and_gradients_match_transformers(pool: Pool, variant: str, n
     pool.run(n, check_steps, [fusion_reference(variant, name, seed) for name in zoo.lm_heads(variant)], n)
 
 
-@pytest.mark.drawn(57)
+@pytest.mark.drawn(30)
 @pytest.mark.stacks
 @pytest.mark.parametrize("variant", zoo.cases(kind for kind in registry.ARCHITECTURES if kind not in zoo.FOUNDING))
 def test_fused_loss_and_gradients_of_other_architectures_match_transformers(variant: str, seed: int) -> None:
@@ -95,7 +95,7 @@ def check_stages(case: Case, tp: int, pp: int) -> None:
     assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == model.stage.is_last
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_fused_pipeline_stages_match_one_process(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
@@ -120,7 +120,7 @@ def check_rounding(step: Step, n: int, dtype: torch.dtype, exact: dict[str, Tens
     return errors[0], errors[1]
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_fused_rounding_error_is_at_most_twice_the_unfused_one(

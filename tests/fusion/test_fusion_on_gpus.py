@@ -61,6 +61,8 @@ from support.reference import (
     tensors,
 )
 
+pytestmark = pytest.mark.drawn(16, of="file")
+
 WOULD = {  # operations fused on a GPU beside the head, and their kernels
     "bert": ({"bias and GeLU", "LayerNorm", "residual", "attention"}, {"add_norm", "bias_gelu"}),
     "bloom": ({"attention", "residual", "head and cross entropy"}, {"masked_softmax"}),

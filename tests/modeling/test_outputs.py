@@ -140,7 +140,7 @@ def check_tuples(cases: list[Case]) -> None:
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("how", ["argument", "configured"])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_forward_returns_the_tuples_of_transformers(pool: Pool, variant: str, how: str, seed: int) -> None:
@@ -283,7 +283,7 @@ def check_generation(
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("variant", GENERATING)
 def test_generate_with_left_padding_matches_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:

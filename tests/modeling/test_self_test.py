@@ -19,6 +19,8 @@ from oslo_models.testing.running import Feature, run_feature
 from support import ROOT
 from support.waiting import LIMIT
 
+pytestmark = pytest.mark.drawn(6, of="file")
+
 
 def fine(folder: Path) -> None:
     assert dist.get_world_size() == 2

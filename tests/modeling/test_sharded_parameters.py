@@ -34,6 +34,8 @@ from support.pipelines import model_on_stages, stage_differences, stage_paramete
 from support.pool import Pool
 from support.reference import TOLERANCE, differences, full_parameters, make_optimizer, reference_model
 
+pytestmark = pytest.mark.drawn(10, of="file")
+
 Weights = dict[str, Tensor]
 Batch = dict[str, Tensor]
 SIZES = [(2, 1), (3, 1), (1, 2), (2, 2)]
@@ -79,7 +81,7 @@ def check_clipping(
 LIMITS = [(2.0, 1.0), (1.0, 3.0), (float("inf"), 0.01), (3.0, 1e-3)]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("tp", "pp"), SIZES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_torch_clips_gradients_by_the_norm_of_the_full_model(

@@ -103,7 +103,7 @@ def check_data_parallel(
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv"])
 def test_training_under_ddp_and_fsdp2_matches_one_process(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
@@ -155,7 +155,7 @@ def train_in_half_precision(
     return losses, shared
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv"])
 def test_autocast_training_matches_one_process(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None:
@@ -282,7 +282,7 @@ def check_clipping(
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("variant", "n"),
     [(variant, n) for variant in zoo.FOUNDING for n in (2, 3)] + [("llama-one-kv", 2), ("llama-untied", 3)],

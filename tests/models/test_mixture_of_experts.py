@@ -29,6 +29,8 @@ from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import Step, full_gradients, full_parameters, reference_model, saved_step, step_differences
 
+pytestmark = pytest.mark.drawn(26, of="file")
+
 Sizes = tuple[int, int]
 """The tensor-parallel and the expert-parallel size."""
 NAMES = {"mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}

@@ -64,7 +64,7 @@ def test_every_architecture_has_a_variant() -> None:
     assert zoo.VARIANTS.keys() - set(zoo.FOUNDING) == OTHERS.keys()
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("variant", zoo.VARIANTS)
 def test_step_on_one_rank_is_bitwise_equal_to_transformers(variant: str, seed: int) -> None:
     """In float32, as transformers computes, without a process group."""
@@ -72,7 +72,7 @@ def test_step_on_one_rank_is_bitwise_equal_to_transformers(variant: str, seed: i
     check_steps(steps, 1, torch.float32, tolerance=0)
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(6)
 @pytest.mark.stacks
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
@@ -81,7 +81,7 @@ def test_step_of_every_head_matches_transformers(pool: Pool, variant: str, n: in
     pool.run(n, check_steps, steps, n, torch.float64, TOLERANCE)
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("variant", "n"), [(variant, n) for variant, sizes in OTHERS.items() for n in sizes])
 def test_step_of_other_variants_matches_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
     names = [zoo.base(variant), zoo.lm_head(variant)]
@@ -106,7 +106,7 @@ def check_training(
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_parameters_after_training_match_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:

@@ -101,7 +101,7 @@ def check_type(
     assert (folder / "merged/config.json").read_bytes() == (folder / "whole/config.json").read_bytes()
 
 
-@pytest.mark.drawn(64)
+@pytest.mark.drawn(45)
 @pytest.mark.stacks
 @pytest.mark.parametrize("model_type", zoo.cases([*zoo.MORE, *zoo.ODD]))
 def test_main_class_matches_transformers_on_two_ranks_and_two_stages(

@@ -164,7 +164,7 @@ CASES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", CASES)
 def test_deepspeed_engine_trains_as_without_it(pool: Pool, case: str, seed: int) -> None:
     variant, tp, pp, processes, settings = CASES[case]

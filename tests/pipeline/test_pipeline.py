@@ -62,7 +62,7 @@ def check_cases(cases: list[Case], tp: int, pp: int) -> None:
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_train_step_of_language_model_matches_one_process(
@@ -71,7 +71,7 @@ def test_train_step_of_language_model_matches_one_process(
     pool.run(tp * pp, check_cases, [reference(variant, zoo.lm_head(variant), seed)], tp, pp)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("tp", "pp"),
     [(1, 4), (2, 2), *(pytest.param(tp, 2, marks=pytest.mark.zoo) for tp in (1, 3))],
@@ -195,7 +195,7 @@ def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_train_step_of_ddp_and_fsdp2_replicas_matches_one_process(

@@ -90,7 +90,7 @@ def generate(pool: Pool, variant: str, ways: list[str], tp: int, pp: int, replic
     pool.run(tp * pp * replicas, check_generation, name, config, weights, expected, seed, tp, pp)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.stacks
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.zoo)])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -100,7 +100,7 @@ def test_generate_on_stages_gives_the_tokens_of_one_process(
     generate(pool, variant, list(WAYS), tp, pp, 1, seed)
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("variant", "tp", "pp", "replicas"),
     [

@@ -157,7 +157,7 @@ def check_step(pool: Pool, step: Step, folder: Path, tp: int, blocks: list[int] 
         assert (folder / "merged" / file).read_bytes() == (folder / "whole" / file).read_bytes()
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("variant", "name", "changes"), CONFIGURED)
 def test_stages_match_one_process_with_configured_classes(

@@ -26,6 +26,8 @@ from support.pipelines import model_on_stages, run_micro_batches
 from support.pool import Pool
 from support.reference import full_parameters, reference_model
 
+pytestmark = pytest.mark.drawn(18, of="file")
+
 # Values with one entry per layer --------------------------------------------------------------------------------------
 
 BY_OTHER_NUMBERS = {

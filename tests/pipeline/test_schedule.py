@@ -74,7 +74,7 @@ def check_body(given: Case, twice: dict[str, Tensor | None], tp: int, pp: int) -
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("variant", "tp", "pp"),
     [
@@ -111,7 +111,7 @@ def check_clipping(given: Case, expected: Clipped, tp: int, pp: int) -> None:
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 4), (2, 2), (3, 2)])
 @pytest.mark.parametrize("variant", ["bert", "gpt2", "gptj-tied", "llama-one-kv", "t5"])
 def test_clip_grad_norm_over_stages_matches_one_process(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
@@ -227,7 +227,7 @@ def check_evaluation(
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_evaluation_loop_returns_outputs_on_the_last_stage(pool: Pool, variant: str, pp: int, seed: int) -> None:
@@ -361,7 +361,7 @@ def check_traffic(given: Case, tp: int, pp: int, size: int) -> dict[str, Any]:
     return {"stage": stage.index, "live": max(live), "bound": min(number, pp - stage.index)}
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("tp", "pp", "size"), [(1, 4, 1), (1, 4, 2), (2, 2, 1)])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_messages_between_stages_and_activations_in_flight_are_bounded(

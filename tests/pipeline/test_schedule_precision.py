@@ -184,7 +184,7 @@ def count_dropouts(given: Case, pp: int) -> Counter[int]:
     return counted.found
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_each_dropout_runs_on_exactly_one_stage(pool: Pool, variant: str, pp: int, seed: int) -> None:

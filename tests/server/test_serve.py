@@ -39,7 +39,7 @@ from support.http_server import StubModel, listening
 from support.served import workers_of
 from support.waiting import LIMIT, wait_until
 
-pytestmark = pytest.mark.usefixtures("warm_module")
+pytestmark = [pytest.mark.usefixtures("warm_module"), pytest.mark.drawn(20, of="file")]
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""

@@ -15,8 +15,8 @@ DAYS = 14
 def leave_cases_to_zoo(items: Iterable[pytest.Item], day: int) -> None:
     """Give the cases of other days to ``zoo``, of each test that is marked ``drawn(count)``.
 
-    The cases of a test take turns in a random but fixed order, ``count`` of them a day. ``drawn(count, of="file")`` does
-    the same with all tests of a file.
+    The cases of a test take turns in a random but fixed order, ``count`` of them a day. With
+    ``drawn(count, of="file")``, all tests of a file take turns.
 
     Raises:
         pytest.UsageError: a test has so many cases that their turns take more than `DAYS` days.

@@ -20,6 +20,7 @@ from pathlib import Path
 from oslo_models._version import PYTHON
 
 from support import ROOT
+from support.commit import day_of_commit
 
 ENVIRONMENTS = ROOT / ".venv-stacks"
 UV = Path(sys.executable).with_name("uv")
@@ -58,6 +59,8 @@ class Stack:
 
 NEWEST = Stack("newest", PYTHONS[-1])
 STACKS = [Stack("oldest", PYTHONS[0]), Stack("gpu", "3.12"), NEWEST]
+IN_TURN = "in-turn"
+"""Name of the stack whose turn it is: each day has one."""
 
 
 class StackError(Exception):
@@ -67,11 +70,22 @@ class StackError(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m support.stacks", description=__doc__)
     parser.add_argument("command", choices=["pins", "check-pins", "test"])
-    parser.add_argument("--stack", action="append", choices=[stack.name for stack in STACKS], help="default: all")
+    parser.add_argument(
+        "--stack", action="append", choices=[*(stack.name for stack in STACKS), IN_TURN], help="default: all"
+    )
     args, options = parser.parse_known_args()
     if args.command == "test":
-        return test_stacks([stack for stack in STACKS if stack.name in (args.stack or stack.name)], options)
+        return test_stacks(select(args.stack), options)
     return resolve(make_pins() if args.command == "pins" else pin_checks())
+
+
+def select(names: list[str] | None) -> list[Stack]:
+    """Return the stacks of these names, or all."""
+    if names is None:
+        return STACKS
+    turn = STACKS[day_of_commit() % len(STACKS)].name
+    wanted = {turn if name == IN_TURN else name for name in names}
+    return [stack for stack in STACKS if stack.name in wanted]
 
 
 def make_pins() -> dict[str, tuple[str, ...]]:
@@ -139,7 +153,7 @@ def install(stack: Stack) -> None:
     library = ("--editable", ".[test]", "--constraint", stack.pins)
     for command in (
         ("venv", "--python", str(find_python(stack.python)), str(stack.folder)),
-        ("pip", "install", "--compile-bytecode", "--python", str(python), *library),
+        ("pip", "install", "--python", str(python), *library),
     ):
         done = uv(*command)
         if done.returncode:
@@ -179,7 +193,7 @@ def run_tests(stack: Stack, options: list[str]) -> tuple[int, tuple[int, int, in
         "pytest",
         "--quiet",
         "-m",
-        "stacks and not (zoo or quantization)",
+        MARKS,
         "-p",
         "no:cacheprovider",
     ]
