@@ -16,7 +16,9 @@ from benchmarks.table import RESULTS, latest
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 FEW = 3
 """With fewer runs, a panel states their number."""
-OURS, THEIRS = "#2563a8", "#b0b4ba"
+OURS, THEIRS, LIMIT = "#2563a8", "#b0b4ba", "#c2410c"
+LIMITS = ("limit", "checkpoint")
+"""How the names of the rows begin that are drawn as lines."""
 THROUGHPUT = {
     "llama-100m-generate-b1": "generation",
     "llama-100m-generate-b8": "generation",
@@ -51,25 +53,28 @@ def draw_loss_parity() -> Figure:
     return figure
 
 
-def draw_bars(metrics: dict[str, str], unit: str, title: str) -> Figure:
-    """A panel for each case with a bar for each peer, ours in another colour; lines are from minimum to maximum."""
+def draw_bars(metrics: dict[str, str], unit: str, title: str, *, descending: bool) -> Figure:
+    """Draw a panel for each case: a bar for each peer, the best on top, and a line for each limit."""
     rows = latest(RESULTS)
     figure = Figure(figsize=(9, 1.75 * ((len(metrics) + 1) // 2) + 0.4), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots((len(metrics) + 1) // 2, 2).flat
     for axes, (case, metric) in zip(panels, metrics.items(), strict=False):
-        _panel(axes, case, unit, [row for row in rows if (row["case"], row["metric"]) == (case, metric)])
+        found = [row for row in rows if (row["case"], row["metric"]) == (case, metric)]
+        _panel(axes, case, unit, sorted(found, key=lambda row: float(row["value"]), reverse=descending))
     return figure
 
 
 def _panel(axes: Any, case: str, unit: str, rows: list[dict[str, str]]) -> None:
-    rows = sorted(rows, key=lambda row: (row["peer"] not in OWN, row["peer"]))
+    limits = [row for row in rows if row["peer"].startswith(LIMITS)]
+    rows = [row for row in rows if row not in limits]
     values = [float(row["value"]) for row in rows]
     reach = [[v - float(row["min"]) for v, row in zip(values, rows, strict=True)]]
     reach += [[float(row["max"]) - v for v, row in zip(values, rows, strict=True)]]
     labels = [f"{row['peer']} {row['processes x threads']}".strip() for row in rows]
     colours = [OURS if row["peer"] in OWN else THEIRS for row in rows]
     axes.barh(labels, values, xerr=[[max(r, 0) for r in side] for side in reach], color=colours, ecolor="#444444")
+    axes.invert_yaxis()
     for position, row in enumerate(rows):
         axes.text(
             0.01 * max(values),
@@ -79,11 +84,23 @@ def _panel(axes: Any, case: str, unit: str, rows: list[dict[str, str]]) -> None:
             fontsize=8,
             color="white" if row["peer"] in OWN else "black",
         )
+    for row in limits:
+        axes.axvline(float(row["value"]), color=LIMIT, linestyle="--", linewidth=1.2)
+        axes.annotate(
+            f"{row['peer']}: {row['value']} ",
+            (float(row["value"]), 0.04),
+            xycoords=("data", "axes fraction"),
+            ha="right",
+            fontsize=7,
+            color=LIMIT,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )
     runs = min(int(row["repeats"]) for row in rows)
     note = f" ({runs} {'run' if runs == 1 else 'runs'})" if runs < FEW else ""
     axes.set_title(CASES[case].what + note, fontsize=9, loc="left")
     axes.tick_params(labelsize=8)
-    axes.set_xlabel(unit, fontsize=8)
+    processor = rows[0]["machine"].partition(",")[0].replace("(R)", "")
+    axes.set_xlabel(f"{unit} ({processor})", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -91,8 +108,10 @@ def main() -> int:
     """Draw all plots. The same CSV files give the same bytes."""
     images = {
         "loss_parity.png": draw_loss_parity(),
-        "throughput.png": draw_bars(THROUGHPUT, "tokens/s, more is better", "Throughput on two CPU cores"),
-        "memory.png": draw_bars(MEMORY, "MB per process, less is better", "Peak memory"),
+        "throughput.png": draw_bars(
+            THROUGHPUT, "tokens/s, more is better", "Throughput on two CPU cores", descending=True
+        ),
+        "memory.png": draw_bars(MEMORY, "MB per process, less is better", "Peak memory", descending=False),
     }
     IMAGES.mkdir(exist_ok=True)
     for name, figure in images.items():
