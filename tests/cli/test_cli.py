@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -116,7 +117,7 @@ def test_internal_errors_have_another_exit_code(
 
 
 def test_closed_output_pipe_is_no_error() -> None:
-    command = f"{sys.executable} -m oslo_models list | head -n 1"
+    command = f"{shlex.quote(sys.executable)} -m oslo_models list | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stderr == "" and len(done.stdout.splitlines()) == 1
 
