@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.sharding.plan import ColumnParallel, Plan, RecurrentState, StateSpace, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, Plan, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
 COLUMNS = ("model type", "classes", "tp", "pp", "ep", "fused", "kind of model, and what stays replicated")
@@ -146,7 +146,7 @@ def _tensor_parallel(plan: Plan) -> str:
     if plan.max_ranks() is not None:
         return "heads"
     entries = [entry for kind in plan.kinds_of_blocks() for entry in kind.values()]
-    if any(isinstance(entry, (StateSpace, RecurrentState)) for entry in entries):
+    if any(entry.is_recurrent for entry in entries):
         return "channels"
     return "MLP" if any(isinstance(entry, ColumnParallel) for entry in entries) else "vocabulary"
 

@@ -1,5 +1,7 @@
 """Funnel: blocks that pool the sequence, a decoder that upsamples it, attention to relative positions."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import nn
@@ -10,17 +12,9 @@ from transformers.models.funnel.modeling_funnel import FunnelPreTrainedModel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
+from oslo_models.models.xlnet import EinsumHeads
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import (
-    ColumnParallel,
-    EinsumHeads,
-    Entries,
-    Norm,
-    Plan,
-    Replicated,
-    RowParallel,
-    VocabParallel,
-)
+from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 CLASSIFIER: Entries = {"classifier.linear_hidden": Replicated(), "classifier.linear_out": Replicated()}
 

@@ -1,7 +1,9 @@
 """MobileBERT: BERT with bottleneck blocks. Its vocabulary is replicated, since the head extends it."""
 
-from dataclasses import replace
-from typing import Any
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from transformers import MobileBertConfig
 from transformers.models.mobilebert import modeling_mobilebert as hf
@@ -11,7 +13,7 @@ from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, ReplicatedEmbedding, RowParallel
+from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 
 LM_HEAD: Entries = {
     "cls.predictions.transform.dense": Replicated(),
@@ -21,6 +23,13 @@ LM_HEAD: Entries = {
     "cls.predictions.bias": Replicated(),
 }
 BOTTLENECKS = ("bottleneck.input", "bottleneck.attention", "output.bottleneck")
+
+
+@dataclass(frozen=True)
+class ReplicatedEmbedding(Replicated):
+    """Replicated token embedding."""
+
+    embeds_tokens: ClassVar[bool] = True
 
 
 class MobileBertParallel(BertParallel):

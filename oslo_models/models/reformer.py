@@ -10,7 +10,7 @@ from transformers.models.reformer.modeling_reformer import ReformerPreTrainedMod
 
 from oslo_models.contracts import require
 from oslo_models.distributed.rng import default_generator
-from oslo_models.layers.custom_layers import FunctionOverrides
+from oslo_models.layers.function_overrides import FunctionOverrides
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit

@@ -17,7 +17,7 @@ from oslo_models.pipeline.placeholders import (
 )
 from oslo_models.pipeline.stage import Stage, stack_of
 from oslo_models.sharding.local_config import LocalConfig
-from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, ReplicatedEmbedding, VocabParallel
+from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated
 
 
 def place_boundaries(
@@ -74,8 +74,7 @@ def _output(entry: Replicated, module: nn.Module | None, embeds_tokens: bool) ->
     """Return the output kind of the placeholder for a module before the blocks."""
     if isinstance(entry, Norm) or (embeds_tokens and isinstance(module, nn.Linear)):
         return OutputKind.INPUT
-    embeds_here = isinstance(entry, (VocabParallel, ReplicatedEmbedding))
-    return OutputKind.ADDEND if embeds_tokens and not embeds_here else OutputKind.ZEROS
+    return OutputKind.ADDEND if embeds_tokens and not entry.embeds_tokens else OutputKind.ZEROS
 
 
 def _from_block(first: int, module: nn.Module, args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:

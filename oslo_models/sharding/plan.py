@@ -4,10 +4,65 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from oslo_models.sharding.head_counts import attribute_of_heads
-from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, even_ranges
+from oslo_models.sharding.layout import Layout
+
+if TYPE_CHECKING:
+    from oslo_models.layers.experts import Experts as Experts
+    from oslo_models.layers.linear import ColumnParallel as ColumnParallel
+    from oslo_models.layers.linear import InnerRowParallel as InnerRowParallel
+    from oslo_models.layers.linear import RowParallel as RowParallel
+    from oslo_models.layers.local_module import LocalModule as LocalModule
+    from oslo_models.layers.norm import GroupWidthNorm as GroupWidthNorm
+    from oslo_models.layers.norm import HeadNorm as HeadNorm
+    from oslo_models.layers.norm import WidthNorm as WidthNorm
+    from oslo_models.layers.state_space import StateSpace as StateSpace
+    from oslo_models.layers.summed import SharedOutput as SharedOutput
+    from oslo_models.layers.summed import SummedModule as SummedModule
+    from oslo_models.layers.vocab_parallel import VocabParallel as VocabParallel
+
+_ELSEWHERE = {
+    "Experts": "layers.experts",
+    "ColumnParallel": "layers.linear",
+    "InnerRowParallel": "layers.linear",
+    "RowParallel": "layers.linear",
+    "LocalModule": "layers.local_module",
+    "GroupWidthNorm": "layers.norm",
+    "HeadNorm": "layers.norm",
+    "WidthNorm": "layers.norm",
+    "StateSpace": "layers.state_space",
+    "SharedOutput": "layers.summed",
+    "SummedModule": "layers.summed",
+    "VocabParallel": "layers.vocab_parallel",
+    # kinds of one architecture
+    "DenseExperts": "models.llama4_text",
+    "EinsumHeads": "models.xlnet",
+    "GlobalMinMax": "models.ibert",
+    "GlobalMoments": "models.gemma3n_text",
+    "GroupMeans": "models.zaya",
+    "GroupedHeadsProjection": "models.deepseek_v4",
+    "HeadNorms": "models.stablelm",
+    "Latent": "models.deepseek_v2",
+    "RecurrentState": "models.rwkv",
+    "ReplicatedDropout": "models.deberta",
+    "ReplicatedEmbedding": "models.mobilebert",
+    "ShortConvolution": "models.inkling_text",
+    "VectorExperts": "models.doge",
+}
+"""Modules of the entries that this module exports. An entry stands beside its layer."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import an entry on first access, since layers import this module."""
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"oslo_models.{_ELSEWHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
 
 LocalValue = Callable[[int, int], int]
 """``(number of ranks, rank) -> value`` of an attribute that counts local heads or elements."""
@@ -15,7 +70,23 @@ LocalValue = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Replicated:
-    """Replicated module. Every rank holds it in full, with its submodules, and computes the same output."""
+    """Replicated module. Every rank holds it in full, with its submodules, and computes the same output.
+
+    Attributes:
+        has_parameters: whether the entry describes parameters. Other entries configure a module only.
+        stacks_experts: whether the parameters stack experts, which expert parallelism divides.
+        embeds_tokens: whether the module embeds the tokens of the vocabulary.
+        is_recurrent: whether the module computes a recurrence over positions.
+    """
+
+    has_parameters: ClassVar[bool] = True
+    stacks_experts: ClassVar[bool] = False
+    embeds_tokens: ClassVar[bool] = False
+    is_recurrent: ClassVar[bool] = False
+
+    def covers_submodules(self) -> bool:
+        """Return whether the entry also describes the parameters of submodules."""
+        return type(self) is Replicated
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         """Return the layout of the parameter ``leaf`` (its last name, such as ``"weight"``) over ``n`` ranks."""
@@ -35,387 +106,6 @@ class Norm(Replicated):
     """Replicated norm. The separate entry allows sequence parallelism to shard it."""
 
 
-@dataclass(frozen=True)
-class HeadNorm(Norm):
-    """Norm of each attention head by itself, applied to the local heads.
-
-    Args:
-        split: assigns the rows of the weight to heads. Without it, all heads share the full weight, and its gradient
-            is all-reduced.
-    """
-
-    split: EvenSplit | None = None
-
-    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return Layout(shape) if self.split is None else Layout.sharded(shape, 0, (self.split,), n)
-
-
-@dataclass(frozen=True)
-class WidthNorm(HeadNorm):
-    """RMS norm over a sharded dimension. The mean is taken over all ranks."""
-
-
-@dataclass(frozen=True)
-class HeadNorms(Norm):
-    """List ``norms`` with one norm per head. Every rank holds all norms and applies them to its local heads.
-
-    Args:
-        heads: the split of the heads over the ranks.
-    """
-
-    heads: EvenSplit
-
-
-@dataclass(frozen=True)
-class GroupWidthNorm(HeadNorm):
-    """RMS norm of each group of heads, with an optional gate on its input. See `StateSpace`.
-
-    If several ranks hold parts of a group, the mean is taken over these ranks.
-
-    Args:
-        groups: the number of groups.
-    """
-
-    groups: int = 1
-
-
-@dataclass(frozen=True)
-class ColumnParallel(Replicated):
-    """Shard the output features of a linear layer: ``y_local = x @ W_local``. The input is replicated.
-
-    Args:
-        splits: one split per matrix that the weight concatenates. Without splits, output features are split evenly.
-        parts: number of matrices of equal size that the weight concatenates. Read only without splits.
-        transposed: the weight is stored ``[in, out]`` (``Conv1D``) rather than ``[out, in]`` (``nn.Linear``).
-        dim: sharded dimension of a bare parameter or a buffer.
-
-    Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
-    """
-
-    splits: tuple[EvenSplit, ...] = ()
-    parts: int = 1
-    transposed: bool = False
-    dim: int = 0
-
-    def __init__(self, *splits: EvenSplit, parts: int = 1, transposed: bool = False, dim: int = 0) -> None:
-        object.__setattr__(self, "splits", splits)
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "transposed", transposed)
-        object.__setattr__(self, "dim", dim)
-
-    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return self._sharded(shape, len(shape) - 1 if self.transposed else self.dim, n)
-
-    def max_ranks(self) -> int | None:
-        return min((split.max_ranks() for split in self.splits), default=None)
-
-    def over_experts(self, groups: int) -> Replicated:
-        splits = [split.over_experts(groups) for split in self.splits]
-        if all(new is old for new, old in zip(splits, self.splits, strict=True)):
-            return self
-        return type(self)(*splits, parts=self.parts, transposed=self.transposed, dim=self.dim)
-
-    def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
-        return Layout.sharded(shape, dim, self.splits or (EvenSplit(shape[dim] // self.parts),) * self.parts, n)
-
-
-class RowParallel(ColumnParallel):
-    """Shard the input features of a linear layer. Partial outputs are all-reduced, then the bias is added.
-
-    Args and source: as for ``ColumnParallel``.
-    """
-
-    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return Layout(shape) if leaf == "bias" else self._sharded(shape, 0 if self.transposed else len(shape) - 1, n)
-
-
-@dataclass(frozen=True)
-class InnerRowParallel(RowParallel):
-    """Row-parallel linear layer between sharded layers. Each rank uses the full output for its local computation.
-
-    So the gradient of the output is all-reduced. A norm of the output is a `HeadNorm`.
-
-    Args:
-        splits: as for ``ColumnParallel``. Input features of replicated key-value heads count once.
-        outputs: assigns output features to ranks. Each rank keeps its features of the sum. Without it, each rank keeps
-            all features.
-    """
-
-    outputs: EvenSplit | None = None
-
-    def __init__(self, *splits: EvenSplit, outputs: EvenSplit | None = None) -> None:
-        super().__init__(*splits)
-        object.__setattr__(self, "outputs", outputs)
-
-
-@dataclass(frozen=True)
-class Experts(Replicated):
-    """Stacked gated experts. A rank holds a slice of every expert's width or, under expert parallelism, full experts.
-
-    Parameters are ``gate_up_proj [experts, 2 * width, hidden]`` and ``down_proj [experts, hidden, width]``, optionally
-    with ``gate_up_proj_bias`` and ``down_proj_bias``. Experts without gates have ``up_proj [experts, width, hidden]``.
-
-    Args:
-        transposed: the last two dimensions of the projections are exchanged.
-        interleaved: rows of gate and up projection alternate.
-        groups: number of groups of consecutive ranks over which the experts are divided (expert parallelism). The ranks
-            of a group share the width of its experts. If there are more groups than tensor-parallel ranks, each
-            group is one rank, and the groups span several replicas.
-        shared: name of the sibling gated MLP that adds its output to the routed output. Empty without shared experts.
-        identities: number of further experts that return their input. Their rows in ``gate_up_proj`` are never read.
-    """
-
-    transposed: bool = False
-    interleaved: bool = False
-    groups: int = 1
-    shared: str = ""
-    identities: int = 0
-
-    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        count = shape[0] - (self.identities if leaf == "gate_up_proj" else 0)
-        if self.groups > count:
-            raise ValueError(f"expert_parallel_size={self.groups} is more than {count}, the number of experts")
-        if self.groups == 1:
-            return self._over_width(leaf, shape, n)
-        n = max(n, self.groups)
-        share = n // self.groups  # ranks of a group
-        width = self._over_width(leaf, shape, share)
-        *before, (start, _) = even_ranges(count, self.groups)
-        return width.over_groups((*before, (start, shape[0])), share)  # include the unread rows of identity experts
-
-    def over_experts(self, groups: int) -> Replicated:
-        return replace(self, groups=groups)
-
-    def _over_width(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        if leaf == "down_proj_bias":
-            return Layout(shape)
-        if leaf == "down_proj":
-            dim = 1 if self.transposed else 2
-            return Layout.sharded(shape, dim, (_aligned(shape[dim], n),), n)
-        dim = 2 if self.transposed and leaf == "gate_up_proj" else 1
-        if leaf == "up_proj":
-            return Layout.sharded(shape, 1, (_aligned(shape[1], n),), n)
-        width = _aligned(shape[dim] // 2, n)
-        splits = (EvenSplit(width.count, 2 * width.width),) if self.interleaved else (width, width)
-        return Layout.sharded(shape, dim, splits, n)
-
-
-@dataclass(frozen=True)
-class DenseExperts(Experts):
-    """Stacked gated experts that all compute every token. The router weights the tokens before (Llama 4).
-
-    The input repeats the tokens of the batch for each expert, and no token is dispatched. So expert parallelism divides
-    the experts over the ranks of one replica only.
-    """
-
-    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        if self.groups > n:
-            raise ValueError(
-                f"expert_parallel_size={self.groups} sends tokens to the experts of other replicas, and each of these "
-                f"experts computes every token: use at most tensor_parallel_size={n}"
-            )
-        return super().layout(leaf, shape, n)
-
-
-@dataclass(frozen=True)
-class Latent(Replicated):
-    """Replicated projection to a latent for all heads and to the rotary part of a key that all heads share.
-
-    Args:
-        rotary: size of the rotary part, the last output features.
-
-    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 (multi-head latent attention).
-    """
-
-    rotary: int
-
-
-@dataclass(frozen=True)
-class GroupedHeadsProjection(Replicated):
-    """Weight ``[groups * out, heads of a group * head_dim]`` that projects each group of heads by itself.
-
-    A rank holds the rows of its groups. If several ranks share a group, each holds the columns of its local heads, and
-    its outputs are partial sums. The next layer is row-parallel over the groups.
-
-    Args:
-        heads: the heads, with groups in place of key-value heads.
-    """
-
-    heads: GroupedHeads
-
-    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        heads = self.heads
-        rows = Layout.sharded(shape, 0, (replace(heads, head_dim=shape[0] // heads.kv_heads).key_value,), n)
-        if n <= heads.kv_heads:
-            return rows
-        width, own = heads.head_dim, heads.head_ranges(n)
-        firsts = [group * heads.group for _, (group, _) in own]
-        columns = [((a - first) * width, (b - first) * width) for first, ((a, b), _) in zip(firsts, own, strict=True)]
-        return Layout(shape, 1, tuple((range_,) for range_ in columns), first_ranges=rows.ranges)
-
-    def max_ranks(self) -> int | None:
-        return self.heads.query_heads
-
-
-@dataclass(frozen=True)
-class SharedOutput(Replicated):
-    """Replicated module with an all-reduced output gradient: each rank uses the output for its local heads."""
-
-
-def _aligned(width: int, n: int) -> EvenSplit:
-    """Return the split of an expert's width into units that grouped GEMMs can address, if there are enough units.
-
-    ``torch._grouped_mm`` requires strides of 16 bytes: 8 elements of 2 bytes, or 4 elements of 4 bytes.
-    """
-    unit = next((unit for unit in (16, 8, 4) if width % unit == 0 and width // unit >= n), 1)
-    return EvenSplit(width // unit, unit)
-
-
-@dataclass(frozen=True)
-class EinsumHeads(Replicated):
-    """Attention with weight parameters ``[..., heads, head_dim]`` that its forward applies with ``einsum``.
-
-    Args:
-        heads: the split of the heads, of width 1.
-        attributes: see `LocalModule`.
-    """
-
-    heads: EvenSplit
-    attributes: Mapping[str, LocalValue] = field(default_factory=dict)
-
-    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return Layout.sharded(shape, len(shape) - 2, (self.heads,), n)
-
-    def max_ranks(self) -> int | None:
-        return self.heads.max_ranks()
-
-
-@dataclass(frozen=True)
-class VocabParallel(Replicated):
-    """Shard the rows of an embedding, an LM head or its bias: one row per token of the vocabulary."""
-
-    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        if shape[0] < n:
-            raise ValueError(
-                f"a vocabulary of {shape[0]} tokens cannot be sharded over tensor_parallel_size={n} ranks, as some of "
-                f"them would have none: use at most {shape[0]}"
-            )
-        return Layout.sharded(shape, 0, (EvenSplit(shape[0]),), n)
-
-
-@dataclass(frozen=True)
-class ReplicatedEmbedding(Replicated):
-    """Replicated token embedding."""
-
-
-@dataclass(frozen=True)
-class GlobalMinMax(Replicated):
-    """Module that takes the minimum and maximum of a sharded activation. Both are all-reduced."""
-
-
-@dataclass(frozen=True)
-class GlobalMoments(Replicated):
-    """Module that takes mean and standard deviation of a sharded activation over the features of all ranks."""
-
-
-@dataclass(frozen=True)
-class ReplicatedDropout(Replicated):
-    """Dropout with a replicated input between sharded layers. All ranks must draw the same mask."""
-
-
-@dataclass(frozen=True)
-class LocalModule(Replicated):
-    """Module with attributes that count heads or elements. Each rank sets them to its local counts.
-
-    The parameters of the module need separate entries.
-
-    Args:
-        attributes: integer attributes of the module, or of its ``config`` (``"config.num_heads"``). Attributes that the
-            module lacks are ignored.
-        per_head: arguments of the forward with an entry for each head, such as ALiBi biases. Shape ``[heads, ...]`` or
-            ``[rows * heads, ...]``; with four dimensions ``[rows, heads, ...]``.
-        width: the heads of an attention that reshapes their outputs to the hidden size.
-        shared: direct parameters of the module that all heads share. Every rank holds them in full, and their gradients
-            are all-reduced.
-    """
-
-    attributes: Mapping[str, LocalValue] = field(default_factory=dict)
-    per_head: Mapping[str, EvenSplit] = field(default_factory=dict)
-    width: EvenSplit | None = None
-    shared: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class SummedModule(LocalModule):
-    """Module with a partial sum as output on each rank. Its sharded parameters have separate entries.
-
-    Inputs are replicated, such as the hidden states and router weights of experts.
-    """
-
-
-@dataclass(frozen=True)
-class GroupMeans(LocalModule):
-    """Module that takes the mean over all query heads of each key-value head, across ranks.
-
-    Args:
-        heads: the split of the heads.
-    """
-
-    heads: GroupedHeads = field(kw_only=True)
-
-
-@dataclass(frozen=True)
-class VectorExperts(LocalModule):
-    """Mixture of experts with one pair of vectors per expert and one feature between them. Ranks shard each vector.
-
-    The vectors are rows of two embeddings ``down_embed`` and ``up_embed``, which have separate entries.
-
-    Source: He, "Mixture of a Million Experts", 2024.
-    """
-
-
-@dataclass(frozen=True)
-class ShortConvolution(LocalModule):
-    """Module that reads the filters of its depthwise convolution and applies them to a sharded activation directly.
-
-    Args:
-        attributes: see `LocalModule`.
-        convolution: name of the convolution. Its parameters have separate entries.
-    """
-
-    convolution: str = "conv1d"
-
-
-@dataclass(frozen=True)
-class StateSpace(ShortConvolution):
-    """State-space mixer, sharded over its heads. Parameters of a group are replicated on the ranks with its heads.
-
-    Args:
-        attributes: see `LocalModule`.
-        convolution: see `ShortConvolution`.
-        scales: name of a buffer ``[..., features]`` that scales the outputs of ``in_proj``. Empty without this buffer.
-
-    Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor parallelism).
-    """
-
-    scales: str = ""
-
-
-@dataclass(frozen=True)
-class RecurrentState(LocalModule):
-    """Recurrent mixer that takes its states as arguments: tensors ``[rows, heads, ...]`` with an entry for every head.
-
-    The forward takes hidden states and a list of states or ``None``. It returns its output and the new states.
-
-    Args:
-        heads: the split of the heads or channels, of width 1.
-        replicated: number of leading states that store hidden states and are replicated on every rank.
-    """
-
-    heads: EvenSplit = field(kw_only=True)
-    replicated: int = 0
-
-
 Entries = Mapping[str, Replicated]
 InputPositions = Callable[[Mapping[str, Any]], tuple[int, int]]
 """``arguments of a forward -> (rows, positions)`` of the embedded hidden states."""
@@ -425,10 +115,10 @@ def entry_of(parameter: str, entries: Entries) -> str | None:
     """Return the name of the entry for a parameter: the parameter, its module, or a replicated module around it."""
     module = parameter.rpartition(".")[0]
     for name in (parameter, module):
-        if name in entries and not isinstance(entries[name], LocalModule):
+        if name in entries and entries[name].has_parameters:
             return name
     while module := module.rpartition(".")[0]:
-        if type(entries.get(module)) in (Replicated, SharedOutput, HeadNorms):
+        if module in entries and entries[module].covers_submodules():
             return module
     return None
 
@@ -516,10 +206,10 @@ class Plan:
             for kind in [{**entries, **own} for own in self.block_overrides.get(stack, ())] or [{**entries}]
         ]
 
-    def expert_entries(self, stack: str) -> dict[str, Experts]:
+    def expert_entries(self, stack: str) -> dict[str, Replicated]:
         """Return the entries of the experts inside a block of ``stack``, if it has any."""
         kinds = [self.blocks[stack], *self.block_overrides.get(stack, ())]
-        return {name: entry for kind in kinds for name, entry in kind.items() if isinstance(entry, Experts)}
+        return {name: entry for kind in kinds for name, entry in kind.items() if entry.stacks_experts}
 
     def has_experts(self) -> bool:
         """Return whether some blocks have a mixture of experts."""

@@ -438,7 +438,7 @@ SLOW: dict[str, list[Row]] = {
     ],
     "modeling/test_selective_checkpointing.py": [
         (
-            "layers.linear:_add_bias",
+            "layers.linear:add_bias",
             "torch.is_grad_enabled() and has_dispatch_mode()",
             "False",
             "test_step_with_selective_checkpointing_matches_one_process",

@@ -27,10 +27,10 @@ from oslo_models.layers.linear import (
     InnerRowParallelLinear,
     KeyValueParallelLinear,
     KeyValueRowLinear,
-    LatentLinear,
     RowParallelLinear,
-    sum_replicated,
+    SharesOutput,
 )
+from oslo_models.layers.replicated_grads import sum_replicated
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.modeling.adapters.experts import ParallelParamWrapper, parameter_layout
 from oslo_models.modeling.adapters.initial_values import draw, use_type_of_adapters
@@ -141,7 +141,7 @@ def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
         if parameter_layout(tuner) is not None:
             tuner.__class__ = ParallelParamWrapper
         return
-    if isinstance(base, LatentLinear):
+    if isinstance(base, SharesOutput) and not isinstance(base, InnerRowParallelLinear):
         tuner.__class__ = LatentLoraLinear
     if takes_full_tensors(base):
         tuner.__class__ = ReplicatedLoraLinear
@@ -217,7 +217,7 @@ def _compute_magnitudes(tuner: Any, name: str) -> None:
 
 def _adopt_ia3(tuner: Any, name: str) -> None:
     """Sum the gradients of factors that several ranks share. The gradients of other factors are already correct."""
-    if isinstance(tuner.get_base_layer(), (LatentLinear, InnerRowParallelLinear)):
+    if isinstance(tuner.get_base_layer(), SharesOutput):
         tuner.__class__ = SharingIA3Linear
     layout = adapter_layouts(tuner).get(f"ia3_l.{name}")
     if layout is not None and layout.overlaps:

@@ -11,16 +11,16 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from transformers.pytorch_utils import Conv1D
 
-from oslo_models.modeling.derived.report import Row, ShardingReport
-from oslo_models.modeling.derived.tracing import Trace, trace_calls
-from oslo_models.sharding.derived import (
+from oslo_models.layers.gathered import (
     GatheredColumn,
     GatheredConvolution,
     HeadsRow,
     SlicedRow,
-    SplitHeads,
     SummedEmbedding,
 )
+from oslo_models.layers.multihead_attention import SplitHeads
+from oslo_models.modeling.derived.report import Row, ShardingReport
+from oslo_models.modeling.derived.tracing import Trace, trace_calls
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import Plan, Replicated
 
