@@ -46,7 +46,7 @@ def _row(model_type: str) -> list[str]:
     names = {name.removeprefix(prefix): cls for name, cls in classes.items()}
     heads = [f"**{name}**" if _has_sharded_vocabulary(cls) else name for name, cls in names.items()]
     plans = {name: _plan(cls) for name, cls in names.items()}
-    reasons = {name: plan.single_stage_reason for name, plan in plans.items() if plan.single_stage_reason}
+    reasons = {name: reason for name, plan in plans.items() if (reason := plan.pipeline.single_stage_reason)}
     first = next((cls for cls in classes.values() if _has_sharded_vocabulary(cls)), next(iter(classes.values())))
     notes = _first_sentence(model_type)
     options = _options(next(iter(names.values())))
@@ -56,11 +56,11 @@ def _row(model_type: str) -> list[str]:
     for option, plan in options.items():
         if plan.single_rank_reason:
             notes += f" One rank with {option}: {_without_option(plan.single_rank_reason)}."
-        if plan.single_stage_reason and not reasons:
-            notes += f" No stages with {option}: {_without_option(plan.single_stage_reason)}."
-        if reasons and not plan.single_stage_reason:
+        if plan.pipeline.single_stage_reason and not reasons:
+            notes += f" No stages with {option}: {_without_option(plan.pipeline.single_stage_reason)}."
+        if reasons and not plan.pipeline.single_stage_reason:
             notes += f" Stages with {option}."
-    splits = {not plan.single_stage_reason for plan in options.values()}
+    splits = {not plan.pipeline.single_stage_reason for plan in options.values()}
     may_split = (
         True in splits or len(reasons) < len(names) or all(each.startswith("with ") for each in reasons.values())
     )
@@ -114,7 +114,7 @@ class _Read:
 
 
 def _answer(plan: Plan) -> tuple[bool, bool]:
-    return bool(plan.single_rank_reason), bool(plan.single_stage_reason)
+    return bool(plan.single_rank_reason), bool(plan.pipeline.single_stage_reason)
 
 
 def _allow_one_rank(options: Mapping[str, Plan]) -> bool:

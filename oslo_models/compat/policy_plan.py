@@ -86,8 +86,7 @@ class PlanOfPolicies:
             blocks=stacks,
             head={},
             optional=sorted({key for stack in stacks.values() for key in stack if key}),
-            single_stage_reason="policies of parallelformers do not say how its blocks are split into stages",
-        )
+        ).with_rules(single_stage_reason="policies of parallelformers do not say how its blocks are split into stages")
 
     def check_ranks(self, config: PreTrainedConfig, count: int) -> None:
         """Raise ``ValueError`` unless the heads divide evenly over the ranks, as the values of a policy presume."""

@@ -166,7 +166,7 @@ def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> 
     """Return all entries of the plan, by their full names in ``model``."""
     named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
     named |= entries_of_blocks(model, plan, prefix)
-    named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.on_every_stage.items())}
+    named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.pipeline.on_every_stage.items())}
     return named | dict(head)
 
 

@@ -170,4 +170,4 @@ def of_several_streams(plan: Plan, head: Entries) -> Plan:
     Args:
         head: the entries of the modules that merge the streams after the last block.
     """
-    return replace(plan, head=head, single_stage_reason=_SEVERAL_STREAMS)
+    return replace(plan, head=head).with_rules(single_stage_reason=_SEVERAL_STREAMS)

@@ -32,7 +32,7 @@ class AfmoeParallel(Qwen3Parallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), disabled_after_first_stage={"config.mup_enabled": False})
+        return super().plan(config).with_rules(disabled_after_first_stage={"config.mup_enabled": False})
 
 
 class AfmoeModel(AfmoeParallel, hf.AfmoeModel):

@@ -44,8 +44,7 @@ class AlbertParallel(BertParallel):
             blocks={"encoder.albert_layer_groups": block},
             head={"pooler": Replicated()},
             optional=("pooler",),
-            single_stage_reason="its blocks share their weights, so every stage would hold all of them",
-        )
+        ).with_rules(single_stage_reason="its blocks share their weights, so every stage would hold all of them")
 
 
 class AlbertModel(AlbertParallel, hf.AlbertModel):

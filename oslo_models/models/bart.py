@@ -20,7 +20,7 @@ class BartParallel(ParallelModel):
         stacks: the stacks of the model: encoder, decoder or both.
         embedding_norms: norms of a stack before its blocks.
         final_norms: norms of a stack after its blocks.
-        embedding_changes: `Plan.disabled_after_first_stage` of each stack.
+        embedding_changes: `PipelineRules.disabled_after_first_stage` of each stack.
     """
 
     stacks: tuple[str, ...] = ("encoder", "decoder")
@@ -55,9 +55,10 @@ class BartParallel(ParallelModel):
             blocks={f"{stack}.layers": cls.block(cls.heads(config, stack), *attentions[stack]) for stack in cls.stacks},
             head={f"{stack}.{name}": Norm() for stack in cls.stacks for name in cls.final_norms},
             optional=("shared",),
+        ).with_rules(
             disabled_after_first_stage={
                 f"{stack}.{name}": value for stack in cls.stacks for name, value in cls.embedding_changes.items()
-            },
+            }
         )
 
 

@@ -38,8 +38,7 @@ class BertParallel(ParallelModel):
             blocks={"encoder.layer": block},
             head={"pooler.dense": Replicated()},
             optional=("pooler.dense",),
-            embedding_dropouts=("embeddings.dropout",),
-        )
+        ).with_rules(embedding_dropouts=("embeddings.dropout",))
 
 
 LM_HEAD = {

@@ -21,13 +21,12 @@ class BigBirdParallel(BertParallel):
         plan = replace(
             super().plan(config),
             head={"pooler": Replicated()},
-            disabled_after_first_stage={"embeddings.rescale_embeddings": False},
             optional=("pooler",),
-        )
+        ).with_rules(disabled_after_first_stage={"embeddings.rescale_embeddings": False})
         if config.attention_type == "original_full":
             return plan
         reason = "with attention_type='block_sparse', it pads its input to full blocks"
-        return replace(replicated_attention(plan), single_stage_reason=reason)
+        return replicated_attention(plan).with_rules(single_stage_reason=reason)
 
 
 class BigBirdModel(BigBirdParallel, hf.BigBirdModel):

@@ -53,7 +53,7 @@ class CLIPParallel(ParallelModel):
             else:
                 embed |= {f"{path}embeddings": Replicated(), f"{path}pre_layrnorm": Norm()}
                 positions[stack] = lambda batch, side=own.patch_size: _patches(batch["pixel_values"].shape, side)
-        return Plan(embed=embed, blocks=blocks, head=head, input_positions=positions)
+        return Plan(embed=embed, blocks=blocks, head=head).with_rules(input_positions=positions)
 
 
 def _patches(shape: Any, side: int) -> tuple[int, int]:

@@ -35,8 +35,7 @@ class CodeGenParallel(ParallelModel):
             embed={"wte": VocabParallel()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            embedding_dropouts=("drop",),
-        )
+        ).with_rules(embedding_dropouts=("drop",))
 
 
 class CodeGenModel(CodeGenParallel, hf.CodeGenModel):

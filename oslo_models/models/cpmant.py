@@ -43,7 +43,8 @@ class CpmAntParallel(ParallelModel):
                 }
             },
             head={"encoder.output_layernorm": Norm()},
-            single_stage_reason="the output of its blocks is returned without the prompts, which further blocks need",
+        ).with_rules(
+            single_stage_reason="the output of its blocks is returned without the prompts, which further blocks need"
         )
 
 

@@ -32,9 +32,7 @@ class CTRLParallel(ParallelModel):
             blocks={"h": block},
             head={"layernorm": Norm()},
             optional=("pos_encoding",),  # a buffer
-            disabled_after_first_stage={"d_model_size": 1},
-            embedding_dropouts=("dropout",),
-        )
+        ).with_rules(disabled_after_first_stage={"d_model_size": 1}, embedding_dropouts=("dropout",))
 
 
 class CTRLModel(CTRLParallel, hf.CTRLModel):

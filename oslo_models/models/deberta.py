@@ -65,9 +65,10 @@ class DebertaParallel(BertParallel):
             embed={**plan.embed, "embeddings.embed_proj": Replicated()},
             blocks={"encoder.layer": {**own, **rest, **local}},
             head={},
+            optional=(*tables, *(name for name in (*own, *local) if ".pos_" in name)),
+        ).with_rules(
             on_every_stage={"encoder.rel_embeddings": Replicated()},
             disabled_after_first_stage={"embeddings.mask": None},
-            optional=(*tables, *(name for name in (*own, *local) if ".pos_" in name)),
         )
 
 

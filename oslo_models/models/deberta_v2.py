@@ -33,9 +33,10 @@ class DebertaV2Parallel(DebertaParallel):
         return replace(
             plan,
             embed={**plan.embed, **convolution},
-            on_every_stage={**plan.on_every_stage, "encoder.LayerNorm": Norm()},
-            disabled_after_first_stage={**plan.disabled_after_first_stage, "encoder.conv": None},
             optional=(*plan.optional, *convolution, "encoder.LayerNorm"),
+        ).with_rules(
+            on_every_stage={**plan.pipeline.on_every_stage, "encoder.LayerNorm": Norm()},
+            disabled_after_first_stage={**plan.pipeline.disabled_after_first_stage, "encoder.conv": None},
         )
 
 

@@ -42,8 +42,7 @@ class DetrParallel(ParallelModel):
                 "decoder.layers": cls.block(decoder, "self_attn", "encoder_attn"),
             },
             head={"decoder.layernorm": Norm()},
-            single_stage_reason="its backbone also computes the mask that all blocks need",
-        )
+        ).with_rules(single_stage_reason="its backbone also computes the mask that all blocks need")
 
 
 class DetrModel(DetrParallel, hf.DetrModel):

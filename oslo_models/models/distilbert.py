@@ -34,8 +34,7 @@ class DistilBertParallel(ParallelModel):
             embed={**tables, "embeddings.LayerNorm": Norm()},
             blocks={"transformer.layer": block},
             head={},
-            embedding_dropouts=("embeddings.dropout",),
-        )
+        ).with_rules(embedding_dropouts=("embeddings.dropout",))
 
 
 class DistilBertModel(DistilBertParallel, hf.DistilBertModel):

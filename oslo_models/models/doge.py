@@ -94,8 +94,7 @@ class DogeParallel(LlamaParallel):
         return replace(
             plan,
             blocks={"layers": {**block, **experts}},
-            single_stage_reason="routers mix the rows of a batch, so that micro-batches choose other experts",
-        )
+        ).with_rules(single_stage_reason="routers mix the rows of a batch, so that micro-batches choose other experts")
 
 
 class DogeModel(DogeParallel, hf.DogeModel):

@@ -46,7 +46,8 @@ class FunnelParallel(ParallelModel):
             blocks={"encoder.blocks": block, **({"decoder.layers": layer} if cls.decodes else {})},
             head={},
             optional=[name for name in block if int(name.partition(".")[0]) >= min(config.block_sizes)],
-            single_stage_reason="the sequence is pooled between blocks, and the decoder adds the output of the first",
+        ).with_rules(
+            single_stage_reason="the sequence is pooled between blocks, and the decoder adds the output of the first"
         )
 
 

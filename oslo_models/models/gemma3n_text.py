@@ -79,7 +79,8 @@ class Gemma3nParallel(Gemma3Parallel):
             plan,
             embed={**plan.embed, **inputs, **{f"altup_projections.{i}": Replicated() for i in streams}},
             head={**plan.head, **{f"altup_unembed_projections.{i}": Replicated() for i in streams}},
-            single_stage_reason="hidden states have several streams, and blocks need what earlier modules made",
+        ).with_rules(
+            single_stage_reason="hidden states have several streams, and blocks need what earlier modules made"
         )
 
 

@@ -59,8 +59,7 @@ class Gemma4Parallel(Gemma3Parallel):
             plan,
             embed={**plan.embed, **cls.inputs_of_blocks},
             block_overrides={"layers": [cls.attention(config, cls.heads(config, i)) for i in range(count)]},
-            single_stage_reason=f"with {shared[0]}, blocks need what earlier modules made" if shared else "",
-        )
+        ).with_rules(single_stage_reason=f"with {shared[0]}, blocks need what earlier modules made" if shared else "")
 
 
 class Gemma4TextModel(Gemma4Parallel, hf.Gemma4TextModel):

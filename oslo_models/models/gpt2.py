@@ -41,8 +41,7 @@ class GPT2Parallel(ParallelModel):
             embed={"wte": VocabParallel(), "wpe": Replicated()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            embedding_dropouts=("drop",),
-        )
+        ).with_rules(embedding_dropouts=("drop",))
 
 
 class GPT2Model(GPT2Parallel, hf.GPT2Model):

@@ -38,8 +38,7 @@ class GPTNeoParallel(ParallelModel):
             embed={"wte": VocabParallel(), "wpe": Replicated()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            embedding_dropouts=("drop",),
-        )
+        ).with_rules(embedding_dropouts=("drop",))
 
 
 class GPTNeoModel(GPTNeoParallel, hf.GPTNeoModel):

@@ -30,8 +30,7 @@ class GPTNeoXParallel(ParallelModel):
             embed={"embed_in": VocabParallel()},
             blocks={"layers": block},
             head={"final_layer_norm": Norm()},
-            embedding_dropouts=("emb_dropout",),
-        )
+        ).with_rules(embedding_dropouts=("emb_dropout",))
 
 
 class GPTNeoXModel(GPTNeoXParallel, hf.GPTNeoXModel):

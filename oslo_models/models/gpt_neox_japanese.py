@@ -23,7 +23,7 @@ class GPTNeoXJapaneseParallel(GPTNeoXParallel):
             "attention.dense_bias": Replicated(),
         }
         blocks = {"layers": {**plan.blocks["layers"], **attention}}
-        return replace(plan, blocks=blocks, optional=("attention.dense_bias",), embedding_dropouts=())
+        return replace(plan, blocks=blocks, optional=("attention.dense_bias",)).with_rules(embedding_dropouts=())
 
 
 class GPTNeoXJapaneseModel(GPTNeoXJapaneseParallel, hf.GPTNeoXJapaneseModel):

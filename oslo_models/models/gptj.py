@@ -31,8 +31,7 @@ class GPTJParallel(ParallelModel):
             embed={"wte": VocabParallel()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            embedding_dropouts=("drop",),
-        )
+        ).with_rules(embedding_dropouts=("drop",))
 
 
 class GPTJModel(GPTJParallel, hf.GPTJModel):

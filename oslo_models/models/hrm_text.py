@@ -32,8 +32,7 @@ class HrmTextParallel(LlamaParallel):
             embed={**plan.embed, "z_L_init": Replicated()},
             blocks=dict.fromkeys(("L_module.layers", "H_module.layers"), plan.blocks["layers"]),
             head={},
-            single_stage_reason="its stacks run in turn, several times",
-        )
+        ).with_rules(single_stage_reason="its stacks run in turn, several times")
 
 
 class HrmTextModel(HrmTextParallel, hf.HrmTextModel):

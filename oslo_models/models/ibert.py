@@ -54,8 +54,9 @@ class IBertParallel(BertParallel):
         return replace(
             plan,
             blocks={"encoder.layer": {**block, **{name: GlobalMinMax() for name in RANGES}}},
-            single_stage_reason="its layers also pass on a quantisation scale, and stages exchange hidden states only",
             single_rank_reason=reason if config.quant_mode else "",
+        ).with_rules(
+            single_stage_reason="its layers also pass on a quantisation scale, and stages exchange hidden states only"
         )
 
 

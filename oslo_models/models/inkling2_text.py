@@ -76,8 +76,7 @@ class Inkling2Parallel(InklingParallel):
             plan,
             head={**plan.head, "final_input": Replicated()},
             block_overrides={"layers": [sliding or dynamic for sliding in plan.block_overrides["layers"]]},
-            single_stage_reason="blocks attend to sums of the outputs of earlier blocks",
-        )
+        ).with_rules(single_stage_reason="blocks attend to sums of the outputs of earlier blocks")
 
 
 class Inkling2TextModel(Inkling2Parallel, hf.Inkling2TextModel):

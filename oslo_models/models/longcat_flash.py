@@ -36,8 +36,7 @@ class LongcatFlashParallel(ParallelModel):
             embed={"embed_tokens": VocabParallel()},
             blocks={"layers": block},
             head={"norm": Norm()},
-            cache_layers_per_block=2,  # one per attention layer
-        )
+        ).with_rules(cache_layers_per_block=2)  # one per attention layer
 
 
 class LongcatFlashModel(LongcatFlashParallel, hf.LongcatFlashModel):

@@ -47,7 +47,8 @@ class LukeParallel(BertParallel):
                 }
             },
             optional=(*plan.optional, *QUERIES, "entity_embedding_dense"),
-            single_stage_reason="its blocks process tokens and entities together, and stages exchange one sequence",
+        ).with_rules(
+            single_stage_reason="its blocks process tokens and entities together, and stages exchange one sequence"
         )
 
 

@@ -60,7 +60,8 @@ class LxmertParallel(BertParallel):
             embed={**plan.embed, **visual, **norms},
             blocks={"encoder.layer": layer, "encoder.r_layers": layer, "encoder.x_layers": crossing},
             optional=(*plan.optional, *OBJECTS, *ANSWER),
-            single_stage_reason="its blocks process tokens and regions together, and stages exchange one sequence",
+        ).with_rules(
+            single_stage_reason="its blocks process tokens and regions together, and stages exchange one sequence"
         )
 
 

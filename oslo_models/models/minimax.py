@@ -52,8 +52,7 @@ class MiniMaxParallel(MixtralParallel):
         return replace(
             super().plan(config),
             optional=tuple(cls.attention(config, cls.heads(config))),
-            keeps_layer_numbers=True,
-        )
+        ).with_rules(keeps_layer_numbers=True)
 
 
 class MiniMaxModel(MiniMaxParallel, hf.MiniMaxModel):

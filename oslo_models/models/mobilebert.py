@@ -60,9 +60,8 @@ class MobileBertParallel(BertParallel):
             plan,
             embed={**plan.embed, **vocab_entries},
             blocks={"encoder.layer": block},
-            disabled_after_first_stage={"embeddings.trigram_input": False},
             optional=("pooler.dense", *(f"{name}.{layer}" for name in BOTTLENECKS for layer in ("dense", "LayerNorm"))),
-        )
+        ).with_rules(disabled_after_first_stage={"embeddings.trigram_input": False})
 
 
 class MobileBertModel(MobileBertParallel, hf.MobileBertModel):

@@ -30,8 +30,7 @@ class ModernBertParallel(ParallelModel):
             embed={"embeddings.tok_embeddings": VocabParallel(), "embeddings.norm": Norm()},
             blocks={"layers": block},
             head={"final_norm": Norm()},
-            embedding_dropouts=("embeddings.drop",),
-        )
+        ).with_rules(embedding_dropouts=("embeddings.drop",))
 
 
 class ModernBertModel(ModernBertParallel, hf.ModernBertModel):

@@ -33,7 +33,8 @@ class MPNetParallel(BertParallel):
         return replace(
             plan,
             blocks={"encoder.layer": {**attention, "attention.LayerNorm": Norm(), **mlp}},
-            on_every_stage={"encoder.relative_attention_bias": ColumnParallel(EvenSplit(heads.count), transposed=True)},
+        ).with_rules(
+            on_every_stage={"encoder.relative_attention_bias": ColumnParallel(EvenSplit(heads.count), transposed=True)}
         )
 
 

@@ -33,10 +33,8 @@ class MvpParallel(BartParallel):
         prompts["decoder.cross_attn_prompt"] = "decoder.layers"
         return replace(
             plan,
-            on_every_stage=dict.fromkeys(prompts, SharedOutput()),
             optional=(*plan.optional, "encoder.self_attn_prompt"),  # some releases give the encoder none
-            outputs_per_block=prompts,
-        )
+        ).with_rules(on_every_stage=dict.fromkeys(prompts, SharedOutput()), outputs_per_block=prompts)
 
 
 class MvpModel(MvpParallel, hf.MvpModel):

@@ -21,7 +21,7 @@ class NanoChatParallel(LlamaParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         reason = "one norm is applied both before the first block and after the last one"
-        return replace(super().plan(config), single_stage_reason=reason)
+        return super().plan(config).with_rules(single_stage_reason=reason)
 
 
 class NanoChatModel(NanoChatParallel, hf.NanoChatModel):

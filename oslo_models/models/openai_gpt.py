@@ -40,8 +40,7 @@ class OpenAIGPTParallel(ParallelModel):
             embed={"tokens_embed": VocabParallel(), "positions_embed": Replicated()},
             blocks={"h": block},
             head={},
-            embedding_dropouts=("drop",),
-        )
+        ).with_rules(embedding_dropouts=("drop",))
 
 
 class OpenAIGPTModel(OpenAIGPTParallel, hf.OpenAIGPTModel):

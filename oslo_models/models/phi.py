@@ -27,7 +27,9 @@ class PhiParallel(LlamaParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), head={"final_layernorm": Norm()}, embedding_dropouts=("embed_dropout",))
+        return replace(super().plan(config), head={"final_layernorm": Norm()}).with_rules(
+            embedding_dropouts=("embed_dropout",)
+        )
 
 
 class PhiModel(PhiParallel, hf.PhiModel):

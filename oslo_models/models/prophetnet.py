@@ -61,7 +61,8 @@ class ProphetNetParallel(ParallelModel):
             blocks=blocks,
             head={},
             replicated_attentions=(f"{side}attentions", f"{side}ngram_attentions") if "decoder" in cls.stacks else (),
-            single_stage_reason="its position embedding also reads the token ids, and its streams start after it",
+        ).with_rules(
+            single_stage_reason="its position embedding also reads the token ids, and its streams start after it"
         )
 
 

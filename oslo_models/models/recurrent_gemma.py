@@ -66,7 +66,8 @@ class RecurrentGemmaParallel(ParallelModel):
             blocks={"layers": {**gated_mlp("mlp_block"), **norms}},
             block_overrides={"layers": [kinds[kind] for kind in config.layers_block_type]},
             head={"final_norm": Norm()},
-            single_stage_reason="its embeddings are scaled by a buffer that transformers sets whenever a model is made",
+        ).with_rules(
+            single_stage_reason="its embeddings are scaled by a buffer that transformers sets whenever a model is made"
         )
 
 

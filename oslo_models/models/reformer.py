@@ -82,8 +82,7 @@ class ReformerParallel(ParallelModel):
             blocks={"encoder.layers": {**block, "feed_forward.output.dense": RowParallel()}},
             head={"encoder.layer_norm": Norm()},
             optional=projections,  # blocks that hash share queries and keys
-            single_stage_reason="the backward pass of all its reversible blocks is one autograd function",
-        )
+        ).with_rules(single_stage_reason="the backward pass of all its reversible blocks is one autograd function")
 
 
 class ReformerModel(ReformerParallel, hf.ReformerModel):

@@ -21,7 +21,7 @@ class RoFormerParallel(ElectraParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         # Since 5.24, transformers trains the table of positions. The heads of all ranks read it.
-        return replace(super().plan(config), on_every_stage={"encoder.embed_positions": SharedOutput()})
+        return super().plan(config).with_rules(on_every_stage={"encoder.embed_positions": SharedOutput()})
 
 
 class RoFormerModel(RoFormerParallel, hf.RoFormerModel):

@@ -96,8 +96,7 @@ class RwkvParallel(ParallelModel):
             blocks={"blocks": block},
             head={"ln_out": Norm()},
             optional=("pre_ln",),  # only the first block has it
-            single_stage_reason="its blocks do what their numbers in the full model say, and share a state",
-        )
+        ).with_rules(single_stage_reason="its blocks do what their numbers in the full model say, and share a state")
 
     def _initialized_whole(self) -> list[str]:
         """Initialize every matrix in full, because its rows are made orthogonal."""

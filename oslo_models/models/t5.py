@@ -58,6 +58,7 @@ class T5Parallel(ParallelModel):
             blocks={f"{stack}.block": blocks[stack] for stack in cls.stacks},
             head={f"{stack}.final_layer_norm": Norm() for stack in cls.stacks},
             optional=(bias, *cls.optional),
+        ).with_rules(
             embedding_dropouts=[f"{stack}.dropout" for stack in cls.stacks],  # also applied after the final norm
             copied_from_first_block=(bias,),
         )

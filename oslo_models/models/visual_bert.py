@@ -22,7 +22,9 @@ class VisualBertParallel(BertParallel):
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
         embed = {**plan.embed, "embeddings.visual_projection": Replicated()}
-        return replace(plan, embed=embed, single_stage_reason="image regions are appended to the embedded tokens")
+        return replace(plan, embed=embed).with_rules(
+            single_stage_reason="image regions are appended to the embedded tokens"
+        )
 
 
 class VisualBertModel(VisualBertParallel, hf.VisualBertModel):

@@ -45,8 +45,7 @@ class ViTParallel(ParallelModel):
             blocks={"layers": block},
             head={"layernorm": Norm(), "pooler": Replicated()},
             optional=("pooler",),
-            input_positions={"layers": positions},
-        )
+        ).with_rules(input_positions={"layers": positions})
 
 
 class ViTModel(ViTParallel, hf.ViTModel):

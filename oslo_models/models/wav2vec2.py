@@ -61,6 +61,7 @@ class Wav2Vec2Parallel(ParallelModel):
             blocks={"encoder.layers": block},
             head={**(norm if config.do_stable_layer_norm else {}), "adapter": Replicated()},
             optional=("adapter_layer", "adapter", "masked_spec_embed", "layer_weights", FEATURES),
+        ).with_rules(
             embedding_dropouts=("encoder.dropout",),
             input_positions={"encoder.layers": positions},
             early_outputs={FEATURES: config.conv_dim[-1]} if cls.returns_features else {},

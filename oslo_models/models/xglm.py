@@ -26,8 +26,7 @@ class XGLMParallel(ParallelModel):
             embed={"embed_tokens": VocabParallel(), "embed_positions": Replicated()},
             blocks={"layers": block},
             head={"layer_norm": Norm()},
-            disabled_after_first_stage={"dropout": 0.0},
-        )
+        ).with_rules(disabled_after_first_stage={"dropout": 0.0})
 
 
 class XGLMModel(XGLMParallel, hf.XGLMModel):

@@ -38,7 +38,8 @@ class XLMParallel(ParallelModel):
             },
             head={},
             optional=("lang_embeddings",),
-            single_stage_reason="its embeddings and blocks share a dropout rate, which could not be disabled for one",
+        ).with_rules(
+            single_stage_reason="its embeddings and blocks share a dropout rate, which could not be disabled for one"
         )
 
 

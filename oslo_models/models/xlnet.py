@@ -125,7 +125,8 @@ class XLNetParallel(ParallelModel):
             embed={"word_embedding": VocabParallel(), "mask_emb": Replicated()},
             blocks={"layer": block},
             head={},
-            single_stage_reason="one dropout is applied to the embeddings, the positions and the last hidden state",
+        ).with_rules(
+            single_stage_reason="one dropout is applied to the embeddings, the positions and the last hidden state"
         )
 
 

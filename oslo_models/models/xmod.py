@@ -27,8 +27,7 @@ class XmodParallel(RobertaParallel):
             blocks={"encoder.layer": {**plan.blocks["encoder.layer"], **adapters}},
             head={"encoder.LayerNorm": Norm(), **plan.head},
             optional=(*plan.optional, "output.adapter_layer_norm", "encoder.LayerNorm"),
-            single_stage_reason="transformers reads the languages from the first block",
-        )
+        ).with_rules(single_stage_reason="transformers reads the languages from the first block")
 
 
 class XmodModel(XmodParallel, hf.XmodModel):

@@ -78,8 +78,7 @@ class ZambaParallel(ParallelModel):
             block_overrides={"layers": overrides},
             head={"final_layernorm": Norm()},
             optional=("conv1d.bias",),
-            single_stage_reason="its blocks share an attention and an MLP, which read the embeddings",
-        )
+        ).with_rules(single_stage_reason="its blocks share an attention and an MLP, which read the embeddings")
 
 
 class ZambaModel(ZambaParallel, hf.ZambaModel):

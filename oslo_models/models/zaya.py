@@ -114,8 +114,7 @@ class ZayaParallel(LlamaParallel):
         return replace(
             plan,
             embed={**plan.embed, **scaled},
-            single_stage_reason="routers pass states on to those of the next blocks",
-        )
+        ).with_rules(single_stage_reason="routers pass states on to those of the next blocks")
 
 
 class ZayaModel(ZayaParallel, hf.ZayaModel):

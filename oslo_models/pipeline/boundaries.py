@@ -41,7 +41,7 @@ def place_boundaries(
         is_stacks_own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
         if is_stacks_own and replacement is not None and output is OutputKind.ZEROS:
             stack.receiver = replacement  # the last one wins: its output is the input of the blocks
-    for key, value in plan.disabled_after_first_stage.items():
+    for key, value in plan.pipeline.disabled_after_first_stage.items():
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
             owner, _, name = (prefix + key).rpartition(".")
             if key.startswith("config."):
@@ -53,7 +53,7 @@ def place_boundaries(
                 setattr(module, name, value)
             else:
                 module.register_forward_pre_hook(partial(_with_argument, name, value), with_kwargs=True)
-    for key in plan.embedding_dropouts:
+    for key in plan.pipeline.embedding_dropouts:
         stack = stack_of(key, prefix, stage.stacks, 0)
         dropout = _find(model, prefix + key)
         if dropout is None:
@@ -61,7 +61,7 @@ def place_boundaries(
         assert isinstance(dropout, nn.Dropout)
         boundary = BoundaryDropout(dropout.p, stage.index == stack.first, stage.index == stack.last)
         model.set_submodule(prefix + key, boundary)
-    for key, blocks in plan.outputs_per_block.items():
+    for key, blocks in plan.pipeline.outputs_per_block.items():
         (stack,) = (each for each in stage.stacks if each.blocks == prefix + blocks)
         if (found := _find(model, prefix + key)) is not None:
             found.register_forward_hook(partial(_from_block, stack.blocks_before))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import Self
+
 from oslo_models.sharding.head_counts import attribute_of_heads
 from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.pipeline_rules import PipelineRules as PipelineRules
+from oslo_models.sharding.pipeline_rules import joined_fields
 
 if TYPE_CHECKING:
     from oslo_models.layers.experts import Experts as Experts
@@ -107,8 +111,6 @@ class Norm(Replicated):
 
 
 Entries = Mapping[str, Replicated]
-InputPositions = Callable[[Mapping[str, Any]], tuple[int, int]]
-"""``arguments of a forward -> (rows, positions)`` of the embedded hidden states."""
 
 
 def entry_of(parameter: str, entries: Entries) -> str | None:
@@ -131,52 +133,27 @@ class Plan:
         embed: the modules before the blocks.
         blocks: for each stack of blocks (its ``ModuleList``), the modules of one block by their name inside the block.
         head: the modules after the blocks.
-        on_every_stage: modules outside the blocks that every pipeline stage needs.
         block_overrides: for each stack with heterogeneous blocks, the entries of each block by its number. They extend
             or replace the entries in ``blocks``.
         optional: names of entries for modules that only some task heads, configurations or blocks have.
         replicated_attentions: model outputs that hold the attention weights of all heads on every rank. Other attention
             weights are gathered.
         single_rank_reason: why no layer can be sharded. Empty if layers can be sharded.
-        embedding_dropouts: the dropouts between the embeddings and the first block.
-        disabled_after_first_stage: attributes or arguments that make the base model change the embedded tokens, with
-            the values that disable the change. Attributes may belong to a submodule (``"decoder.dropout"``) or to the
-            configuration (``"config.mup_enabled"``).
-        copied_from_first_block: names of entries that only the first block of a stack has. The first block of every
-            pipeline stage needs a copy of these modules.
-        input_positions: for each stack that embeds images or audio, the size of the embedded input.
-        early_outputs: modules before the blocks that compute a further output of the model, with its width. The output
-            is sent to the last pipeline stage.
-        continued_blocks: for each stack, the numbers of blocks that read further outputs of the previous block beside
-            the hidden states. No pipeline stage begins with such a block.
-        outputs_per_block: modules among ``on_every_stage`` that output a tuple with an entry per block, with the stack
-            of these blocks. A stage reads the entries of its local blocks.
-        cache_layers_per_block: number of key-value cache layers that each block fills, one per attention.
-        keeps_layer_numbers: whether blocks keep their numbers on every pipeline stage. Their cache creates a layer when
-            its block uses it, and counts the positions in the first layer.
-        single_stage_reason: why the blocks cannot be split into pipeline stages. Empty if they can be split.
+        pipeline: how the blocks are split into pipeline stages.
     """
 
     embed: Entries
     blocks: Mapping[str, Entries]
     head: Entries
-    on_every_stage: Entries = field(default_factory=dict)
     block_overrides: Mapping[str, Sequence[Entries]] = field(default_factory=dict)
     optional: Collection[str] = ()
-    # tensor parallelism
     replicated_attentions: Collection[str] = ()
     single_rank_reason: str = ""
-    # pipeline parallelism
-    embedding_dropouts: Collection[str] = ()
-    disabled_after_first_stage: Mapping[str, Any] = field(default_factory=dict)
-    copied_from_first_block: Collection[str] = ()
-    input_positions: Mapping[str, InputPositions] = field(default_factory=dict)
-    early_outputs: Mapping[str, int] = field(default_factory=dict)
-    continued_blocks: Mapping[str, Collection[int]] = field(default_factory=dict)
-    outputs_per_block: Mapping[str, str] = field(default_factory=dict)
-    cache_layers_per_block: int = 1
-    keeps_layer_numbers: bool = False
-    single_stage_reason: str = ""
+    pipeline: PipelineRules = field(default_factory=PipelineRules)
+
+    def with_rules(self, **changes: Any) -> Self:
+        """Return the plan with some `PipelineRules` replaced."""
+        return replace(self, pipeline=replace(self.pipeline, **changes))
 
     def with_experts_over(self, groups: int) -> Plan:
         """Return the plan with expert parallelism: ``groups`` groups of ranks share the experts."""
@@ -250,49 +227,34 @@ class Plan:
 
     def check_stages(self, name: str, count: int) -> None:
         """Raise ``ValueError`` if the model ``name`` cannot be split into ``count`` pipeline stages at all."""
-        if count > 1 and self.single_stage_reason:
-            raise ValueError(
-                f"pipeline_parallel_size={count} is more than 1, all that {name} allows: {self.single_stage_reason}"
-            )
+        if count > 1 and (reason := self.pipeline.single_stage_reason):
+            raise ValueError(f"pipeline_parallel_size={count} is more than 1, all that {name} allows: {reason}")
 
     def under(self, prefix: str) -> Plan:
         """Return the plan of a model that nests the base model under ``prefix``."""
-        by_name = ["embed", "blocks", "head", "on_every_stage", "block_overrides"]
-        by_name += ["disabled_after_first_stage", "input_positions", "early_outputs", "continued_blocks"]
-        renamed: dict[str, Any] = {
-            name: {prefix + key: value for key, value in getattr(self, name).items()} for name in by_name
-        }
-        renamed["outputs_per_block"] = {prefix + key: prefix + of for key, of in self.outputs_per_block.items()}
-        return replace(self, **renamed, embedding_dropouts=[prefix + key for key in self.embedding_dropouts])
+        return self._renamed(lambda name: prefix + name)
 
     def inside(self, prefix: str) -> tuple[Plan, Entries]:
         """Invert `under`: return the plan of the base model, and the entries of modules outside of it."""
-        outside: dict[str, Replicated] = {}
-        renamed: dict[str, Any] = {}
-        for each in ("embed", "blocks", "head", "on_every_stage"):
-            entries = getattr(self, each)
-            renamed[each] = {
-                key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)
-            }
-            if each != "blocks":
-                outside |= {key: entry for key, entry in entries.items() if not key.startswith(prefix)}
-        by_name = ("disabled_after_first_stage", "input_positions", "early_outputs", "block_overrides")
-        for each in (*by_name, "continued_blocks"):
-            renamed[each] = {key.removeprefix(prefix): value for key, value in getattr(self, each).items()}
-        per_block = self.outputs_per_block.items()
-        renamed["outputs_per_block"] = {key.removeprefix(prefix): of.removeprefix(prefix) for key, of in per_block}
-        dropouts = tuple(key.removeprefix(prefix) for key in self.embedding_dropouts)
-        return replace(self, **renamed, embedding_dropouts=dropouts), outside
+
+        def split(entries: Entries) -> tuple[dict[str, Replicated], dict[str, Replicated]]:
+            own = {key: entry for key, entry in entries.items() if key.startswith(prefix)}
+            return own, {key: entry for key, entry in entries.items() if key not in own}
+
+        embed, outside = split(self.embed)
+        head, others = split(self.head)
+        shared, more = split(self.pipeline.on_every_stage)
+        plan = replace(self, embed=embed, head=head).with_rules(on_every_stage=shared)
+        return plan._renamed(lambda name: name.removeprefix(prefix)), {**outside, **others, **more}
+
+    def _renamed(self, rename: Callable[[str], str]) -> Plan:
+        """Return the plan with other paths of the base model's modules."""
+        renamed: dict[str, Any] = {
+            name: {rename(key): value for key, value in getattr(self, name).items()}
+            for name in ("embed", "blocks", "head", "block_overrides")
+        }
+        return replace(self, **renamed, pipeline=self.pipeline.renamed(rename))
 
     def __or__(self, other: Plan) -> Plan:
         """Return the plan of a model that runs the blocks of this plan and then the blocks of ``other``."""
-        both: dict[str, Any] = {}
-        for each in fields(self):
-            one, two = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(one, Mapping):
-                both[each.name] = {**one, **two}
-            elif isinstance(one, int):
-                both[each.name] = max(one, two)
-            else:
-                both[each.name] = one or two if isinstance(one, str) else (*one, *two)
-        return Plan(**both)
+        return Plan(**joined_fields(self, other))

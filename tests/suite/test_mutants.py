@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,7 +301,7 @@ def blocks_numbered_on_each_stage(patch: Patch) -> None:
     patch.setattr(
         minimax.MiniMaxParallel,
         "plan",
-        classmethod(lambda cls, config: replace(right(cls, config), keeps_layer_numbers=False)),
+        classmethod(lambda cls, config: right(cls, config).with_rules(keeps_layer_numbers=False)),
     )
 
 

@@ -111,7 +111,7 @@ def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPl
             entries |= dict.fromkeys([name] if name else [], Replicated())
     _untie(model, entries, findings is not None and bool(findings.called))
     report = ShardingReport(tuple(_row(name, module, entries, why) for name, module, why in rows))
-    return DerivedPlan(embed=entries, blocks={}, head={}, single_stage_reason=_REASON, report=report)
+    return DerivedPlan(embed=entries, blocks={}, head={}, report=report).with_rules(single_stage_reason=_REASON)
 
 
 def _find_layers(model: nn.Module) -> dict[str, str]:
