@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.sharding.plan import ColumnParallel, Plan, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, Plan, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
 COLUMNS = ("model type", "classes", "tp", "pp", "ep", "fused", "kind of model, and what stays replicated")

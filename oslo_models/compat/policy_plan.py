@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, Replicated, RowParallel, entry_of
 from oslo_models.registry import did_you_mean
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Plan, Replicated, RowParallel, entry_of
 
 _REPLACEMENTS = ("AllReduceLinear", "AllReduceConv1D")
 _METHODS = ("replace_arguments", "replace_modules", "attn_qkv", "attn_out", "mlp_in", "mlp_out", "original_layer_class")

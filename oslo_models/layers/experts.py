@@ -29,8 +29,8 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, become, shards
 from oslo_models.layers.replicated_grads import SumReplicatedGrad
 from oslo_models.layers.shared_experts import SharedExpertsModule
+from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout, even_ranges
-from oslo_models.sharding.plan import Replicated
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.linear import ColumnParallel, RowParallel, add_bias
 from oslo_models.layers.sharded_activation import Mark, ShardedActivation
 from oslo_models.layers.vocab_parallel import VocabParallel, VocabParallelEmbedding
+from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout
-from oslo_models.sharding.plan import Replicated
 
 
 @dataclass(frozen=True, init=False)

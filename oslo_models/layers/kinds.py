@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.rng import ShardedRngStream
+from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import Layout
-from oslo_models.sharding.plan import Replicated
 
 Configure = Callable[[Any, Any, "ShardingContext"], None]
 LayerT = TypeVar("LayerT", bound="type[nn.Module] | Configure")

@@ -26,8 +26,8 @@ from oslo_models.layers.function_overrides import FunctionOverrides
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.overlap import overlapped_product
 from oslo_models.layers.replicated_grads import summed_over_copies
+from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout
-from oslo_models.sharding.plan import Replicated
 
 
 @dataclass(frozen=True)

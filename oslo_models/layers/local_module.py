@@ -17,9 +17,9 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.function_overrides import override_attributes
 from oslo_models.layers.kinds import ShardingContext, become, shards
 from oslo_models.layers.replicated_grads import SumReplicatedGrad
+from oslo_models.sharding.entry import LocalValue, Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.local_config import LocalConfig
-from oslo_models.sharding.plan import LocalValue, Replicated
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.gathered import DerivedLayer
 from oslo_models.layers.kinds import shards
 from oslo_models.layers.sharded_activation import Mark, ShardedActivation
+from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout
-from oslo_models.sharding.plan import Replicated
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.replicated_grads import SumReplicatedGrad
+from oslo_models.sharding.entry import Norm
 from oslo_models.sharding.layout import EvenSplit, Layout
-from oslo_models.sharding.plan import Norm
 
 
 @dataclass(frozen=True)

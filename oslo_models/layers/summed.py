@@ -11,7 +11,7 @@ from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.local_module import LocalModule, localize
-from oslo_models.sharding.plan import Replicated
+from oslo_models.sharding.entry import Replicated
 
 
 @dataclass(frozen=True)

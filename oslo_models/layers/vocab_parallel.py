@@ -18,8 +18,8 @@ from oslo_models.distributed.sharded_tensor import layer_context, without_overri
 from oslo_models.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from oslo_models.layers.function_overrides import FunctionOverrides
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
+from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout
-from oslo_models.sharding.plan import Replicated
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from oslo_models.sharding.plan import Entries
+from oslo_models.sharding.entry import Entries
 
 InputPositions = Callable[[Mapping[str, Any]], tuple[int, int]]
 """``arguments of a forward -> (rows, positions)`` of the embedded hidden states."""

@@ -5,124 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from typing_extensions import Self
 
+from oslo_models.sharding.entry import Entries as Entries
+from oslo_models.sharding.entry import LocalValue as LocalValue
+from oslo_models.sharding.entry import Norm as Norm
+from oslo_models.sharding.entry import Replicated as Replicated
+from oslo_models.sharding.entry import entry_of as entry_of
 from oslo_models.sharding.head_counts import attribute_of_heads
-from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.pipeline_rules import PipelineRules as PipelineRules
 from oslo_models.sharding.pipeline_rules import joined_fields
 
-if TYPE_CHECKING:
-    from oslo_models.layers.experts import Experts as Experts
-    from oslo_models.layers.linear import ColumnParallel as ColumnParallel
-    from oslo_models.layers.linear import InnerRowParallel as InnerRowParallel
-    from oslo_models.layers.linear import RowParallel as RowParallel
-    from oslo_models.layers.local_module import LocalModule as LocalModule
-    from oslo_models.layers.norm import GroupWidthNorm as GroupWidthNorm
-    from oslo_models.layers.norm import HeadNorm as HeadNorm
-    from oslo_models.layers.norm import WidthNorm as WidthNorm
-    from oslo_models.layers.state_space import StateSpace as StateSpace
-    from oslo_models.layers.summed import SharedOutput as SharedOutput
-    from oslo_models.layers.summed import SummedModule as SummedModule
-    from oslo_models.layers.vocab_parallel import VocabParallel as VocabParallel
-
-_ELSEWHERE = {
-    "Experts": "layers.experts",
-    "ColumnParallel": "layers.linear",
-    "InnerRowParallel": "layers.linear",
-    "RowParallel": "layers.linear",
-    "LocalModule": "layers.local_module",
-    "GroupWidthNorm": "layers.norm",
-    "HeadNorm": "layers.norm",
-    "WidthNorm": "layers.norm",
-    "StateSpace": "layers.state_space",
-    "SharedOutput": "layers.summed",
-    "SummedModule": "layers.summed",
-    "VocabParallel": "layers.vocab_parallel",
-    # kinds of one architecture
-    "DenseExperts": "models.llama4_text",
-    "EinsumHeads": "models.xlnet",
-    "GlobalMinMax": "models.ibert",
-    "GlobalMoments": "models.gemma3n_text",
-    "GroupMeans": "models.zaya",
-    "GroupedHeadsProjection": "models.deepseek_v4",
-    "HeadNorms": "models.stablelm",
-    "Latent": "models.deepseek_v2",
-    "RecurrentState": "models.rwkv",
-    "ReplicatedDropout": "models.deberta",
-    "ReplicatedEmbedding": "models.mobilebert",
-    "ShortConvolution": "models.inkling_text",
-    "VectorExperts": "models.doge",
+_OF_ARCHITECTURES = {
+    "DenseExperts": "llama4_text",
+    "EinsumHeads": "xlnet",
+    "GlobalMinMax": "ibert",
+    "GlobalMoments": "gemma3n_text",
+    "GroupMeans": "zaya",
+    "GroupedHeadsProjection": "deepseek_v4",
+    "HeadNorms": "stablelm",
+    "Latent": "deepseek_v2",
+    "RecurrentState": "rwkv",
+    "ReplicatedDropout": "deberta",
+    "ReplicatedEmbedding": "mobilebert",
+    "ShortConvolution": "inkling_text",
+    "VectorExperts": "doge",
 }
-"""Modules of the entries that this module exports. An entry stands beside its layer."""
+"""Former names of this module, with the architectures that define them."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import an entry on first access, since layers import this module."""
-    if name not in _ELSEWHERE:
+    """Import an entry on first access. It stands beside its layer, and layers import this package."""
+    if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"oslo_models.{_ELSEWHERE[name]}"), name)
+    owner = _OF_ARCHITECTURES.get(name)
+    value = getattr(import_module(f"oslo_models.models.{owner}" if owner else "oslo_models.layers.entries"), name)
     globals()[name] = value
     return value
-
-
-LocalValue = Callable[[int, int], int]
-"""``(number of ranks, rank) -> value`` of an attribute that counts local heads or elements."""
-
-
-@dataclass(frozen=True)
-class Replicated:
-    """Replicated module. Every rank holds it in full, with its submodules, and computes the same output.
-
-    Attributes:
-        has_parameters: whether the entry describes parameters. Other entries configure a module only.
-        stacks_experts: whether the parameters stack experts, which expert parallelism divides.
-        embeds_tokens: whether the module embeds the tokens of the vocabulary.
-        is_recurrent: whether the module computes a recurrence over positions.
-    """
-
-    has_parameters: ClassVar[bool] = True
-    stacks_experts: ClassVar[bool] = False
-    embeds_tokens: ClassVar[bool] = False
-    is_recurrent: ClassVar[bool] = False
-
-    def covers_submodules(self) -> bool:
-        """Return whether the entry also describes the parameters of submodules."""
-        return type(self) is Replicated
-
-    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        """Return the layout of the parameter ``leaf`` (its last name, such as ``"weight"``) over ``n`` ranks."""
-        return Layout(shape)
-
-    def max_ranks(self) -> int | None:
-        """Return the largest number of ranks that the entry allows, or ``None`` for any number."""
-        return None
-
-    def over_experts(self, groups: int) -> Replicated:
-        """Return a copy with experts divided over ``groups`` groups of ranks. Other entries return ``self``."""
-        return self
-
-
-@dataclass(frozen=True)
-class Norm(Replicated):
-    """Replicated norm. The separate entry allows sequence parallelism to shard it."""
-
-
-Entries = Mapping[str, Replicated]
-
-
-def entry_of(parameter: str, entries: Entries) -> str | None:
-    """Return the name of the entry for a parameter: the parameter, its module, or a replicated module around it."""
-    module = parameter.rpartition(".")[0]
-    for name in (parameter, module):
-        if name in entries and entries[name].has_parameters:
-            return name
-    while module := module.rpartition(".")[0]:
-        if module in entries and entries[module].covers_submodules():
-            return module
-    return None
 
 
 @dataclass(frozen=True)
