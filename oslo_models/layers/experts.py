@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from oslo_models.distributed.autograd_collectives import average_grad, copy_to, exchange, reduce_from
-from oslo_models.distributed.callers import refuse_fsdp1
+from oslo_models.distributed.callers import ignored_by_fully_shard, refuse_fsdp1
 from oslo_models.distributed.collectives import all_to_all
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.sharded_tensor import without_override
@@ -235,16 +234,15 @@ class ParallelExperts(ShardedModule):
         Raises:
             ValueError: called by ``fully_shard``, which would treat different experts as copies.
         """
-        caller = sys._getframe(1)
-        if self.mesh.has_experts_over_replicas and caller.f_code.co_name == "_get_managed_states":
-            ignored = caller.f_locals.get("ignored_params") or ()
-            if not all(param in ignored for param in self._parameters.values() if param is not None):
-                raise ValueError(
-                    "fully_shard would treat the experts of these replicas as copies, and "
-                    f"expert_parallel_size={self.mesh.expert_parallel_size} gives each of them some experts: leave "
-                    "them out by fully_shard(..., ignored_params=set(model.expert_parameters())); backward averages "
-                    "their gradients"
-                )
+        ignored = ignored_by_fully_shard() if self.mesh.has_experts_over_replicas else None
+        own = [param for param in self._parameters.values() if param is not None]
+        if ignored is not None and not all(param in ignored for param in own):
+            raise ValueError(
+                "fully_shard would treat the experts of these replicas as copies, and "
+                f"expert_parallel_size={self.mesh.expert_parallel_size} gives each of them some experts: leave "
+                "them out by fully_shard(..., ignored_params=set(model.expert_parameters())); backward averages "
+                "their gradients"
+            )
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def named_modules(

@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from oslo_models.distributed.callers import object_under_construction
 from oslo_models.distributed.collectives import all_gather
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.distributed.rng import ShardedRngStream
@@ -53,7 +54,7 @@ from oslo_models.modeling.adapters.layouts import (
     takes_full_tensors,
     weight_layout,
 )
-from oslo_models.modeling.adapters.peft_model import become_sharded, under_construction
+from oslo_models.modeling.adapters.peft_model import become_sharded
 from oslo_models.modeling.adapters.state import register_state_hooks
 from oslo_models.modeling.adapters.support import check_config, check_layer
 from oslo_models.pipeline.placeholders import Placeholder
@@ -102,7 +103,7 @@ def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             register_state_hooks(module)  # type: ignore[arg-type]
     model._mark_parameters()
-    if (peft_model := under_construction()) is not None:
+    if (peft_model := object_under_construction("PeftModel")) is not None:
         become_sharded(peft_model)
 
 
