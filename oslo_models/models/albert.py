@@ -7,11 +7,11 @@ from transformers import AlbertConfig
 from transformers.models.albert import modeling_albert as hf
 from transformers.models.albert.modeling_albert import AlbertPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 LM_HEAD: Entries = {
     "predictions.dense": Replicated(),

@@ -6,11 +6,11 @@ from transformers import BartConfig
 from transformers.models.bart import modeling_bart as hf
 from transformers.models.bart.modeling_bart import BartPreTrainedModel
 
+from oslo_models.layers.entries import Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import bart_block
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import Norm, Plan, Replicated, VocabParallel
 
 
 class BartParallel(ParallelModel):

@@ -7,10 +7,10 @@ from transformers import BigBirdConfig
 from transformers.models.big_bird import modeling_big_bird as hf
 from transformers.models.big_bird.modeling_big_bird import BigBirdPreTrainedModel
 
+from oslo_models.layers.entries import Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import replicated_attention
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER
 from oslo_models.models.bert import LM_HEAD, BertParallel
-from oslo_models.sharding.plan import Norm, Plan, Replicated, VocabParallel
 
 
 class BigBirdParallel(BertParallel):

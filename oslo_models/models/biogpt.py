@@ -6,10 +6,10 @@ from transformers import BioGptConfig
 from transformers.models.biogpt import modeling_biogpt as hf
 from transformers.models.biogpt.modeling_biogpt import BioGptPreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import bart_block, heads_of
 from oslo_models.modeling.heads import CLASSIFIER, SCORE
-from oslo_models.sharding.plan import LocalModule, Norm, Plan, Replicated, VocabParallel
 
 
 class BioGptParallel(ParallelModel):

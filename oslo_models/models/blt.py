@@ -13,11 +13,11 @@ from transformers import BltConfig
 from transformers.models.blt import modeling_blt as hf
 from transformers.models.blt.modeling_blt import BltPreTrainedModel
 
+from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, VocabParallel
 
 
 class BltParallel(ParallelModel):

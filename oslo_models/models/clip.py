@@ -7,10 +7,10 @@ from transformers import initialization as init
 from transformers.models.clip import modeling_clip as hf
 from transformers.models.clip.modeling_clip import CLIPPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 VISION, TEXT = "vision_model", "text_model"
 VISUAL: Entries = {f"{VISION}.post_layernorm": Norm(), "visual_projection": Replicated()}

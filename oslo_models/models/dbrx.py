@@ -12,14 +12,7 @@ from transformers.models.dbrx.modeling_dbrx import DbrxPreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.kinds import shards
-from oslo_models.layers.local_experts import LocalExperts
-from oslo_models.layers.summed import SummedLayer, SummedModule
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.layout import EvenSplit, ExpertWidth
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     LocalModule,
     LocalValue,
@@ -29,6 +22,13 @@ from oslo_models.sharding.plan import (
     RowParallel,
     VocabParallel,
 )
+from oslo_models.layers.kinds import shards
+from oslo_models.layers.local_experts import LocalExperts
+from oslo_models.layers.summed import SummedLayer, SummedModule
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import EvenSplit, ExpertWidth
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ from transformers import DebertaConfig
 from transformers.models.deberta import modeling_deberta as hf
 from transformers.models.deberta.modeling_deberta import DebertaPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, Replicated
 from oslo_models.layers.kinds import ShardingContext, shards
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Plan, Replicated
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2PreTr
 
 from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.sharded_tensor import layer_context
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Norm, Replicated, RowParallel
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.linear import SharesOutput
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Norm, Replicated, RowParallel
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,7 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTrainedModel
 
-from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts, of_several_streams
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.layout import GroupedHeads, Layout
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     LocalModule,
@@ -29,6 +25,10 @@ from oslo_models.sharding.plan import (
     RowParallel,
     SharedOutput,
 )
+from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts, of_several_streams
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import GroupedHeads, Layout
 
 
 @dataclass(frozen=True)

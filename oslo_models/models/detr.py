@@ -6,10 +6,10 @@ from transformers import DetrConfig
 from transformers.models.detr import modeling_detr as hf
 from transformers.models.detr.modeling_detr import DetrPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 
 
 class DetrParallel(ParallelModel):

@@ -17,6 +17,7 @@ from transformers.models.doge import modeling_doge as hf
 from transformers.models.doge.modeling_doge import DogePreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
+from oslo_models.layers.entries import ColumnParallel, Entries, InnerRowParallel, Plan, Replicated
 from oslo_models.layers.function_overrides import FunctionOverrides
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.local_module import LocalModule, localize
@@ -24,7 +25,6 @@ from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, InnerRowParallel, Plan, Replicated
 
 
 @dataclass(frozen=True)

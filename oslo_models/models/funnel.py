@@ -9,12 +9,12 @@ from transformers import FunnelConfig
 from transformers.models.funnel import modeling_funnel as hf
 from transformers.models.funnel.modeling_funnel import FunnelPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
 from oslo_models.models.xlnet import EinsumHeads
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 CLASSIFIER: Entries = {"classifier.linear_hidden": Replicated(), "classifier.linear_out": Replicated()}
 

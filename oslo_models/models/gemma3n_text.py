@@ -16,12 +16,12 @@ from transformers.models.gemma3n import modeling_gemma3n as hf
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nPreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
+from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.layers.function_overrides import FunctionOverrides
 from oslo_models.layers.kinds import ShardedModule, shards
 from oslo_models.layers.linear import ColumnParallelLinear
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.gemma3_text import Gemma3Parallel
-from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, VocabParallel
 
 
 @dataclass(frozen=True)

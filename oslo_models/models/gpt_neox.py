@@ -6,10 +6,10 @@ from transformers import GPTNeoXConfig
 from transformers.models.gpt_neox import modeling_gpt_neox as hf
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
 
 
 class GPTNeoXParallel(ParallelModel):

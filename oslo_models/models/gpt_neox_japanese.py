@@ -7,9 +7,9 @@ from transformers import GPTNeoXJapaneseConfig
 from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as hf
 from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapanesePreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.models.gpt_neox import GPTNeoXParallel
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated, VocabParallel
 
 
 class GPTNeoXJapaneseParallel(GPTNeoXParallel):

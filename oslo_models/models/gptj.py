@@ -6,11 +6,11 @@ from transformers import GPTJConfig
 from transformers.models.gptj import modeling_gptj as hf
 from transformers.models.gptj.modeling_gptj import GPTJMLP, GPTJAttention, GPTJBlock, GPTJPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class GPTJParallel(ParallelModel):

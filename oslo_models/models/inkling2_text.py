@@ -13,11 +13,11 @@ from transformers import Inkling2TextConfig
 from transformers.models.inkling2 import modeling_inkling2 as hf
 from transformers.models.inkling2.modeling_inkling2 import Inkling2PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, Replicated
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.inkling_text import FILTERED, InklingParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Plan, Replicated
 
 _NESTED = {
     **{f"self_attn.{name}_proj": f"self_attn.{name}_proj.linear" for name in "qkvo"},

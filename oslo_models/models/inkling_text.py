@@ -14,12 +14,7 @@ from transformers import InklingTextConfig
 from transformers.models.inkling import modeling_inkling as hf
 from transformers.models.inkling.modeling_inkling import InklingPreTrainedModel
 
-from oslo_models.layers.kinds import shards
-from oslo_models.layers.state_space import FilteredModule
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     Experts,
@@ -29,6 +24,11 @@ from oslo_models.sharding.plan import (
     Replicated,
     SummedModule,
 )
+from oslo_models.layers.kinds import shards
+from oslo_models.layers.state_space import FilteredModule
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import GroupedHeads
 
 FILTERED = ("self_attn.k_sconv", "self_attn.v_sconv")
 """Convolutions of keys and values."""

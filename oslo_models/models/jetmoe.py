@@ -13,12 +13,12 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import reduce_from
 from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
 from oslo_models.layers.kinds import shards
 from oslo_models.layers.local_experts import LocalExperts
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, check_groups, even_ranges
-from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
 
 
 @dataclass(frozen=True)

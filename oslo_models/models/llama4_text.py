@@ -12,13 +12,13 @@ from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import reduce_from
 from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.entries import Experts, Replicated
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.kinds import shards
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import Layout
-from oslo_models.sharding.plan import Experts, Replicated
 
 
 @dataclass(frozen=True)

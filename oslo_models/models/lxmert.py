@@ -7,10 +7,7 @@ from transformers import LxmertConfig
 from transformers.models.lxmert import modeling_lxmert as hf
 from transformers.models.lxmert.modeling_lxmert import LxmertPreTrainedModel
 
-from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
-from oslo_models.models.bert import BertParallel
-from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     LocalModule,
@@ -20,6 +17,9 @@ from oslo_models.sharding.plan import (
     RowParallel,
     VocabParallel,
 )
+from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
+from oslo_models.models.bert import BertParallel
+from oslo_models.sharding.layout import EvenSplit
 
 ANSWER: Entries = {
     "answer_head.logit_fc.0": Replicated(),

@@ -9,11 +9,11 @@ from transformers import MobileBertConfig
 from transformers.models.mobilebert import modeling_mobilebert as hf
 from transformers.models.mobilebert.modeling_mobilebert import MobileBertPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 
 LM_HEAD: Entries = {
     "cls.predictions.transform.dense": Replicated(),

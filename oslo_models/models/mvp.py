@@ -7,10 +7,10 @@ from transformers import MvpConfig
 from transformers.models.mvp import modeling_mvp as hf
 from transformers.models.mvp.modeling_mvp import MvpPreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Plan, Replicated, SharedOutput
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated, SharedOutput
 
 
 class MvpParallel(BartParallel):

@@ -7,9 +7,9 @@ from transformers import NanoChatConfig
 from transformers.models.nanochat import modeling_nanochat as hf
 from transformers.models.nanochat.modeling_nanochat import NanoChatPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import ColumnParallel, Plan, RowParallel
 
 
 class NanoChatParallel(LlamaParallel):

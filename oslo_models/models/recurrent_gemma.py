@@ -8,12 +8,7 @@ from transformers import RecurrentGemmaConfig
 from transformers.models.recurrent_gemma import modeling_recurrent_gemma as hf
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaPreTrainedModel
 
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import gated_mlp
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     LocalModule,
@@ -23,6 +18,11 @@ from oslo_models.sharding.plan import (
     StateSpace,
     VocabParallel,
 )
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import gated_mlp
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import EvenSplit
 
 
 class RecurrentGemmaParallel(ParallelModel):

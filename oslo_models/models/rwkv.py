@@ -11,11 +11,11 @@ from transformers import RwkvConfig
 from transformers.models.rwkv import modeling_rwkv as hf
 from transformers.models.rwkv.modeling_rwkv import RwkvPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.local_module import LocalModule, set_local_attributes
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from transformers import SwitchTransformersConfig
 from transformers.models.switch_transformers import modeling_switch_transformers as hf
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Replicated, RowParallel
 from oslo_models.layers.kinds import shards
 from oslo_models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from oslo_models.layers.summed import SummedLayer, SummedModule
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.t5 import T5Parallel
 from oslo_models.sharding.layout import ExpertWidth
-from oslo_models.sharding.plan import ColumnParallel, Entries, Replicated, RowParallel
 
 
 class SeparateExperts(SummedModule):

@@ -7,10 +7,10 @@ from transformers import WhisperConfig
 from transformers.models.whisper import modeling_whisper as hf
 from transformers.models.whisper.modeling_whisper import WhisperPreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
 from oslo_models.models.bart import BartParallel
 from oslo_models.models.wav2vec2 import WEIGHTED_SUM
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated, VocabParallel
 
 
 class WhisperParallel(BartParallel):

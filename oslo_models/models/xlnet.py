@@ -15,12 +15,7 @@ from transformers.models.xlnet.modeling_xlnet import XLNetPreTrainedModel
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
-from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
-from oslo_models.layers.local_module import set_local_attributes
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
-from oslo_models.sharding.layout import EvenSplit, Layout
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     LocalValue,
@@ -30,6 +25,11 @@ from oslo_models.sharding.plan import (
     RowParallel,
     VocabParallel,
 )
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
+from oslo_models.layers.local_module import set_local_attributes
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
+from oslo_models.sharding.layout import EvenSplit, Layout
 
 SUMMARY: Entries = {"sequence_summary.summary": Replicated(), "logits_proj": Replicated()}
 

@@ -16,6 +16,7 @@ from transformers.models.zaya import modeling_zaya as hf
 from transformers.models.zaya.modeling_zaya import ZayaPreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, Replicated, RowParallel
 from oslo_models.layers.function_overrides import FunctionOverrides
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.local_module import localize
@@ -23,7 +24,6 @@ from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads, Window
-from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Plan, Replicated, RowParallel
 
 
 @dataclass(frozen=True)
