@@ -14,8 +14,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, Replicated, RowParallel, entry_of
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, Replicated, RowParallel
 from oslo_models.registry import did_you_mean
+from oslo_models.sharding.entry import entry_of
 from oslo_models.sharding.layout import EvenSplit
 
 _REPLACEMENTS = ("AllReduceLinear", "AllReduceConv1D")

@@ -5,8 +5,9 @@ They keep the sizes of the full layer (``out_features``), which the calling code
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +127,9 @@ class DerivedLayer(ShardedModule):
     """
 
     entry: Any
+    weight: Tensor
+    bias: Any
+    product: ClassVar[Callable[..., Tensor]]
 
     def configure(self, entry: Any, context: ShardingContext) -> None:
         super().configure(entry, context)

@@ -39,8 +39,9 @@ class SharedExpertsModule(nn.Module):
 
         A layer with an adapter or hooks needs its full output.
         """
-        experts, shared = self.experts, getattr(self, self.shared)
-        last: Any = shared if isinstance(shared, SummedLayer) else getattr(shared, "down_proj", None)
+        experts: Any = self.experts
+        shared: Any = getattr(self, self.shared)
+        last = shared if isinstance(shared, SummedLayer) else getattr(shared, "down_proj", None)
         known = last is shared or type(last) is RowParallelLinear
         if not (known and hasattr(type(experts), "returns_partial_sums")):
             return []

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from oslo_models.layers.experts import Experts
 from oslo_models.pipeline.boundaries import place_boundaries
 from oslo_models.pipeline.caches import CacheLayers
 from oslo_models.pipeline.partition import partition
@@ -276,7 +277,7 @@ def _count_routers(
         [
             layouts[name].shape[0] + entry.identities
             for key, entry in plan.expert_entries(stack).items()
-            if (name := f"{prefix}{stack}.{block}.{key}.down_proj") in layouts
+            if isinstance(entry, Experts) and (name := f"{prefix}{stack}.{block}.{key}.down_proj") in layouts
         ]
         for stack, block in blocks
     ]
