@@ -41,7 +41,7 @@ class SharedExpertsModule(nn.Module):
         """
         experts: Any = self.experts
         shared: Any = getattr(self, self.shared)
-        last = shared if isinstance(shared, SummedLayer) else getattr(shared, "down_proj", None)
+        last: Any = shared if isinstance(shared, SummedLayer) else getattr(shared, "down_proj", None)
         known = last is shared or type(last) is RowParallelLinear
         if not (known and hasattr(type(experts), "returns_partial_sums")):
             return []

@@ -273,7 +273,8 @@ def moments_of_own_features(patch: Patch) -> None:
 
 
 def values_of_all_ranks_without_sum_of_gradients(patch: Patch) -> None:
-    patch.setattr(gemma3n_text, "copy_to", lambda axis, x: x)
+    for module in (gemma3n_text, summed, zaya):
+        patch.setattr(module, "copy_to", lambda axis, x: x)
 
 
 class Reversed(EvenSplit):
