@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.sharding.plan import ColumnParallel, Plan, RecurrentState, StateSpace, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, Plan, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
 COLUMNS = ("model type", "classes", "tp", "pp", "ep", "fused", "kind of model, and what stays replicated")
@@ -46,7 +46,7 @@ def _row(model_type: str) -> list[str]:
     names = {name.removeprefix(prefix): cls for name, cls in classes.items()}
     heads = [f"**{name}**" if _has_sharded_vocabulary(cls) else name for name, cls in names.items()]
     plans = {name: _plan(cls) for name, cls in names.items()}
-    reasons = {name: plan.single_stage_reason for name, plan in plans.items() if plan.single_stage_reason}
+    reasons = {name: reason for name, plan in plans.items() if (reason := plan.pipeline.single_stage_reason)}
     first = next((cls for cls in classes.values() if _has_sharded_vocabulary(cls)), next(iter(classes.values())))
     notes = _first_sentence(model_type)
     options = _options(next(iter(names.values())))
@@ -56,11 +56,11 @@ def _row(model_type: str) -> list[str]:
     for option, plan in options.items():
         if plan.single_rank_reason:
             notes += f" One rank with {option}: {_without_option(plan.single_rank_reason)}."
-        if plan.single_stage_reason and not reasons:
-            notes += f" No stages with {option}: {_without_option(plan.single_stage_reason)}."
-        if reasons and not plan.single_stage_reason:
+        if plan.pipeline.single_stage_reason and not reasons:
+            notes += f" No stages with {option}: {_without_option(plan.pipeline.single_stage_reason)}."
+        if reasons and not plan.pipeline.single_stage_reason:
             notes += f" Stages with {option}."
-    splits = {not plan.single_stage_reason for plan in options.values()}
+    splits = {not plan.pipeline.single_stage_reason for plan in options.values()}
     may_split = (
         True in splits or len(reasons) < len(names) or all(each.startswith("with ") for each in reasons.values())
     )
@@ -114,7 +114,7 @@ class _Read:
 
 
 def _answer(plan: Plan) -> tuple[bool, bool]:
-    return bool(plan.single_rank_reason), bool(plan.single_stage_reason)
+    return bool(plan.single_rank_reason), bool(plan.pipeline.single_stage_reason)
 
 
 def _allow_one_rank(options: Mapping[str, Plan]) -> bool:
@@ -146,7 +146,7 @@ def _tensor_parallel(plan: Plan) -> str:
     if plan.max_ranks() is not None:
         return "heads"
     entries = [entry for kind in plan.kinds_of_blocks() for entry in kind.values()]
-    if any(isinstance(entry, (StateSpace, RecurrentState)) for entry in entries):
+    if any(entry.is_recurrent for entry in entries):
         return "channels"
     return "MLP" if any(isinstance(entry, ColumnParallel) for entry in entries) else "vocabulary"
 

@@ -14,9 +14,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, Replicated, RowParallel
 from oslo_models.registry import did_you_mean
+from oslo_models.sharding.entry import entry_of
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Plan, Replicated, RowParallel, entry_of
 
 _REPLACEMENTS = ("AllReduceLinear", "AllReduceConv1D")
 _METHODS = ("replace_arguments", "replace_modules", "attn_qkv", "attn_out", "mlp_in", "mlp_out", "original_layer_class")
@@ -86,8 +87,7 @@ class PlanOfPolicies:
             blocks=stacks,
             head={},
             optional=sorted({key for stack in stacks.values() for key in stack if key}),
-            single_stage_reason="policies of parallelformers do not say how its blocks are split into stages",
-        )
+        ).with_rules(single_stage_reason="policies of parallelformers do not say how its blocks are split into stages")
 
     def check_ranks(self, config: PreTrainedConfig, count: int) -> None:
         """Raise ``ValueError`` unless the heads divide evenly over the ranks, as the values of a policy presume."""

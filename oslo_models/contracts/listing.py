@@ -123,8 +123,8 @@ _LINEARS = (
     "fusion.modules.FusedLinear fusion.lazy_logits.LazyHead deploy.running_batch.head_product._FastLinear "
     "layers.gathered._GatheredColumn layers.gathered._SlicedRow layers.linear.GroupRowParallelLinear "
     "layers.linear.InnerRowParallelLinear layers.linear.KeyValueParallelLinear layers.linear.KeyValueRowLinear "
-    "layers.linear.LatentLinear layers.linear._ColumnParallel layers.linear._RowParallel "
-    "layers.vocab_parallel.VocabParallelHead"
+    "layers.linear._ColumnParallel layers.linear._RowParallel "
+    "layers.vocab_parallel.VocabParallelHead models.deepseek_v2.LatentLinear"
 )
 _MLPS = "fusion.mlps fusion.decoder_blocks"
 CONTRACTS: tuple[Contract, ...] = (
@@ -243,7 +243,8 @@ CONTRACTS: tuple[Contract, ...] = (
     ),
     _contract(
         "torch.nn.modules.sparse.Embedding.forward",
-        "layers.vocab_parallel.VocabParallelEmbedding layers.gathered.SummedEmbedding modeling.derived.tracing._Traced",
+        "layers.vocab_parallel.VocabParallelEmbedding layers.gathered.SummedEmbeddingLayer "
+        "modeling.derived.tracing._Traced",
         "self input",
         True,
     ),
@@ -287,10 +288,8 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("torch.distributed._symmetric_memory", "distributed.symmetric_memory"),
     _contract("torch.distributed.distributed_c10d._get_default_timeout", "distributed.mesh", "backend"),
     _contract("torch.distributed.distributed_c10d._set_pg_timeout", "distributed.mesh", "timeout group"),
-    _contract("torch.nn.init._calculate_fan_in_and_fan_out", "distributed.sharded_tensor", "tensor"),
-    _contract(
-        "torch.nn.modules.conv._ConvNd", "modeling.apply_plan modeling.derived.derivation modeling.initialization"
-    ),
+    _contract("torch.nn.init._calculate_fan_in_and_fan_out", "distributed.callers", "tensor"),
+    _contract("torch.nn.modules.conv._ConvNd", "layers.gathered modeling.derived.derivation modeling.initialization"),
     _contract("torch.nn.modules.dropout._DropoutNd", "modeling.derived.probe"),
     _contract("torch.nn.modules.module._global_forward_hooks", "fusion.decoder_blocks"),
     _contract("torch.nn.modules.module._global_forward_pre_hooks", "fusion.decoder_blocks"),

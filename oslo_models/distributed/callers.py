@@ -1,16 +1,25 @@
-"""Detects DDP, FSDP and DeepSpeed on the call stack, since these wrappers do not announce themselves to a model."""
+"""Reads the call stack: which function of torch, DeepSpeed or peft calls a model, a module or a shard.
+
+These libraries do not announce themselves to a model, and they have no hook at these places. The guards depend on names
+in the libraries, so each name is in this module. Functions called by a method look at the caller of that method.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from oslo_models.distributed.mesh import Axis, ParallelMesh
+
+# torch ----------------------------------------------------------------------------------------------------------------
 
 
 def object_under_construction(cls: str) -> Any:
@@ -111,9 +120,10 @@ def refuse_fsdp1(what: str) -> None:
         )
 
 
-def is_listed_by_fully_shard() -> bool:
-    """Return whether the caller was called from the function in which ``fully_shard`` lists parameters."""
-    return sys._getframe(2).f_code.co_name == "_get_managed_states"
+def ignored_by_fully_shard() -> Collection[Any] | None:
+    """Return the ``ignored_params`` of a ``fully_shard`` that lists parameters by this method, or ``None``."""
+    caller = sys._getframe(2)
+    return (caller.f_locals.get("ignored_params") or ()) if caller.f_code.co_name == "_get_managed_states" else None
 
 
 def require_replicas_in_fully_shard(what: str, mesh: ParallelMesh) -> None:
@@ -138,6 +148,49 @@ def require_replicas_in_fully_shard(what: str, mesh: ParallelMesh) -> None:
         )
 
 
+def state_dict_options() -> StateDictOptions | None:
+    """Return the options that ``torch.distributed.checkpoint.state_dict`` is checking, if it is on the call stack.
+
+    torch does not pass its options to the model, but its check lists the parameters of each module.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_verify_options":
+            options = frame.f_locals.get("options")
+            if isinstance(options, StateDictOptions):
+                return options
+        frame = frame.f_back
+    return None
+
+
+def computes_initial_bounds() -> bool:
+    """Return whether ``torch.nn.init`` reads the sizes of a parameter. Called by the override of the size."""
+    return sys._getframe(3).f_code is _FANS
+
+
+_FANS = nn.init._calculate_fan_in_and_fan_out.__code__
+
+
+def is_read_by_ddp() -> bool:
+    """Return whether ``DistributedDataParallel`` reads an attribute of a parameter. Called by its override."""
+    return sys._getframe(3).f_globals.get("__name__") == "torch.nn.parallel.distributed"
+
+
+def is_called_by_operation() -> bool:
+    """Return whether the call is a step of an operation that a layer called with its shard.
+
+    Examples are a graph of torch.compile's debugging backend "eager" and the backward pass of grouped expert products,
+    which is Python code in transformers 5.17.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<eval_with_key>") or code.co_name == "_grouped_mm_fallback_backward":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def computes_in_layer(sharding: Any) -> bool:
     """Return whether model or wrapper code computes with a shard, as opposed to code that handles parameters.
 
@@ -160,14 +213,6 @@ def computes_in_layer(sharding: Any) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def computes_in_deepspeed() -> bool:
-    """Return whether DeepSpeed computes with a shard. DeepSpeed knows the sharded parameters and sums norms itself."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and (_is_override(frame) or frame.f_globals.get("__name__", "").startswith("torch.")):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed.")
 
 
 def _is_override(frame: FrameType) -> bool:
@@ -210,3 +255,45 @@ def calling_optimizer() -> str | None:
             return type(owner).__name__
         frame = frame.f_back
     return None
+
+
+# DeepSpeed ------------------------------------------------------------------------------------------------------------
+
+
+def computes_in_deepspeed() -> bool:
+    """Return whether DeepSpeed computes with a shard. DeepSpeed knows the sharded parameters and sums norms itself."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (_is_override(frame) or frame.f_globals.get("__name__", "").startswith("torch.")):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed.")
+
+
+# peft -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeftCall:
+    """Call of a function of ``peft``.
+
+    Attributes:
+        function: name of the function.
+        arguments: its local variables.
+        caller: name of the function that called it.
+        arguments_of_caller: the local variables of that function.
+    """
+
+    function: str
+    arguments: Mapping[str, Any]
+    caller: str
+    arguments_of_caller: Mapping[str, Any]
+
+
+def peft_call() -> PeftCall | None:
+    """Return the call of the function that called this method, if ``peft`` defines the function."""
+    if "peft" not in sys.modules:
+        return None
+    frame = sys._getframe(2)
+    outer = frame.f_back
+    if outer is None or not str(frame.f_globals.get("__name__", "")).startswith("peft."):
+        return None
+    return PeftCall(frame.f_code.co_name, frame.f_locals, outer.f_code.co_name, outer.f_locals)

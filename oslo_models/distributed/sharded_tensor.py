@@ -15,7 +15,6 @@ Every other function raises outside of the layer, since it would treat the local
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -35,6 +34,9 @@ from oslo_models.distributed.callers import (
     computes_in_deepspeed,
     computes_in_layer,
     computes_in_owner,
+    computes_initial_bounds,
+    is_called_by_operation,
+    is_read_by_ddp,
     require_replicas_in_ddp,
     require_replicas_in_fully_shard,
     require_replicas_in_zero,
@@ -730,24 +732,9 @@ def _lookup(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _computes_with_part(weight: Any) -> bool:
     """Return whether a product with a shard is a step of its layer. Attention layers also split weights by heads."""
-    if _is_called_by_operation() or computes_in_owner(weight.sharding):
+    if is_called_by_operation() or computes_in_owner(weight.sharding):
         return True
     return isinstance(weight, WeightView) and computes_in_layer(weight.sharding)
-
-
-def _is_called_by_operation() -> bool:
-    """Return whether the call is a step of an operation that a layer called with its shard.
-
-    Examples are a graph of torch.compile's debugging backend "eager" and the backward pass of grouped expert products,
-    which is Python code in transformers 5.17.
-    """
-    frame: Any = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.startswith("<eval_with_key>") or code.co_name == "_grouped_mm_fallback_backward":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
@@ -808,7 +795,7 @@ def _size(func: Any, args: Any, kwargs: Any) -> Any:
     computes the bounds of random numbers from the full sizes.
     """
     full = args[0].sharding.layout.shape if isinstance(args[0], Shard) else None
-    if full is not None and len(args) == 2 and sys._getframe(2).f_code is _FANS:
+    if full is not None and len(args) == 2 and computes_initial_bounds():
         return full[args[1]]
     if full is not None and len(args) == 1 and not kwargs and type(args[0]) is Shard:
         return torch.Size(full)
@@ -816,12 +803,9 @@ def _size(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-_FANS = nn.init._calculate_fan_in_and_fan_out.__code__
-
-
 def _device(func: Any, args: Any, kwargs: Any) -> Any:
     """Return ``x.device``. ``DistributedDataParallel`` reads it before it compares shapes and sends parameters."""
-    if sys._getframe(2).f_globals.get("__name__") == "torch.nn.parallel.distributed":
+    if is_read_by_ddp():
         require_replicas_in_ddp(args[0].sharding)
     return _local(func, args, kwargs)
 

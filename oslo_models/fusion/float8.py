@@ -20,6 +20,7 @@ from oslo_models.distributed.collectives import MAX, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion.modules import FusedConv1D, FusedLinear
 from oslo_models.fusion.swap import FusionCandidate
+from oslo_models.layers.entries import ColumnParallel, Replicated, RowParallel
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
@@ -28,7 +29,6 @@ from oslo_models.layers.linear import (
     RowParallelConv1D,
     RowParallelLinear,
 )
-from oslo_models.sharding.plan import ColumnParallel, Replicated, RowParallel
 
 RECIPES = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """The recipes by torchao's names, with the required compute capability."""

@@ -13,8 +13,8 @@ from oslo_kernels import decode_attention, passes, small_operations
 from oslo_models.contracts import broken
 from oslo_models.fusion.known_layers import layer_name
 from oslo_models.fusion.swap import FusionCandidate
+from oslo_models.layers.entries import VocabParallel
 from oslo_models.pipeline.placeholders import Placeholder
-from oslo_models.sharding.plan import VocabParallel
 
 ONE_PASS = "one pass in C++"
 

@@ -11,23 +11,87 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
 from oslo_models.distributed.autograd_collectives import average_grad, copy_to, exchange, reduce_from
-from oslo_models.distributed.callers import refuse_fsdp1
+from oslo_models.distributed.callers import ignored_by_fully_shard, refuse_fsdp1
 from oslo_models.distributed.collectives import all_to_all
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.linear import SumReplicatedGrad, _ShardedModule
-from oslo_models.sharding.layout import Layout, even_ranges
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, become, shards
+from oslo_models.layers.replicated_grads import SumReplicatedGrad
+from oslo_models.layers.shared_experts import SharedExpertsModule
+from oslo_models.sharding.entry import Replicated
+from oslo_models.sharding.layout import EvenSplit, Layout, even_ranges
+
+
+@dataclass(frozen=True)
+class Experts(Replicated):
+    """Stacked gated experts. A rank holds a slice of every expert's width or, under expert parallelism, full experts.
+
+    Parameters are ``gate_up_proj [experts, 2 * width, hidden]`` and ``down_proj [experts, hidden, width]``, optionally
+    with ``gate_up_proj_bias`` and ``down_proj_bias``. Experts without gates have ``up_proj [experts, width, hidden]``.
+
+    Args:
+        transposed: the last two dimensions of the projections are exchanged.
+        interleaved: rows of gate and up projection alternate.
+        groups: number of groups of consecutive ranks over which the experts are divided (expert parallelism). The ranks
+            of a group share the width of its experts. If there are more groups than tensor-parallel ranks, each
+            group is one rank, and the groups span several replicas.
+        shared: name of the sibling gated MLP that adds its output to the routed output. Empty without shared experts.
+        identities: number of further experts that return their input. Their rows in ``gate_up_proj`` are never read.
+    """
+
+    stacks_experts: ClassVar[bool] = True
+    transposed: bool = False
+    interleaved: bool = False
+    groups: int = 1
+    shared: str = ""
+    identities: int = 0
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        count = shape[0] - (self.identities if leaf == "gate_up_proj" else 0)
+        if self.groups > count:
+            raise ValueError(f"expert_parallel_size={self.groups} is more than {count}, the number of experts")
+        if self.groups == 1:
+            return self._over_width(leaf, shape, n)
+        n = max(n, self.groups)
+        share = n // self.groups  # ranks of a group
+        width = self._over_width(leaf, shape, share)
+        *before, (start, _) = even_ranges(count, self.groups)
+        return width.over_groups((*before, (start, shape[0])), share)  # include the unread rows of identity experts
+
+    def over_experts(self, groups: int) -> Replicated:
+        return replace(self, groups=groups)
+
+    def _over_width(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        if leaf == "down_proj_bias":
+            return Layout(shape)
+        if leaf == "down_proj":
+            dim = 1 if self.transposed else 2
+            return Layout.sharded(shape, dim, (aligned(shape[dim], n),), n)
+        dim = 2 if self.transposed and leaf == "gate_up_proj" else 1
+        if leaf == "up_proj":
+            return Layout.sharded(shape, 1, (aligned(shape[1], n),), n)
+        width = aligned(shape[dim] // 2, n)
+        splits = (EvenSplit(width.count, 2 * width.width),) if self.interleaved else (width, width)
+        return Layout.sharded(shape, dim, splits, n)
+
+
+def aligned(width: int, n: int) -> EvenSplit:
+    """Return the split of an expert's width into units that grouped GEMMs can address, if there are enough units.
+
+    ``torch._grouped_mm`` requires strides of 16 bytes: 8 elements of 2 bytes, or 4 elements of 4 bytes.
+    """
+    unit = next((unit for unit in (16, 8, 4) if width % unit == 0 and width // unit >= n), 1)
+    return EvenSplit(width // unit, unit)
 
 
 @functools.cache
@@ -49,7 +113,8 @@ def _is_of_model(forward: Any) -> bool:
     return not forward.__module__.startswith("oslo_models.")
 
 
-class ParallelExperts(_ShardedModule):
+@shards(Experts)
+class ParallelExperts(ShardedModule):
     """Local shard of the experts. Runs transformers' forward.
 
     The router is replicated, so all ranks route the same tokens to the same experts. The outputs of a rank are partial
@@ -79,7 +144,14 @@ class ParallelExperts(_ShardedModule):
     total_experts: int
     zero_expert_num: int
     config: Any
-    layouts: Mapping[str, Layout]
+
+    def configure(self, entry: Experts, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        self.set_experts(context.shards, context.mesh)
+        mixture: Any = context.parent
+        if entry.shared and getattr(mixture, entry.shared, None) is not None:
+            become(mixture, SharedExpertsModule)
+            mixture.tp, mixture.shared = context.tp, entry.shared
 
     def set_experts(self, layouts: Mapping[str, Layout], mesh: ParallelMesh) -> None:
         """Set the local experts. Call it after ``tp`` is set and before the parameters are sharded.
@@ -162,16 +234,15 @@ class ParallelExperts(_ShardedModule):
         Raises:
             ValueError: called by ``fully_shard``, which would treat different experts as copies.
         """
-        caller = sys._getframe(1)
-        if self.mesh.has_experts_over_replicas and caller.f_code.co_name == "_get_managed_states":
-            ignored = caller.f_locals.get("ignored_params") or ()
-            if not all(param in ignored for param in self._parameters.values() if param is not None):
-                raise ValueError(
-                    "fully_shard would treat the experts of these replicas as copies, and "
-                    f"expert_parallel_size={self.mesh.expert_parallel_size} gives each of them some experts: leave "
-                    "them out by fully_shard(..., ignored_params=set(model.expert_parameters())); backward averages "
-                    "their gradients"
-                )
+        ignored = ignored_by_fully_shard() if self.mesh.has_experts_over_replicas else None
+        own = [param for param in self._parameters.values() if param is not None]
+        if ignored is not None and not all(param in ignored for param in own):
+            raise ValueError(
+                "fully_shard would treat the experts of these replicas as copies, and "
+                f"expert_parallel_size={self.mesh.expert_parallel_size} gives each of them some experts: leave "
+                "them out by fully_shard(..., ignored_params=set(model.expert_parameters())); backward averages "
+                "their gradients"
+            )
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def named_modules(
@@ -268,29 +339,3 @@ class ParallelExperts(_ShardedModule):
             yield
         finally:
             self.__dict__.pop("down_proj_bias", None)
-
-
-class ParallelDenseExperts(ParallelExperts):
-    """Experts that all compute every token. See `DenseExperts`."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the outputs of all experts.
-
-        Args:
-            hidden_states: ``[experts * tokens, hidden]``, replicated: the tokens weighted for the first expert, then
-                for the second expert, and so on.
-
-        Returns:
-            ``[experts * tokens, hidden]``, replicated.
-        """
-        count, hidden = self.layouts["down_proj"].shape[0], hidden_states.shape[-1]
-        with without_override():
-            own = self.enter_region(hidden_states).view(count, -1, hidden)
-            if self.over_ranks:
-                own = own[self.first : self.first + self.num_experts]
-            own = self.leave_region(own.flatten(0, 1))
-            output: Tensor = super(ParallelExperts, self).forward(own)  # transformers' forward, as there is no routing
-            if self.over_ranks:
-                after = count - self.first - self.num_experts
-                output = F.pad(output.view(self.num_experts, -1, hidden), (0, 0, 0, 0, self.first, after)).flatten(0, 1)
-            return reduce_from(self.tp, output)

@@ -5,7 +5,9 @@ They keep the sizes of the full layer (``out_features``), which the calling code
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +17,109 @@ from oslo_kernels.linear import many_rows_conv1d, many_rows_linear
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.sharded_tensor import layer_context
 from oslo_models.layers import activation_products, activation_shapes  # noqa: F401  registers the rules
-from oslo_models.layers.linear import _add_bias, _ShardedModule
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
+from oslo_models.layers.linear import ColumnParallel, RowParallel, add_bias
 from oslo_models.layers.sharded_activation import Mark, ShardedActivation
-from oslo_models.layers.vocab_parallel import VocabParallelEmbedding
-from oslo_models.sharding.derived import GatheredColumn, SlicedRow
-from oslo_models.sharding.layout import Layout
+from oslo_models.layers.vocab_parallel import VocabParallel, VocabParallelEmbedding
+from oslo_models.sharding.entry import Replicated
+from oslo_models.sharding.layout import EvenSplit, Layout
+
+
+@dataclass(frozen=True, init=False)
+class GatheredColumn(ColumnParallel):
+    """Linear layer with sharded output features. The output is gathered when an operation needs it in full.
+
+    Args:
+        units: number of indivisible units (attention heads) of each matrix. ``None`` splits single features. With more
+            ranks than units, single features are split too, and the output is gathered at once.
+        parts: number of matrices of equal size that the weight concatenates.
+        lazy: keep the output sharded, as a `ShardedActivation`, until an operation needs it in full.
+        transposed: see `ColumnParallel`.
+    """
+
+    units: int | None = None
+    lazy: bool = False
+
+    def __init__(self, units: int | None = None, parts: int = 1, lazy: bool = False, transposed: bool = False) -> None:
+        super().__init__(parts=parts, transposed=transposed)
+        object.__setattr__(self, "units", units)
+        object.__setattr__(self, "lazy", lazy)
+
+    def is_lazy(self, n: int) -> bool:
+        """Return whether the output stays sharded over ``n`` ranks."""
+        return self.lazy and (self.units is None or self.units >= n)
+
+    def split(self, size: int, n: int) -> EvenSplit:
+        """Return the split over ``n`` ranks of each matrix of a weight with ``size`` features in total."""
+        inner = size // self.parts
+        units = inner if self.units is None or self.units < n else self.units
+        return EvenSplit(units, inner // units)
+
+    def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
+        if shape[dim] // self.parts < n:
+            return Layout(shape)  # such as a classifier of two classes over three ranks
+        return Layout.sharded(shape, dim, (self.split(shape[dim], n),) * self.parts, n)
+
+
+@dataclass(frozen=True, init=False)
+class SlicedRow(RowParallel):
+    """Linear layer with sharded input features. A full input is sliced first.
+
+    Args:
+        units: number of indivisible units of the input, equal to ``units`` of the preceding `GatheredColumn`.
+        transposed: see `ColumnParallel`.
+    """
+
+    units: int | None = None
+
+    def __init__(self, units: int | None = None, transposed: bool = False) -> None:
+        super().__init__(transposed=transposed)
+        object.__setattr__(self, "units", units)
+
+    def split(self, size: int, n: int) -> EvenSplit:
+        """Return the split over ``n`` ranks of a weight with ``size`` input features."""
+        return GatheredColumn(self.units).split(size, n)
+
+    def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
+        return Layout(shape) if shape[dim] < n else Layout.sharded(shape, dim, (self.split(shape[dim], n),), n)
+
+
+@dataclass(frozen=True, init=False)
+class HeadsRow(SlicedRow):
+    """Output projection of an ``nn.MultiheadAttention``, which sums over the heads."""
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return Layout(shape) if (self.units or 0) < n else super().layout(leaf, shape, n)
+
+
+@dataclass(frozen=True)
+class GatheredConvolution(Replicated):
+    """Convolution with sharded output channels, which are gathered at once.
+
+    Args:
+        transposed: the weight is stored ``[in, out, ...]``, as in transposed convolutions.
+    """
+
+    transposed: bool = False
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        dim = 1 if self.transposed and leaf == "weight" else 0
+        return Layout(shape) if shape[dim] < n else Layout.sharded(shape, dim, (EvenSplit(shape[dim]),), n)
+
+
+@dataclass(frozen=True)
+class SummedEmbedding(VocabParallel):
+    """Embedding with sharded rows and all-reduced outputs."""
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return Layout(shape) if shape[0] < n else super().layout(leaf, shape, n)
 
 
 def call_by_itself(module: nn.Module, args: Any) -> None:
     """Hook that does nothing. It makes torch's modules call the layer instead of reading its weights."""
 
 
-class DerivedLayer(_ShardedModule):
+class DerivedLayer(ShardedModule):
     """Base of these layers.
 
     Attributes:
@@ -34,7 +127,14 @@ class DerivedLayer(_ShardedModule):
     """
 
     entry: Any
-    layouts: dict[str, Layout]
+    weight: Tensor
+    bias: Any
+    product: ClassVar[Callable[..., Tensor]]
+
+    def configure(self, entry: Any, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        self.entry = entry
+        self.register_forward_pre_hook(call_by_itself)
 
 
 class _GatheredColumn(DerivedLayer):
@@ -55,12 +155,14 @@ class _GatheredColumn(DerivedLayer):
         return activation if self.entry.is_lazy(n) and not torch.compiler.is_compiling() else activation.full()
 
 
+@shards(GatheredColumn, nn.Linear)
 class GatheredColumnLinear(_GatheredColumn, nn.Linear):
     """``nn.Linear`` with sharded output features."""
 
     product = staticmethod(many_rows_linear)
 
 
+@shards(GatheredColumn, Conv1D)
 class GatheredColumnConv1D(_GatheredColumn, Conv1D):
     """``Conv1D`` with sharded output features."""
 
@@ -83,22 +185,26 @@ class _SlicedRow(DerivedLayer):
             x = x.full() if isinstance(x, ShardedActivation) else x
             x = scatter_to(self.tp, x, -1 % x.dim(), [stop - start for start, stop in split.ranges(self.tp.size)])
         with layer_context(self.weight):
-            return _add_bias(reduce_from(self.tp, self.product(x, self.weight, None)), self.bias)
+            return add_bias(reduce_from(self.tp, self.product(x, self.weight, None)), self.bias)
 
 
+@shards(SlicedRow, nn.Linear)
+@shards(HeadsRow, nn.Linear)
 class SlicedRowLinear(_SlicedRow, nn.Linear):
     """``nn.Linear`` with sharded input features."""
 
     product = staticmethod(many_rows_linear)
 
 
+@shards(SlicedRow, Conv1D)
 class SlicedRowConv1D(_SlicedRow, Conv1D):
     """``Conv1D`` with sharded input features."""
 
     product = staticmethod(many_rows_conv1d)
 
 
-class GatheredConvolution(DerivedLayer):
+@shards(GatheredConvolution, nn.modules.conv._ConvNd)
+class GatheredConvolutionLayer(DerivedLayer):
     """Convolution ``[rows, in, ...]`` to ``[rows, out, ...]`` with sharded output channels, gathered at once."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -112,7 +218,8 @@ class GatheredConvolution(DerivedLayer):
         return gather_from(self.tp, local, channels, [stop - start for ((start, stop),) in layout.ranges])
 
 
-class SummedEmbedding(DerivedLayer, VocabParallelEmbedding):
+@shards(SummedEmbedding, nn.Embedding)
+class SummedEmbeddingLayer(DerivedLayer, VocabParallelEmbedding):
     """``nn.Embedding`` with sharded rows."""
 
     def forward(self, ids: Tensor) -> Tensor:

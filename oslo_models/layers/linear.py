@@ -1,12 +1,15 @@
 """Linear layers sharded over the tp axis. They subclass the replaced layers, so ``isinstance`` checks still pass.
 
+Custom layers of an architecture keep their code. Mixins replace the torch functions that they call.
+
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -16,63 +19,96 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels.linear import many_rows_conv1d, many_rows_linear
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
-from oslo_models.distributed.collectives import has_dispatch_mode, reduce_fresh
+from oslo_models.distributed.collectives import has_dispatch_mode
 from oslo_models.distributed.mesh import Axis
-from oslo_models.distributed.rng import ShardedRngStream
-from oslo_models.distributed.sharded_tensor import layer_context
+from oslo_models.distributed.sharded_tensor import layer_context, without_override
+from oslo_models.layers.function_overrides import FunctionOverrides
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.overlap import overlapped_product
+from oslo_models.layers.replicated_grads import summed_over_copies
+from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 
-class _ShardedModule(nn.Module):
-    """Base of sharded layers.
+@dataclass(frozen=True)
+class ColumnParallel(Replicated):
+    """Shard the output features of a linear layer: ``y_local = x @ W_local``. The input is replicated.
 
-    Attributes:
-        tp: axis over which the layer is sharded.
-        stream: random stream for dropout in the sharded region, or ``None`` if the model uses no dropout.
+    Args:
+        splits: one split per matrix that the weight concatenates. Without splits, output features are split evenly.
+        parts: number of matrices of equal size that the weight concatenates. Read only without splits.
+        transposed: the weight is stored ``[in, out]`` (``Conv1D``) rather than ``[out, in]`` (``nn.Linear``).
+        dim: sharded dimension of a bare parameter or a buffer.
+
+    Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
 
-    tp: Axis
-    stream: ShardedRngStream | None
+    splits: tuple[EvenSplit, ...] = ()
+    parts: int = 1
+    transposed: bool = False
+    dim: int = 0
+
+    def __init__(self, *splits: EvenSplit, parts: int = 1, transposed: bool = False, dim: int = 0) -> None:
+        object.__setattr__(self, "splits", splits)
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "transposed", transposed)
+        object.__setattr__(self, "dim", dim)
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return self._sharded(shape, len(shape) - 1 if self.transposed else self.dim, n)
+
+    def max_ranks(self) -> int | None:
+        return min((split.max_ranks() for split in self.splits), default=None)
+
+    def over_experts(self, groups: int) -> Replicated:
+        splits = [split.over_experts(groups) for split in self.splits]
+        if all(new is old for new, old in zip(splits, self.splits, strict=True)):
+            return self
+        return type(self)(*splits, parts=self.parts, transposed=self.transposed, dim=self.dim)
+
+    def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
+        return Layout.sharded(shape, dim, self.splits or (EvenSplit(shape[dim] // self.parts),) * self.parts, n)
+
+
+class RowParallel(ColumnParallel):
+    """Shard the input features of a linear layer. Partial outputs are all-reduced, then the bias is added.
+
+    Args and source: as for ``ColumnParallel``.
+    """
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return Layout(shape) if leaf == "bias" else self._sharded(shape, 0 if self.transposed else len(shape) - 1, n)
+
+
+@dataclass(frozen=True)
+class InnerRowParallel(RowParallel):
+    """Row-parallel linear layer between sharded layers. Each rank uses the full output for its local computation.
+
+    So the gradient of the output is all-reduced. A norm of the output is a `HeadNorm`.
+
+    Args:
+        splits: as for ``ColumnParallel``. Input features of replicated key-value heads count once.
+        outputs: assigns output features to ranks. Each rank keeps its features of the sum. Without it, each rank keeps
+            all features.
+    """
+
+    outputs: EvenSplit | None = None
+
+    def __init__(self, *splits: EvenSplit, outputs: EvenSplit | None = None) -> None:
+        super().__init__(*splits)
+        object.__setattr__(self, "outputs", outputs)
+
+
+class _Linear(ShardedModule):
+    """Base of linear layers."""
+
     weight: Tensor
     bias: Any
     product: ClassVar[Callable[..., Tensor]]
     """``product(x, weight, bias or None)``: ``F.linear`` or its replacement by `fusion`."""
 
-    @property
-    def qconfig(self) -> Any:
-        """Reject torch's eager quantisation, which sets this attribute before it replaces layers.
 
-        Raises:
-            RuntimeError: on assignment. Eager quantisation would silently skip sharded layers.
-        """
-        raise AttributeError("qconfig")
-
-    @qconfig.setter
-    def qconfig(self, value: Any) -> None:
-        raise RuntimeError(
-            f"torch.ao.quantization does not quantise sharded layers ({type(self).__name__}): use torchao's "
-            "quantize_(), which changes weights only, or tensor_parallel_size=1"
-        )
-
-    def enter_region(self, x: Tensor) -> Tensor:
-        """Enter the sharded region with the replicated input of a column-parallel layer."""
-        if self.stream is not None and self.training:
-            self.stream.enter()
-        return copy_to(self.tp, x)
-
-    def leave_region(self, x: Tensor) -> Tensor:
-        """Leave the sharded region with the sharded input of a row-parallel layer.
-
-        Call it before the layer's product. Activation checkpointing recomputes a block only up to the last tensor that
-        the backward pass needs, and this is often the input.
-        """
-        if self.stream is not None:
-            self.stream.leave()
-        return x
-
-
-class _ColumnParallel(_ShardedModule):
+class _ColumnParallel(_Linear):
     """Layer with sharded output features. Input ``[..., in]`` is replicated, output is ``[..., local_out]``.
 
     Attributes:
@@ -99,7 +135,7 @@ class _ColumnParallel(_ShardedModule):
         return self.product(copy_to(self.tp, x), self.weight, bias) if output is None else output
 
 
-class _RowParallel(_ShardedModule):
+class _RowParallel(_Linear):
     """Layer with sharded input features. Input is ``[..., local_in]``, output ``[..., out]`` is replicated.
 
     Attributes:
@@ -113,7 +149,7 @@ class _RowParallel(_ShardedModule):
             if self.returns_partial_sums:
                 partial = self.product(self.leave_region(x), self.weight)
                 return partial if self.bias is None else partial + self._share_of_bias().to(partial.dtype)
-            return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
+            return add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
 
     def _share_of_bias(self) -> Tensor:
         """Return this rank's share of the bias. The shares add up to the bias, and each rank gets its full gradient."""
@@ -122,10 +158,15 @@ class _RowParallel(_ShardedModule):
         return share
 
 
+@shards(ColumnParallel, nn.Linear)
 class ColumnParallelLinear(_ColumnParallel, nn.Linear):
     """``nn.Linear`` with sharded output features."""
 
     product = staticmethod(many_rows_linear)
+
+    @classmethod
+    def for_layouts(cls, layouts: Mapping[str, Layout]) -> type[nn.Module]:
+        return KeyValueParallelLinear if layouts["weight"].overlaps else cls
 
 
 class KeyValueParallelLinear(ColumnParallelLinear):
@@ -139,10 +180,59 @@ class KeyValueParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         with layer_context(self.weight):
-            return self.product(self.enter_region(x), *(_summed_over_copies(self, leaf) for leaf in ("weight", "bias")))
+            return self.product(self.enter_region(x), *(summed_over_copies(self, leaf) for leaf in ("weight", "bias")))
 
 
-class _SharesOutput:
+@shards(ColumnParallel, Conv1D)
+class ColumnParallelConv1D(_ColumnParallel, Conv1D):
+    """GPT-2's linear layer (weight ``[in, out]``) with sharded output features."""
+
+    product = staticmethod(many_rows_conv1d)
+
+
+@shards(ColumnParallel, nn.Embedding)
+def keep_embedding(module: Any, entry: ColumnParallel, context: ShardingContext) -> None:
+    """Shard the columns of an embedding, such as T5's relative bias. A lookup needs no other code."""
+    ShardedModule.configure(module, entry, context)
+
+
+@shards(RowParallel, nn.Linear)
+class RowParallelLinear(_RowParallel, nn.Linear):
+    """``nn.Linear`` with sharded input features."""
+
+    product = staticmethod(many_rows_linear)
+
+    @classmethod
+    def for_layouts(cls, layouts: Mapping[str, Layout]) -> type[nn.Module]:
+        return GroupRowParallelLinear if layouts["weight"].overlaps else cls
+
+
+class GroupRowParallelLinear(RowParallelLinear):
+    """Row-parallel linear layer with fewer groups of inputs than ranks. Some groups are on several ranks.
+
+    Each of these ranks has partial sums of the group's inputs. So the weight gradients of a group are summed over its
+    ranks.
+    """
+
+    layouts: dict[str, Layout]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with layer_context(self.weight):
+            weight = summed_over_copies(self, "weight")
+            return add_bias(reduce_from(self.tp, self.product(self.leave_region(x), weight)), self.bias)
+
+
+class KeyValueRowLinear(GroupRowParallelLinear):
+    """Row-parallel linear layer after replicated key-value heads. Each head counts once.
+
+    The first rank with a head adds its part of the output. Other ranks hold the same weights without a gradient.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * float(bool(self.layouts["weight"].owned_indices(self.tp.rank))))
+
+
+class SharesOutput:
     """Layer with an all-reduced output gradient, including the adapter branch."""
 
     tp: Axis
@@ -162,63 +252,8 @@ class _SharesOutput:
             del self._is_shared_later
 
 
-class LatentLinear(_SharesOutput, _ShardedModule, nn.Linear):
-    """Replicated projection to a latent and to the rotary part of a key that the heads of all ranks share.
-
-    The column-parallel projection after the latent all-reduces the gradient of the latent. The rotary part enters the
-    local heads directly, so this layer all-reduces its gradient.
-    """
-
-    rotary: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        with layer_context(self.weight):
-            output = F.linear(x, self.weight, self.bias)
-            return output if self._is_shared_later else self.share(output)
-
-    def share(self, output: Tensor) -> Tensor:
-        latent, rotary = output.split([self.out_features - self.rotary, self.rotary], dim=-1)
-        return torch.cat((latent, copy_to(self.tp, rotary)), dim=-1)
-
-
-class ColumnParallelConv1D(_ColumnParallel, Conv1D):
-    """GPT-2's linear layer (weight ``[in, out]``) with sharded output features."""
-
-    product = staticmethod(many_rows_conv1d)
-
-
-class RowParallelLinear(_RowParallel, nn.Linear):
-    """``nn.Linear`` with sharded input features."""
-
-    product = staticmethod(many_rows_linear)
-
-
-class GroupRowParallelLinear(RowParallelLinear):
-    """Row-parallel linear layer with fewer groups of inputs than ranks. Some groups are on several ranks.
-
-    Each of these ranks has partial sums of the group's inputs. So the weight gradients of a group are summed over its
-    ranks.
-    """
-
-    layouts: dict[str, Layout]
-
-    def forward(self, x: Tensor) -> Tensor:
-        with layer_context(self.weight):
-            weight = _summed_over_copies(self, "weight")
-            return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), weight)), self.bias)
-
-
-class KeyValueRowLinear(GroupRowParallelLinear):
-    """Row-parallel linear layer after replicated key-value heads. Each head counts once.
-
-    The first rank with a head adds its part of the output. Other ranks hold the same weights without a gradient.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * float(bool(self.layouts["weight"].owned_indices(self.tp.rank))))
-
-
-class InnerRowParallelLinear(_SharesOutput, RowParallelLinear):
+@shards(InnerRowParallel, nn.Linear)
+class InnerRowParallelLinear(SharesOutput, RowParallelLinear):
     """Row-parallel linear layer between sharded layers. Its output gradient is all-reduced.
 
     Attributes:
@@ -226,6 +261,14 @@ class InnerRowParallelLinear(_SharesOutput, RowParallelLinear):
     """
 
     outputs: EvenSplit | None = None
+
+    def configure(self, entry: InnerRowParallel, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        self.outputs = entry.outputs
+
+    @classmethod
+    def for_layouts(cls, layouts: Mapping[str, Layout]) -> type[nn.Module]:
+        return InnerKeyValueRowLinear if layouts["weight"].overlaps else cls
 
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)
@@ -242,13 +285,14 @@ class InnerKeyValueRowLinear(InnerRowParallelLinear, KeyValueRowLinear):
     """`InnerRowParallelLinear` after replicated key-value heads."""
 
 
+@shards(RowParallel, Conv1D)
 class RowParallelConv1D(_RowParallel, Conv1D):
     """GPT-2's linear layer (weight ``[in, out]``) with sharded input features."""
 
     product = staticmethod(many_rows_conv1d)
 
 
-def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
+def add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
     """Add the bias after the all-reduce: in place, unless compiled or under a dispatch mode."""
     if bias is None:
         return summed
@@ -258,46 +302,22 @@ def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
     return summed + bias if out_of_place else summed.add_(bias)
 
 
-class SumReplicatedGrad(torch.autograd.Function):
-    """Identity in the forward pass. The backward pass sums a gradient over the ranks with the same elements.
+@shards(ColumnParallel)
+class ColumnParallelModule(ShardedModule):
+    """Layer that calls ``F.linear``, with sharded output features. The input ``[..., in]`` is replicated."""
 
-    The gradient is all-reduced in a buffer of the full shape. Replicated key-value projections are small, and this
-    needs no further process groups.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, param: Tensor, axis: Axis, layout: Layout) -> Tensor:
-        ctx.axis, ctx.layout = axis, layout
-        return param.view_as(param)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _SumReplicated.apply(grad, ctx.axis, ctx.layout), None, None
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with without_override():
+            return super().forward(self.enter_region(x), *args, **kwargs)
 
 
-class _SumReplicated(torch.autograd.Function):
-    """Backward pass of `SumReplicatedGrad`. `SumReplicatedGrad` is the backward pass of this function in turn."""
+@shards(RowParallel)
+class RowParallelModule(ShardedModule):
+    """Layer that calls ``F.linear``, with sharded input features. The input is ``[..., local_in]``."""
 
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, axis: Axis, layout: Layout) -> Tensor:
-        ctx.axis, ctx.layout = axis, layout
-        return sum_replicated(grad, axis, layout)
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return add_bias(reduce_from(self.tp, F.linear(x, weight)), bias)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return SumReplicatedGrad.apply(grad, ctx.axis, ctx.layout), None, None
-
-
-def _summed_over_copies(layer: Any, leaf: str) -> Any:
-    """Return a parameter. Its gradient, if any, is summed over the ranks that hold the same elements."""
-    param = getattr(layer, leaf)
-    if param is None or not param.requires_grad:
-        return param
-    return SumReplicatedGrad.apply(param, layer.tp, layer.layouts[leaf])
-
-
-def sum_replicated(grad: Tensor, axis: Axis, layout: Layout) -> Tensor:
-    """Sum the gradient of a shard over the ranks that hold the same elements."""
-    full = grad.new_zeros(layout.shape)
-    layout.write_shard(full, grad, axis.rank)
-    return layout.shard(reduce_fresh(axis, full), axis.rank).clone()
+        with without_override(), FunctionOverrides({F.linear: linear}):
+            return super().forward(self.leave_region(x), *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,29 @@ from oslo_models.distributed.autograd_collectives import copy_to, gather_from, r
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.gathered import DerivedLayer
+from oslo_models.layers.kinds import shards
 from oslo_models.layers.sharded_activation import Mark, ShardedActivation
-from oslo_models.sharding.derived import SplitHeads
+from oslo_models.sharding.entry import Replicated
+from oslo_models.sharding.layout import EvenSplit, Layout
 
 
+@dataclass(frozen=True)
+class SplitHeads(Replicated):
+    """``nn.MultiheadAttention`` with sharded heads. It is replicated if there are more ranks than heads.
+
+    Args:
+        heads: the heads.
+    """
+
+    heads: EvenSplit
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        parts = 3 if leaf.startswith("in_proj") else 1
+        dim = len(shape) - 1 if leaf in ("bias_k", "bias_v") else 0
+        return Layout(shape) if self.heads.count < n else Layout.sharded(shape, dim, (self.heads,) * parts, n)
+
+
+@shards(SplitHeads, nn.MultiheadAttention)
 class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
     """Each rank computes its local heads, and ``out_proj`` all-reduces the outputs.
 

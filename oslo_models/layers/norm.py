@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
-from oslo_models.distributed.mesh import Axis
-from oslo_models.layers.linear import SumReplicatedGrad
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
+from oslo_models.layers.replicated_grads import SumReplicatedGrad
+from oslo_models.sharding.entry import Norm
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 
-class HeadParallelNorm(nn.Module):
-    """Norm of each head by itself. Ranks apply one weight to different heads, so its gradient is all-reduced."""
+@dataclass(frozen=True)
+class HeadNorm(Norm):
+    """Norm of each attention head by itself, applied to the local heads.
 
-    tp: Axis
-    layouts: dict[str, Layout]
+    Args:
+        split: assigns the rows of the weight to heads. Without it, all heads share the full weight, and its gradient
+            is all-reduced.
+    """
+
+    split: EvenSplit | None = None
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return Layout(shape) if self.split is None else Layout.sharded(shape, 0, (self.split,), n)
+
+
+@dataclass(frozen=True)
+class WidthNorm(HeadNorm):
+    """RMS norm over a sharded dimension. The mean is taken over all ranks."""
+
+
+@dataclass(frozen=True)
+class GroupWidthNorm(HeadNorm):
+    """RMS norm of each group of heads, with an optional gate on its input. See `StateSpace`.
+
+    If several ranks hold parts of a group, the mean is taken over these ranks.
+
+    Args:
+        groups: the number of groups.
+    """
+
+    groups: int = 1
+
+
+@shards(HeadNorm)
+class HeadParallelNorm(ShardedModule):
+    """Norm of each head by itself. Ranks apply one weight to different heads, so its gradient is all-reduced."""
 
     def is_shared(self, name: str) -> bool:
         """Return whether other ranks apply elements of this parameter, too."""
@@ -43,6 +76,7 @@ class HeadParallelNorm(nn.Module):
                 attributes.pop(name, None)
 
 
+@shards(WidthNorm)
 class WidthParallelNorm(HeadParallelNorm):
     """RMS norm over all features of a sharded activation. Input and output are ``[..., local width]``.
 
@@ -62,6 +96,7 @@ class WidthParallelNorm(HeadParallelNorm):
         return (super().forward(x) * scale).to(x.dtype)
 
 
+@shards(GroupWidthNorm)
 class GroupParallelNorm(HeadParallelNorm):
     """RMS norm of each group of features of a sharded activation ``[..., local width]``, gated before or after.
 
@@ -76,9 +111,9 @@ class GroupParallelNorm(HeadParallelNorm):
     groups: int
     variance_epsilon: float
 
-    def set_groups(self, groups: int) -> None:
-        """Set the number of all groups. A rank has one or several groups, or a part of one group."""
-        layout = self.layouts["weight"]
+    def configure(self, entry: GroupWidthNorm, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        layout, groups = self.layouts["weight"], entry.groups
         ((start, stop),) = layout.ranges[self.tp.rank]
         full = layout.shape[0] // groups
         self.groups, self.group = groups, start // full if self.tp.size > groups else None
@@ -99,27 +134,3 @@ class GroupParallelNorm(HeadParallelNorm):
         mean = sums[..., self.group, None] * self.groups / self.layouts["weight"].shape[0]
         scale = ((squares.mean(-1, keepdim=True) + eps) / (mean + eps)).sqrt()
         return (output * scale).to(output.dtype)
-
-
-class HeadParallelNorms(nn.Module):
-    """Separate layer norm for each head. Input and output are ``[rows, local heads, positions, width]``.
-
-    Every rank holds all norms. Gradients are zero except for the local heads, and are all-reduced.
-    """
-
-    tp: Axis
-    heads: EvenSplit
-    norms: nn.ModuleList
-
-    def forward(self, x: Tensor) -> Tensor:
-        start, stop = self.heads.unit_ranges(self.tp.size)[self.tp.rank]
-        norms: list[Any] = list(self.norms)
-        leaves = [[getattr(norm, leaf) for norm in norms] for leaf in ("weight", "bias")]
-        weights, biases = (None if params[0] is None else torch.stack(params) for params in leaves)
-        if weights is not None:
-            weights = copy_to(self.tp, weights)[start:stop, None]
-        if biases is not None:
-            biases = copy_to(self.tp, biases)[start:stop, None]
-        normed = F.layer_norm(x, x.shape[-1:], eps=norms[0].eps)
-        scaled = normed if weights is None else normed * weights
-        return scaled if biases is None else scaled + biases

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from oslo_models.distributed.autograd_collectives import reduce_from
 from oslo_models.distributed.mesh import Axis
-from oslo_models.layers.custom_layers import SummedModule
-from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.linear import RowParallelLinear
+from oslo_models.layers.summed import SummedLayer
 
 
 class SharedExpertsModule(nn.Module):
@@ -40,9 +39,10 @@ class SharedExpertsModule(nn.Module):
 
         A layer with an adapter or hooks needs its full output.
         """
-        experts, shared = self.experts, getattr(self, self.shared)
-        last: Any = shared if isinstance(shared, SummedModule) else getattr(shared, "down_proj", None)
+        experts: Any = self.experts
+        shared: Any = getattr(self, self.shared)
+        last: Any = shared if isinstance(shared, SummedLayer) else getattr(shared, "down_proj", None)
         known = last is shared or type(last) is RowParallelLinear
-        if not (known and isinstance(experts, ParallelExperts)):
+        if not (known and hasattr(type(experts), "returns_partial_sums")):
             return []
         return [] if any(each._forward_hooks for each in (experts, shared, last)) else [experts, last]

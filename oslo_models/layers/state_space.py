@@ -5,18 +5,70 @@ Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor paralleli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
 
-from oslo_models.distributed.mesh import Axis
-from oslo_models.layers.short_convolution import ShortConvolutionModule
-from oslo_models.sharding.layout import EvenSplit, Layout
+from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.function_overrides import override_attributes
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, become, shards
+from oslo_models.layers.local_module import LocalModule, set_local_attributes
+from oslo_models.layers.replicated_grads import SumReplicatedGrad
+from oslo_models.sharding.layout import Layout
 
 
-class StateSpaceModule(ShortConvolutionModule):
+@dataclass(frozen=True)
+class StateSpace(LocalModule):
+    """State-space mixer, sharded over its heads. Parameters of a group are replicated on the ranks with its heads.
+
+    Args:
+        attributes: see `LocalModule`.
+        convolution: name of the convolution. Its parameters have separate entries.
+        scales: name of a buffer ``[..., features]`` that scales the outputs of ``in_proj``. Empty without this buffer.
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor parallelism).
+    """
+
+    is_recurrent: ClassVar[bool] = True
+    convolution: str = "conv1d"
+    scales: str = ""
+
+
+class FilteredModule(ShardedModule):
+    """Mixin before a module that applies the filters of its depthwise convolution directly, to the local channels.
+
+    Attributes:
+        convolution: name of the convolution.
+        filters: layouts of its parameters. Ranks with heads of one group replicate the filters of that group's shared
+            channels. Each rank computes only the gradient from its local heads, so the gradients are summed.
+    """
+
+    convolution: str
+    filters: Mapping[str, Layout]
+
+    def configure(self, entry: Any, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        self.convolution = entry.convolution
+        self.filters = {
+            leaf: context.layouts[f"{context.name}.{entry.convolution}.{leaf}"]
+            for leaf, _ in getattr(self, entry.convolution).named_parameters()
+        }
+        set_local_attributes(self, entry.attributes, context.tp)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        convolution = getattr(self, self.convolution)
+        summed = {
+            name: SumReplicatedGrad.apply(getattr(convolution, name), self.tp, layout)
+            for name, layout in self.filters.items()
+            if layout.overlaps
+        }
+        with without_override(), override_attributes(convolution, summed):
+            return super().forward(*args, **kwargs)
+
+
+class StateSpaceModule(FilteredModule):
     """Mixin before a mixer class. The mixer's forward reads the parameters of its convolution directly.
 
     Attributes:
@@ -27,6 +79,12 @@ class StateSpaceModule(ShortConvolutionModule):
 
     scales: str
     scaled: Layout
+
+    def configure(self, entry: StateSpace, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        self.scales = entry.scales
+        if entry.scales:
+            self.scaled = context.layouts[f"{context.name}.in_proj.weight"]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         training = self.training
@@ -42,28 +100,10 @@ class StateSpaceModule(ShortConvolutionModule):
             vars(self).pop(self.scales, None)
 
 
-class RecurrentStateModule(nn.Module):
-    """Mixin before a recurrent mixer. Passes the states of the local heads to the mixer.
-
-    States keep transformers' shapes, with entries for all heads. A rank reads and writes the entries of its local
-    heads.
-
-    Attributes:
-        heads: split of the heads, of width 1.
-        replicated: number of leading states that every rank reads and writes in full.
-    """
-
-    tp: Axis
-    heads: EvenSplit
-    replicated: int
-
-    def forward(self, hidden: Tensor, state: Sequence[Tensor] | None = None, **kwargs: Any) -> Any:
-        if state is None:
-            return super().forward(hidden, None, **kwargs)
-        start, stop = self.heads.ranges(self.tp.size)[self.tp.rank]
-        own = [*state[: self.replicated], *(each[:, start:stop] for each in state[self.replicated :])]
-        output, new = super().forward(hidden, own, **kwargs)
-        if new is not own:  # new tensors instead of in-place writes
-            for before, after in zip(own, new, strict=True):
-                before.copy_(after)
-        return output, state
+@shards(StateSpace)
+def shard_mixer(module: Any, entry: StateSpace, context: ShardingContext) -> None:
+    """Shard a mixer. A mixer of another type with the same name has local attributes only."""
+    if hasattr(module, entry.convolution):
+        become(module, StateSpaceModule).configure(entry, context)
+    else:
+        set_local_attributes(module, entry.attributes, context.tp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,14 +16,49 @@ from oslo_models.distributed.autograd_collectives import copy_to, gather_from, r
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import layer_context, without_override
 from oslo_models.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
-from oslo_models.sharding.layout import Layout
+from oslo_models.layers.function_overrides import FunctionOverrides
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
+from oslo_models.sharding.entry import Replicated
+from oslo_models.sharding.layout import EvenSplit, Layout
 
 
-class VocabParallelEmbedding(nn.Embedding):
+@dataclass(frozen=True)
+class VocabParallel(Replicated):
+    """Shard the rows of an embedding, an LM head or its bias: one row per token of the vocabulary."""
+
+    embeds_tokens: ClassVar[bool] = True
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        if shape[0] < n:
+            raise ValueError(
+                f"a vocabulary of {shape[0]} tokens cannot be sharded over tensor_parallel_size={n} ranks, as some of "
+                f"them would have none: use at most {shape[0]}"
+            )
+        return Layout.sharded(shape, 0, (EvenSplit(shape[0]),), n)
+
+
+class _VocabParallel(ShardedModule):
+    """Base of embeddings.
+
+    Attributes:
+        padding_idx: local row without a gradient, if this rank holds it.
+    """
+
+    padding_idx: int | None
+
+    def configure(self, entry: VocabParallel, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        layout = context.shards.get("weight")
+        if self.padding_idx is not None and layout is not None and layout.dim is not None:
+            ((start, stop),) = layout.ranges[self.tp.rank]
+            self.padding_idx = self.padding_idx - start if start <= self.padding_idx < stop else None
+
+
+@shards(VocabParallel, nn.Embedding)
+class VocabParallelEmbedding(_VocabParallel, nn.Embedding):
     """``nn.Embedding`` with a sharded vocabulary. Maps token ids ``[...]`` to ``[..., hidden]``, replicated."""
 
-    tp: Axis
-    layouts: dict[str, Layout]
+    padding_idx: int | None
 
     def forward(self, ids: Tensor) -> Tensor:
         with without_override():
@@ -49,7 +85,20 @@ def vocab_parallel_embedding(
     return reduce_from(axis, rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
-class VocabParallelHead(nn.Linear):
+@shards(VocabParallel)
+class VocabParallelModule(_VocabParallel):
+    """Layer that calls ``F.embedding``, with a sharded vocabulary. The input is token ids ``[...]``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Tensor:
+            return vocab_parallel_embedding(self.tp, ids, weight, self.layouts["weight"], padding_idx)
+
+        with without_override(), FunctionOverrides({F.embedding: embedding}):
+            return super().forward(*args, **kwargs)
+
+
+@shards(VocabParallel, nn.Linear)
+class VocabParallelHead(ShardedModule, nn.Linear):
     """LM head with a sharded vocabulary. Input ``[..., hidden]`` is replicated.
 
     Returns `VocabParallelLogits`, or the full logits under ``torch.compile``. Dynamo guards the size of a tensor that
@@ -59,8 +108,6 @@ class VocabParallelHead(nn.Linear):
         gathers: whether to return the full logits for backward hooks, which compare shapes.
     """
 
-    tp: Axis
-    layouts: dict[str, Layout]
     gathers = False
     product: ClassVar[Callable[..., Tensor]] = staticmethod(many_rows_linear)
 

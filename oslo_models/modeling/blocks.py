@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     Experts,
@@ -22,6 +21,7 @@ from oslo_models.sharding.plan import (
     RowParallel,
     StateSpace,
 )
+from oslo_models.sharding.layout import EvenSplit, GroupedHeads
 
 QUERY_KEY_VALUE = ("query", "key", "value")
 _SEVERAL_STREAMS = "hidden states have several streams, which become one after the last block"
@@ -170,4 +170,4 @@ def of_several_streams(plan: Plan, head: Entries) -> Plan:
     Args:
         head: the entries of the modules that merge the streams after the last block.
     """
-    return replace(plan, head=head, single_stage_reason=_SEVERAL_STREAMS)
+    return replace(plan, head=head).with_rules(single_stage_reason=_SEVERAL_STREAMS)

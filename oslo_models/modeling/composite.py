@@ -31,8 +31,9 @@ def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapp
         replicated_attentions=[
             given for own, given in outputs.items() if own in plan.replicated_attentions or plan.max_ranks() is None
         ],
-        single_stage_reason=plan.single_stage_reason
-        or ("one of its parts has blocks of several types" if types else ""),
+    ).with_rules(
+        single_stage_reason=plan.pipeline.single_stage_reason
+        or ("one of its parts has blocks of several types" if types else "")
     )
 
 

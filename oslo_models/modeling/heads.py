@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oslo_models.sharding.plan import Entries, Norm, Replicated, VocabParallel
+from oslo_models.layers.entries import Entries, Norm, Replicated, VocabParallel
 
 LM_HEAD: Entries = {"lm_head": VocabParallel()}
 SCORE: Entries = {"score": Replicated()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from oslo_models.checkpoint import optimizer as optimizers
 from oslo_models.distributed.callers import (
-    is_listed_by_fully_shard,
+    ignored_by_fully_shard,
     object_under_construction,
     refuse_fsdp1,
     require_replicas,
     require_replicas_in_fully_shard,
+    state_dict_options,
 )
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh, check_size
@@ -75,7 +74,7 @@ class TrainableModel(PreTrainedModel):
         """
         if not recurse and self.mesh is not None and self.mesh.is_sharded:
             _refuse_full_state_dict(self)
-            if is_listed_by_fully_shard():
+            if ignored_by_fully_shard() is not None:
                 require_replicas_in_fully_shard(f"one {type(self).__name__}", self.mesh)
         if recurse and self.mesh is not None and self.mesh.has_experts_over_replicas:
             _refuse_deepspeed()
@@ -260,23 +259,14 @@ class TrainableModel(PreTrainedModel):
 
 
 def _refuse_full_state_dict(model: TrainableModel) -> None:
-    """Raise ``ValueError`` if torch is checking ``StateDictOptions`` that request full tensors.
-
-    torch does not pass its options to the model, but its check lists the parameters of each module.
-    """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name == "_verify_options" and isinstance(
-            options := frame.f_locals.get("options"), StateDictOptions
-        ):
-            if options.full_state_dict:
-                raise ValueError(
-                    f"full_state_dict=True does not gather the shards of a {type(model).__name__}: leave it out for "
-                    "torch.distributed.checkpoint, which saves and loads shards at any sizes, or write a full "
-                    "checkpoint with save_pretrained_with_parallel(directory, save_with_merging=True)"
-                )
-            return
+    """Raise ``ValueError`` if torch is checking ``StateDictOptions`` that request full tensors."""
+    options = state_dict_options()
+    if options is not None and options.full_state_dict:
+        raise ValueError(
+            f"full_state_dict=True does not gather the shards of a {type(model).__name__}: leave it out for "
+            "torch.distributed.checkpoint, which saves and loads shards at any sizes, or write a full "
+            "checkpoint with save_pretrained_with_parallel(directory, save_with_merging=True)"
+        )
 
 
 def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) -> None:

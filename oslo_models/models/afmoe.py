@@ -7,12 +7,12 @@ from transformers import AfmoeConfig
 from transformers.models.afmoe import modeling_afmoe as hf
 from transformers.models.afmoe.modeling_afmoe import AfmoePreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.qwen3 import Qwen3Parallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Plan, Replicated
 
 
 class AfmoeParallel(Qwen3Parallel):
@@ -32,7 +32,7 @@ class AfmoeParallel(Qwen3Parallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), disabled_after_first_stage={"config.mup_enabled": False})
+        return super().plan(config).with_rules(disabled_after_first_stage={"config.mup_enabled": False})
 
 
 class AfmoeModel(AfmoeParallel, hf.AfmoeModel):

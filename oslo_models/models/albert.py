@@ -7,11 +7,11 @@ from transformers import AlbertConfig
 from transformers.models.albert import modeling_albert as hf
 from transformers.models.albert.modeling_albert import AlbertPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 LM_HEAD: Entries = {
     "predictions.dense": Replicated(),
@@ -44,8 +44,7 @@ class AlbertParallel(BertParallel):
             blocks={"encoder.albert_layer_groups": block},
             head={"pooler": Replicated()},
             optional=("pooler",),
-            single_stage_reason="its blocks share their weights, so every stage would hold all of them",
-        )
+        ).with_rules(single_stage_reason="its blocks share their weights, so every stage would hold all of them")
 
 
 class AlbertModel(AlbertParallel, hf.AlbertModel):

@@ -6,9 +6,9 @@ from transformers.activations import XIELUActivation
 from transformers.models.apertus import modeling_apertus as hf
 from transformers.models.apertus.modeling_apertus import ApertusPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, HeadNorm, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import ColumnParallel, HeadNorm, RowParallel
 
 
 class ApertusParallel(LlamaParallel):

@@ -4,10 +4,10 @@ from transformers import AriaTextConfig
 from transformers.models.aria import modeling_aria as hf
 from transformers.models.aria.modeling_aria import AriaTextPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Experts, Replicated, SummedModule
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import ColumnParallel, Experts, Replicated, SummedModule
 
 _EXPERTS: dict[str, Replicated] = {"mlp.experts": Experts(transposed=True, shared="shared_experts")}
 if hasattr(hf, "AriaGroupedExpertsGemm"):  # in transformers 5.17, experts route tokens themselves

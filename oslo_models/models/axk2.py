@@ -6,10 +6,10 @@ from transformers import AXK2Config
 from transformers.models.axk2 import modeling_axk2 as hf
 from transformers.models.axk2.modeling_axk2 import AXK2PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Replicated
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.deepseek_v32 import DeepseekV32Parallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Replicated
 
 
 class AXK2Parallel(DeepseekV32Parallel):

@@ -6,10 +6,10 @@ from transformers import BailingHybridConfig
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid as hf
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.kimi_linear import KimiLinearParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries
 
 
 class BailingHybridParallel(KimiLinearParallel):

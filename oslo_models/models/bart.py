@@ -6,11 +6,11 @@ from transformers import BartConfig
 from transformers.models.bart import modeling_bart as hf
 from transformers.models.bart.modeling_bart import BartPreTrainedModel
 
+from oslo_models.layers.entries import Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import bart_block
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import Norm, Plan, Replicated, VocabParallel
 
 
 class BartParallel(ParallelModel):
@@ -20,7 +20,7 @@ class BartParallel(ParallelModel):
         stacks: the stacks of the model: encoder, decoder or both.
         embedding_norms: norms of a stack before its blocks.
         final_norms: norms of a stack after its blocks.
-        embedding_changes: `Plan.disabled_after_first_stage` of each stack.
+        embedding_changes: `PipelineRules.disabled_after_first_stage` of each stack.
     """
 
     stacks: tuple[str, ...] = ("encoder", "decoder")
@@ -55,9 +55,10 @@ class BartParallel(ParallelModel):
             blocks={f"{stack}.layers": cls.block(cls.heads(config, stack), *attentions[stack]) for stack in cls.stacks},
             head={f"{stack}.{name}": Norm() for stack in cls.stacks for name in cls.final_norms},
             optional=("shared",),
+        ).with_rules(
             disabled_after_first_stage={
                 f"{stack}.{name}": value for stack in cls.stacks for name, value in cls.embedding_changes.items()
-            },
+            }
         )
 
 

@@ -7,12 +7,12 @@ from transformers import BeamConfig
 from transformers.models.beam import modeling_beam as hf
 from transformers.models.beam.modeling_beam import BeamPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.gemma2 import Gemma2Parallel
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries
 
 
 class BeamParallel(LlamaParallel):

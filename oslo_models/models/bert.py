@@ -8,10 +8,10 @@ from transformers import BertConfig
 from transformers.models.bert import modeling_bert as hf
 from transformers.models.bert.modeling_bert import BertPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class BertParallel(ParallelModel):
@@ -38,8 +38,7 @@ class BertParallel(ParallelModel):
             blocks={"encoder.layer": block},
             head={"pooler.dense": Replicated()},
             optional=("pooler.dense",),
-            embedding_dropouts=("embeddings.dropout",),
-        )
+        ).with_rules(embedding_dropouts=("embeddings.dropout",))
 
 
 LM_HEAD = {

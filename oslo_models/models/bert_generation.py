@@ -4,8 +4,8 @@ from transformers import BertGenerationConfig
 from transformers.models.bert_generation import modeling_bert_generation as hf
 from transformers.models.bert_generation.modeling_bert_generation import BertGenerationPreTrainedModel
 
+from oslo_models.layers.entries import VocabParallel
 from oslo_models.models.bert import BertParallel
-from oslo_models.sharding.plan import VocabParallel
 
 
 class BertGenerationParallel(BertParallel):

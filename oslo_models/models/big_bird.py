@@ -7,10 +7,10 @@ from transformers import BigBirdConfig
 from transformers.models.big_bird import modeling_big_bird as hf
 from transformers.models.big_bird.modeling_big_bird import BigBirdPreTrainedModel
 
+from oslo_models.layers.entries import Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import replicated_attention
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER
 from oslo_models.models.bert import LM_HEAD, BertParallel
-from oslo_models.sharding.plan import Norm, Plan, Replicated, VocabParallel
 
 
 class BigBirdParallel(BertParallel):
@@ -21,13 +21,12 @@ class BigBirdParallel(BertParallel):
         plan = replace(
             super().plan(config),
             head={"pooler": Replicated()},
-            disabled_after_first_stage={"embeddings.rescale_embeddings": False},
             optional=("pooler",),
-        )
+        ).with_rules(disabled_after_first_stage={"embeddings.rescale_embeddings": False})
         if config.attention_type == "original_full":
             return plan
         reason = "with attention_type='block_sparse', it pads its input to full blocks"
-        return replace(replicated_attention(plan), single_stage_reason=reason)
+        return replicated_attention(plan).with_rules(single_stage_reason=reason)
 
 
 class BigBirdModel(BigBirdParallel, hf.BigBirdModel):

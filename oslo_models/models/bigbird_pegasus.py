@@ -9,10 +9,10 @@ from transformers import BigBirdPegasusConfig
 from transformers.models.bigbird_pegasus import modeling_bigbird_pegasus as hf
 from transformers.models.bigbird_pegasus.modeling_bigbird_pegasus import BigBirdPegasusPreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Plan, Replicated, RowParallel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated, RowParallel
 
 
 class BigBirdPegasusParallel(BartParallel):

@@ -6,10 +6,10 @@ from transformers import BioGptConfig
 from transformers.models.biogpt import modeling_biogpt as hf
 from transformers.models.biogpt.modeling_biogpt import BioGptPreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import bart_block, heads_of
 from oslo_models.modeling.heads import CLASSIFIER, SCORE
-from oslo_models.sharding.plan import LocalModule, Norm, Plan, Replicated, VocabParallel
 
 
 class BioGptParallel(ParallelModel):
@@ -23,8 +23,7 @@ class BioGptParallel(ParallelModel):
             embed={"embed_tokens": VocabParallel(), "embed_positions": Replicated()},
             blocks={"layers": block},
             head={"layer_norm": Norm()},
-            disabled_after_first_stage={"dropout": 0.0},
-        )
+        ).with_rules(disabled_after_first_stage={"dropout": 0.0})
 
 
 class BioGptModel(BioGptParallel, hf.BioGptModel):

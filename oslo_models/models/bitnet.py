@@ -7,10 +7,10 @@ from transformers import BitNetConfig
 from transformers.models.bitnet import modeling_bitnet as hf
 from transformers.models.bitnet.modeling_bitnet import BitNetPreTrainedModel
 
+from oslo_models.layers.entries import Plan, WidthNorm
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import Plan, WidthNorm
 
 
 class BitNetParallel(LlamaParallel):

@@ -13,11 +13,11 @@ from transformers import BltConfig
 from transformers.models.blt import modeling_blt as hf
 from transformers.models.blt.modeling_blt import BltPreTrainedModel
 
+from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, VocabParallel
 
 
 class BltParallel(ParallelModel):
@@ -66,8 +66,7 @@ class BltParallel(ParallelModel):
             blocks=blocks,
             head={"local_decoder.norm": Norm()},
             optional=("global_transformer.token_embedding_projection",),
-            single_stage_reason="bytes, patches and the patcher each go through blocks of their own",
-        )
+        ).with_rules(single_stage_reason="bytes, patches and the patcher each go through blocks of their own")
 
     def _initialized_whole(self) -> list[str]:
         """Add the MLPs: transformers scales their initial weights by the width of the full MLP."""

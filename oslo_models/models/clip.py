@@ -7,10 +7,10 @@ from transformers import initialization as init
 from transformers.models.clip import modeling_clip as hf
 from transformers.models.clip.modeling_clip import CLIPPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 VISION, TEXT = "vision_model", "text_model"
 VISUAL: Entries = {f"{VISION}.post_layernorm": Norm(), "visual_projection": Replicated()}
@@ -53,7 +53,7 @@ class CLIPParallel(ParallelModel):
             else:
                 embed |= {f"{path}embeddings": Replicated(), f"{path}pre_layrnorm": Norm()}
                 positions[stack] = lambda batch, side=own.patch_size: _patches(batch["pixel_values"].shape, side)
-        return Plan(embed=embed, blocks=blocks, head=head, input_positions=positions)
+        return Plan(embed=embed, blocks=blocks, head=head).with_rules(input_positions=positions)
 
 
 def _patches(shape: Any, side: int) -> tuple[int, int]:

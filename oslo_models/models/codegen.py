@@ -6,10 +6,10 @@ from transformers import CodeGenConfig
 from transformers.models.codegen import modeling_codegen as hf
 from transformers.models.codegen.modeling_codegen import CodeGenPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 
 
 class CodeGenParallel(ParallelModel):
@@ -35,8 +35,7 @@ class CodeGenParallel(ParallelModel):
             embed={"wte": VocabParallel()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            embedding_dropouts=("drop",),
-        )
+        ).with_rules(embedding_dropouts=("drop",))
 
 
 class CodeGenModel(CodeGenParallel, hf.CodeGenModel):

@@ -7,10 +7,10 @@ from transformers import CohereConfig
 from transformers.models.cohere import modeling_cohere as hf
 from transformers.models.cohere.modeling_cohere import CoherePreTrainedModel
 
+from oslo_models.layers.entries import Entries, HeadNorm
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import Entries, HeadNorm
 
 
 class CohereParallel(LlamaParallel):

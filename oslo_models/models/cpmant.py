@@ -11,11 +11,11 @@ from transformers import CpmAntConfig
 from transformers.models.cpmant import modeling_cpmant as hf
 from transformers.models.cpmant.modeling_cpmant import CpmAntPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class CpmAntParallel(ParallelModel):
@@ -43,7 +43,8 @@ class CpmAntParallel(ParallelModel):
                 }
             },
             head={"encoder.output_layernorm": Norm()},
-            single_stage_reason="the output of its blocks is returned without the prompts, which further blocks need",
+        ).with_rules(
+            single_stage_reason="the output of its blocks is returned without the prompts, which further blocks need"
         )
 
 

@@ -6,11 +6,11 @@ from transformers import CTRLConfig
 from transformers.models.ctrl import modeling_ctrl as hf
 from transformers.models.ctrl.modeling_ctrl import CTRLPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class CTRLParallel(ParallelModel):
@@ -32,9 +32,7 @@ class CTRLParallel(ParallelModel):
             blocks={"h": block},
             head={"layernorm": Norm()},
             optional=("pos_encoding",),  # a buffer
-            disabled_after_first_stage={"d_model_size": 1},
-            embedding_dropouts=("dropout",),
-        )
+        ).with_rules(disabled_after_first_stage={"d_model_size": 1}, embedding_dropouts=("dropout",))
 
 
 class CTRLModel(CTRLParallel, hf.CTRLModel):

@@ -1,18 +1,37 @@
 """DeBERTa: BERT with disentangled attention. Without `talking_head` and the head of `legacy=False`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
 from transformers import DebertaConfig
 from transformers.models.deberta import modeling_deberta as hf
 from transformers.models.deberta.modeling_deberta import DebertaPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, Replicated
+from oslo_models.layers.kinds import ShardingContext, shards
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Plan, Replicated, ReplicatedDropout
+
+
+@dataclass(frozen=True)
+class ReplicatedDropout(Replicated):
+    """Dropout with a replicated input between sharded layers. All ranks must draw the same mask."""
+
+
+@shards(ReplicatedDropout)
+def draw_outside(module: nn.Module, entry: ReplicatedDropout, context: ShardingContext) -> None:
+    """Make a dropout between sharded layers draw from the replicated random stream."""
+    stream = context.stream
+    if stream is None:
+        return
+    module.register_forward_pre_hook(lambda *_: stream.leave())
+    module.register_forward_hook(lambda module, *_: stream.enter() if module.training else None)
 
 
 class DebertaParallel(BertParallel):
@@ -46,9 +65,10 @@ class DebertaParallel(BertParallel):
             embed={**plan.embed, "embeddings.embed_proj": Replicated()},
             blocks={"encoder.layer": {**own, **rest, **local}},
             head={},
+            optional=(*tables, *(name for name in (*own, *local) if ".pos_" in name)),
+        ).with_rules(
             on_every_stage={"encoder.rel_embeddings": Replicated()},
             disabled_after_first_stage={"embeddings.mask": None},
-            optional=(*tables, *(name for name in (*own, *local) if ".pos_" in name)),
         )
 
 

@@ -8,11 +8,11 @@ from transformers import DebertaV2Config
 from transformers.models.deberta_v2 import modeling_deberta_v2 as hf
 from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD
 from oslo_models.models.deberta import DebertaParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated
 
 
 class DebertaV2Parallel(DebertaParallel):
@@ -33,9 +33,10 @@ class DebertaV2Parallel(DebertaParallel):
         return replace(
             plan,
             embed={**plan.embed, **convolution},
-            on_every_stage={**plan.on_every_stage, "encoder.LayerNorm": Norm()},
-            disabled_after_first_stage={**plan.disabled_after_first_stage, "encoder.conv": None},
             optional=(*plan.optional, *convolution, "encoder.LayerNorm"),
+        ).with_rules(
+            on_every_stage={**plan.pipeline.on_every_stage, "encoder.LayerNorm": Norm()},
+            disabled_after_first_stage={**plan.pipeline.disabled_after_first_stage, "encoder.conv": None},
         )
 
 

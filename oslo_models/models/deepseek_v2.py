@@ -1,24 +1,63 @@
 """DeepSeek-V2: Llama with multi-head latent attention, and shared and routed experts after the first blocks."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as hf
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2PreTrainedModel
 
+from oslo_models.distributed.autograd_collectives import copy_to
+from oslo_models.distributed.sharded_tensor import layer_context
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Norm, Replicated, RowParallel
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
+from oslo_models.layers.linear import SharesOutput
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import (
-    ColumnParallel,
-    Entries,
-    Latent,
-    LocalModule,
-    Norm,
-    Replicated,
-    RowParallel,
-)
+
+
+@dataclass(frozen=True)
+class Latent(Replicated):
+    """Replicated projection to a latent for all heads and to the rotary part of a key that all heads share.
+
+    Args:
+        rotary: size of the rotary part, the last output features.
+
+    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 (multi-head latent attention).
+    """
+
+    rotary: int
+
+
+@shards(Latent, nn.Linear)
+class LatentLinear(SharesOutput, ShardedModule, nn.Linear):
+    """Replicated projection to a latent and to the rotary part of a key that the heads of all ranks share.
+
+    The column-parallel projection after the latent all-reduces the gradient of the latent. The rotary part enters the
+    local heads directly, so this layer all-reduces its gradient.
+    """
+
+    rotary: int
+
+    def configure(self, entry: Latent, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        self.rotary = entry.rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        with layer_context(self.weight):
+            output = F.linear(x, self.weight, self.bias)
+            return output if self._is_shared_later else self.share(output)
+
+    def share(self, output: Tensor) -> Tensor:
+        latent, rotary = output.split([self.out_features - self.rotary, self.rotary], dim=-1)
+        return torch.cat((latent, copy_to(self.tp, rotary)), dim=-1)
 
 
 class DeepseekV2Parallel(LlamaParallel):

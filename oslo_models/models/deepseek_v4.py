@@ -8,21 +8,16 @@ all heads share them.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTrainedModel
 
-from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts, of_several_streams
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
-    GroupedHeadsProjection,
     LocalModule,
     Norm,
     Plan,
@@ -30,6 +25,37 @@ from oslo_models.sharding.plan import (
     RowParallel,
     SharedOutput,
 )
+from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts, of_several_streams
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import GroupedHeads, Layout
+
+
+@dataclass(frozen=True)
+class GroupedHeadsProjection(Replicated):
+    """Weight ``[groups * out, heads of a group * head_dim]`` that projects each group of heads by itself.
+
+    A rank holds the rows of its groups. If several ranks share a group, each holds the columns of its local heads, and
+    its outputs are partial sums. The next layer is row-parallel over the groups.
+
+    Args:
+        heads: the heads, with groups in place of key-value heads.
+    """
+
+    heads: GroupedHeads
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        heads = self.heads
+        rows = Layout.sharded(shape, 0, (replace(heads, head_dim=shape[0] // heads.kv_heads).key_value,), n)
+        if n <= heads.kv_heads:
+            return rows
+        width, own = heads.head_dim, heads.head_ranges(n)
+        firsts = [group * heads.group for _, (group, _) in own]
+        columns = [((a - first) * width, (b - first) * width) for first, ((a, b), _) in zip(firsts, own, strict=True)]
+        return Layout(shape, 1, tuple((range_,) for range_ in columns), first_ranges=rows.ranges)
+
+    def max_ranks(self) -> int | None:
+        return self.heads.query_heads
 
 
 class DeepseekV4Parallel(LlamaParallel):

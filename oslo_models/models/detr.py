@@ -6,10 +6,10 @@ from transformers import DetrConfig
 from transformers.models.detr import modeling_detr as hf
 from transformers.models.detr.modeling_detr import DetrPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 
 
 class DetrParallel(ParallelModel):
@@ -42,8 +42,7 @@ class DetrParallel(ParallelModel):
                 "decoder.layers": cls.block(decoder, "self_attn", "encoder_attn"),
             },
             head={"decoder.layernorm": Norm()},
-            single_stage_reason="its backbone also computes the mask that all blocks need",
-        )
+        ).with_rules(single_stage_reason="its backbone also computes the mask that all blocks need")
 
 
 class DetrModel(DetrParallel, hf.DetrModel):

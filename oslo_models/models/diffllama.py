@@ -7,10 +7,10 @@ from transformers import DiffLlamaConfig
 from transformers.models.diffllama import modeling_diffllama as hf
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
 
 
 class DiffLlamaParallel(LlamaParallel):

@@ -6,11 +6,11 @@ from transformers import DistilBertConfig
 from transformers.models.distilbert import modeling_distilbert as hf
 from transformers.models.distilbert.modeling_distilbert import DistilBertPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 CLASSIFIER: Entries = {"pre_classifier": Replicated(), "classifier": Replicated()}
 
@@ -34,8 +34,7 @@ class DistilBertParallel(ParallelModel):
             embed={**tables, "embeddings.LayerNorm": Norm()},
             blocks={"transformer.layer": block},
             head={},
-            embedding_dropouts=("embeddings.dropout",),
-        )
+        ).with_rules(embedding_dropouts=("embeddings.dropout",))
 
 
 class DistilBertModel(DistilBertParallel, hf.DistilBertModel):

@@ -7,18 +7,60 @@ first block, equal tokens tie for the last place in a mask. The number of keys, 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import DogeConfig
 from transformers.models.doge import modeling_doge as hf
 from transformers.models.doge.modeling_doge import DogePreTrainedModel
 
+from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
+from oslo_models.layers.entries import ColumnParallel, Entries, InnerRowParallel, Plan, Replicated
+from oslo_models.layers.function_overrides import FunctionOverrides
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
+from oslo_models.layers.local_module import LocalModule, localize
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, InnerRowParallel, Plan, Replicated, VectorExperts
+
+
+@dataclass(frozen=True)
+class VectorExperts(LocalModule):
+    """Mixture of experts with one pair of vectors per expert and one feature between them. Ranks shard each vector.
+
+    The vectors are rows of two embeddings ``down_embed`` and ``up_embed``, which have separate entries.
+
+    Source: He, "Mixture of a Million Experts", 2024.
+    """
+
+
+@shards(VectorExperts)
+class VectorExpertsLayer(ShardedModule):
+    """Mixture that multiplies its input by rows of ``down_embed``, and the result by rows of ``up_embed``.
+
+    The forward calls ``torch.matmul`` for both products. Input and output are replicated.
+    """
+
+    down_embed: Any
+
+    def configure(self, entry: VectorExperts, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        localize(self, entry, context)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        layout = self.down_embed.layouts["weight"]
+        sizes, size = [stop - start for ((start, stop),) in layout.ranges], layout.shape[1]
+
+        def product(left: Tensor, right: Tensor) -> Tensor:
+            if right.shape[-2] == size and right.shape[-1] == 1:  # rows [tokens, chosen, local] by [tokens, hidden, 1]
+                return reduce_from(self.tp, torch.matmul(left, scatter_to(self.tp, right, -2, sizes)))
+            return gather_from(self.tp, torch.matmul(copy_to(self.tp, left), right), -1, sizes)
+
+        with FunctionOverrides({torch.matmul: product}):
+            return super().forward(hidden_states, **kwargs)
 
 
 class DogeParallel(LlamaParallel):
@@ -52,8 +94,7 @@ class DogeParallel(LlamaParallel):
         return replace(
             plan,
             blocks={"layers": {**block, **experts}},
-            single_stage_reason="routers mix the rows of a batch, so that micro-batches choose other experts",
-        )
+        ).with_rules(single_stage_reason="routers mix the rows of a batch, so that micro-batches choose other experts")
 
 
 class DogeModel(DogeParallel, hf.DogeModel):

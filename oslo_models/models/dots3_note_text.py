@@ -10,10 +10,10 @@ from transformers import Dots3NoteTextConfig
 from transformers.models.dots3_note import modeling_dots3_note as hf
 from transformers.models.dots3_note.modeling_dots3_note import Dots3NotePreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, Plan
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.deepseek_v32 import DeepseekV32Parallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, HeadNorm, Plan
 
 
 class Dots3NoteParallel(DeepseekV32Parallel):

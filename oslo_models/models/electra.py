@@ -7,9 +7,9 @@ from transformers import ElectraConfig
 from transformers.models.electra import modeling_electra as hf
 from transformers.models.electra.modeling_electra import ElectraPreTrainedModel
 
+from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, VocabParallel
 
 LM_HEAD: Entries = {
     "generator_predictions.LayerNorm": Norm(),

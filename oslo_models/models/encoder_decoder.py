@@ -20,7 +20,7 @@ class EncoderDecoderParallel(ParallelModel):
     def plan(cls, config: Any) -> Plan:
         encoder, decoder = AutoModel.class_for(config.encoder), AutoModelForCausalLM.class_for(config.decoder)
         name = "enc_to_dec_proj"  # if their hidden sizes differ
-        between = Plan(embed={}, blocks={}, head={}, on_every_stage={name: Replicated()}, optional=(name,))
+        between = Plan(embed={}, blocks={}, head={}, optional=(name,)).with_rules(on_every_stage={name: Replicated()})
         encoding = plan_of_part("encoder", encoder, config.encoder, {"attentions": "encoder_attentions"})
         return encoding | plan_of_part("decoder", decoder, config.decoder, DECODED) | between
 

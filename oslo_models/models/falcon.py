@@ -6,10 +6,10 @@ from transformers import FalconConfig
 from transformers.models.falcon import modeling_falcon as hf
 from transformers.models.falcon.modeling_falcon import FalconPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 
 
 class FalconParallel(ParallelModel):

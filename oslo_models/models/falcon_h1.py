@@ -25,7 +25,7 @@ class FalconH1Parallel(BambaParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), disabled_after_first_stage={"embedding_multiplier": 1.0})
+        return super().plan(config).with_rules(disabled_after_first_stage={"embedding_multiplier": 1.0})
 
 
 class FalconH1Model(FalconH1Parallel, hf.FalconH1Model):

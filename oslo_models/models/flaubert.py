@@ -4,9 +4,9 @@ from transformers import FlaubertConfig
 from transformers.models.flaubert import modeling_flaubert as hf
 from transformers.models.flaubert.modeling_flaubert import FlaubertPreTrainedModel
 
+from oslo_models.layers.entries import Norm, Replicated, VocabParallel
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
 from oslo_models.models.xlm import XLMParallel
-from oslo_models.sharding.plan import Norm, Replicated, VocabParallel
 
 
 class FlaubertParallel(XLMParallel):

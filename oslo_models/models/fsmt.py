@@ -7,9 +7,9 @@ from transformers import FSMTConfig
 from transformers.models.fsmt import modeling_fsmt as hf
 from transformers.models.fsmt.modeling_fsmt import PretrainedFSMTModel
 
+from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated, VocabParallel
 
 FSMTPreTrainedModel = PretrainedFSMTModel
 

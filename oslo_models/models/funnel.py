@@ -1,5 +1,7 @@
 """Funnel: blocks that pool the sequence, a decoder that upsamples it, attention to relative positions."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import nn
@@ -7,20 +9,12 @@ from transformers import FunnelConfig
 from transformers.models.funnel import modeling_funnel as hf
 from transformers.models.funnel.modeling_funnel import FunnelPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
+from oslo_models.models.xlnet import EinsumHeads
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import (
-    ColumnParallel,
-    EinsumHeads,
-    Entries,
-    Norm,
-    Plan,
-    Replicated,
-    RowParallel,
-    VocabParallel,
-)
 
 CLASSIFIER: Entries = {"classifier.linear_hidden": Replicated(), "classifier.linear_out": Replicated()}
 
@@ -52,7 +46,8 @@ class FunnelParallel(ParallelModel):
             blocks={"encoder.blocks": block, **({"decoder.layers": layer} if cls.decodes else {})},
             head={},
             optional=[name for name in block if int(name.partition(".")[0]) >= min(config.block_sizes)],
-            single_stage_reason="the sequence is pooled between blocks, and the decoder adds the output of the first",
+        ).with_rules(
+            single_stage_reason="the sequence is pooled between blocks, and the decoder adds the output of the first"
         )
 
 

@@ -6,16 +6,51 @@ their gates at a number of standard deviations. The statistics are computed over
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
 from transformers import Gemma3nTextConfig
 from transformers.models.gemma3n import modeling_gemma3n as hf
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nPreTrainedModel
 
+from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
+from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
+from oslo_models.layers.function_overrides import FunctionOverrides
+from oslo_models.layers.kinds import ShardedModule, shards
+from oslo_models.layers.linear import ColumnParallelLinear
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.gemma3_text import Gemma3Parallel
-from oslo_models.sharding.plan import Entries, GlobalMoments, Norm, Plan, Replicated, VocabParallel
+
+
+@dataclass(frozen=True)
+class GlobalMoments(Replicated):
+    """Module that takes mean and standard deviation of a sharded activation over the features of all ranks."""
+
+    has_parameters: ClassVar[bool] = False
+
+
+@shards(GlobalMoments)
+class GlobalMomentsLayer(ShardedModule):
+    """Module that calls ``torch.mean`` and ``torch.std`` on a sharded activation ``[..., local features]``.
+
+    Both are taken over the features of all ranks. One of its column-parallel layers outputs these features.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layouts: Any = next(layer.layouts for layer in self.modules() if isinstance(layer, ColumnParallelLinear))
+        width = layouts["weight"].shape[0]
+
+        def mean(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+            return copy_to(self.tp, reduce_from(self.tp, x.sum(dim, keepdim))) / width
+
+        def std(x: Tensor, dim: int, keepdim: bool = False, unbiased: bool = True) -> Tensor:
+            squares = (x - mean(x, dim, True)).square()
+            return (mean(squares, dim, keepdim) * (width / (width - unbiased))).sqrt()
+
+        with FunctionOverrides({torch.mean: mean, torch.std: std}):
+            return super().forward(*args, **kwargs)
 
 
 class Gemma3nParallel(Gemma3Parallel):
@@ -44,7 +79,8 @@ class Gemma3nParallel(Gemma3Parallel):
             plan,
             embed={**plan.embed, **inputs, **{f"altup_projections.{i}": Replicated() for i in streams}},
             head={**plan.head, **{f"altup_unembed_projections.{i}": Replicated() for i in streams}},
-            single_stage_reason="hidden states have several streams, and blocks need what earlier modules made",
+        ).with_rules(
+            single_stage_reason="hidden states have several streams, and blocks need what earlier modules made"
         )
 
 

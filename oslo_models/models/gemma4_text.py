@@ -13,10 +13,10 @@ from transformers import Gemma4TextConfig
 from transformers.models.gemma4 import modeling_gemma4 as hf
 from transformers.models.gemma4.modeling_gemma4 import Gemma4PreTrainedModel
 
+from oslo_models.layers.entries import Entries, Experts, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.gemma3_text import Gemma3Parallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import Entries, Experts, Norm, Plan, Replicated, VocabParallel
 
 
 class Gemma4Parallel(Gemma3Parallel):
@@ -59,8 +59,7 @@ class Gemma4Parallel(Gemma3Parallel):
             plan,
             embed={**plan.embed, **cls.inputs_of_blocks},
             block_overrides={"layers": [cls.attention(config, cls.heads(config, i)) for i in range(count)]},
-            single_stage_reason=f"with {shared[0]}, blocks need what earlier modules made" if shared else "",
-        )
+        ).with_rules(single_stage_reason=f"with {shared[0]}, blocks need what earlier modules made" if shared else "")
 
 
 class Gemma4TextModel(Gemma4Parallel, hf.Gemma4TextModel):

@@ -20,7 +20,7 @@ class GlmMoeDsaParallel(DeepseekV32Parallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         shared = [block for block, kind in enumerate(config.indexer_types) if kind == "shared"]
-        return replace(super().plan(config), continued_blocks={"layers": shared})
+        return super().plan(config).with_rules(continued_blocks={"layers": shared})
 
 
 class GlmMoeDsaModel(GlmMoeDsaParallel, hf.GlmMoeDsaModel):

@@ -6,10 +6,10 @@ from transformers import GPTBigCodeConfig
 from transformers.models.gpt_bigcode import modeling_gpt_bigcode as hf
 from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodePreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, SCORE
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class GPTBigCodeParallel(ParallelModel):
@@ -38,8 +38,7 @@ class GPTBigCodeParallel(ParallelModel):
             embed={"wte": VocabParallel(), "wpe": Replicated()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            embedding_dropouts=("drop",),
-        )
+        ).with_rules(embedding_dropouts=("drop",))
 
 
 class GPTBigCodeModel(GPTBigCodeParallel, hf.GPTBigCodeModel):

@@ -6,10 +6,10 @@ from transformers import GPTNeoXConfig
 from transformers.models.gpt_neox import modeling_gpt_neox as hf
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
 
 
 class GPTNeoXParallel(ParallelModel):
@@ -30,8 +30,7 @@ class GPTNeoXParallel(ParallelModel):
             embed={"embed_in": VocabParallel()},
             blocks={"layers": block},
             head={"final_layer_norm": Norm()},
-            embedding_dropouts=("emb_dropout",),
-        )
+        ).with_rules(embedding_dropouts=("emb_dropout",))
 
 
 class GPTNeoXModel(GPTNeoXParallel, hf.GPTNeoXModel):

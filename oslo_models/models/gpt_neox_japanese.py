@@ -7,9 +7,9 @@ from transformers import GPTNeoXJapaneseConfig
 from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as hf
 from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapanesePreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.models.gpt_neox import GPTNeoXParallel
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated, VocabParallel
 
 
 class GPTNeoXJapaneseParallel(GPTNeoXParallel):
@@ -23,7 +23,7 @@ class GPTNeoXJapaneseParallel(GPTNeoXParallel):
             "attention.dense_bias": Replicated(),
         }
         blocks = {"layers": {**plan.blocks["layers"], **attention}}
-        return replace(plan, blocks=blocks, optional=("attention.dense_bias",), embedding_dropouts=())
+        return replace(plan, blocks=blocks, optional=("attention.dense_bias",)).with_rules(embedding_dropouts=())
 
 
 class GPTNeoXJapaneseModel(GPTNeoXJapaneseParallel, hf.GPTNeoXJapaneseModel):

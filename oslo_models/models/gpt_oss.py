@@ -6,11 +6,11 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss import modeling_gpt_oss as hf
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
 
+from oslo_models.layers.entries import Entries, Experts, Replicated
 from oslo_models.modeling.blocks import attention_sinks
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import Entries, Experts, Replicated
 
 
 class GptOssParallel(LlamaParallel):

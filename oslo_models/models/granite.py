@@ -17,7 +17,7 @@ class GraniteParallel(LlamaParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), disabled_after_first_stage={"embedding_multiplier": 1.0})
+        return super().plan(config).with_rules(disabled_after_first_stage={"embedding_multiplier": 1.0})
 
 
 class GraniteModel(GraniteParallel, hf.GraniteModel):

@@ -4,10 +4,10 @@ from transformers import GraniteMoeSharedConfig
 from transformers.models.granitemoeshared import modeling_granitemoeshared as hf
 from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, RowParallel
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.granite import GraniteParallel
-from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class GraniteMoeSharedParallel(GraniteParallel):

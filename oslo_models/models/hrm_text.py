@@ -7,10 +7,10 @@ from transformers import HrmTextConfig
 from transformers.models.hrm_text import modeling_hrm_text as hf
 from transformers.models.hrm_text.modeling_hrm_text import HrmTextPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Plan, Replicated
 
 
 class HrmTextParallel(LlamaParallel):
@@ -32,8 +32,7 @@ class HrmTextParallel(LlamaParallel):
             embed={**plan.embed, "z_L_init": Replicated()},
             blocks=dict.fromkeys(("L_module.layers", "H_module.layers"), plan.blocks["layers"]),
             head={},
-            single_stage_reason="its stacks run in turn, several times",
-        )
+        ).with_rules(single_stage_reason="its stacks run in turn, several times")
 
 
 class HrmTextModel(HrmTextParallel, hf.HrmTextModel):

@@ -9,11 +9,11 @@ from transformers import HYV4Config
 from transformers.models.hy_v4 import modeling_hy_v4 as hf
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated
 from oslo_models.modeling.blocks import attention_sinks, of_several_streams
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.glm_moe_dsa import GlmMoeDsaParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Plan, Replicated
 
 
 class HYV4Parallel(GlmMoeDsaParallel):

@@ -1,21 +1,44 @@
 """I-BERT: RoBERTa that learns activation ranges for integer inference."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from transformers import IBertConfig
 from transformers.models.ibert import modeling_ibert as hf
 from transformers.models.ibert.modeling_ibert import IBertPreTrainedModel
 
+from oslo_models.distributed.collectives import MAX, reduce_fresh
+from oslo_models.layers.function_overrides import FunctionOverrides
+from oslo_models.layers.kinds import ShardedModule, shards
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.models.roberta import LM_HEAD
-from oslo_models.sharding.plan import GlobalMinMax, Plan
+from oslo_models.sharding.plan import Plan, Replicated
 
 RANGES = (
     *(f"attention.self.{name}_activation" for name in ("query", "key", "value", "output")),
     *("intermediate.output_activation", "pre_output_act"),
 )
+
+
+@dataclass(frozen=True)
+class GlobalMinMax(Replicated):
+    """Module that takes the minimum and maximum of a sharded activation. Both are all-reduced."""
+
+
+@shards(GlobalMinMax)
+class GlobalMinMaxLayer(ShardedModule):
+    """Module that calls ``min`` and ``max`` on a sharded activation. Both are all-reduced."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def largest(x: Tensor) -> Tensor:
+            return reduce_fresh(self.tp, x.max(), MAX)
+
+        with FunctionOverrides({Tensor.max: largest, Tensor.min: lambda x: -largest(-x)}):
+            return super().forward(*args, **kwargs)
 
 
 class IBertParallel(BertParallel):
@@ -31,8 +54,9 @@ class IBertParallel(BertParallel):
         return replace(
             plan,
             blocks={"encoder.layer": {**block, **{name: GlobalMinMax() for name in RANGES}}},
-            single_stage_reason="its layers also pass on a quantisation scale, and stages exchange hidden states only",
             single_rank_reason=reason if config.quant_mode else "",
+        ).with_rules(
+            single_stage_reason="its layers also pass on a quantisation scale, and stages exchange hidden states only"
         )
 
 

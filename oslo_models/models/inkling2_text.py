@@ -13,11 +13,11 @@ from transformers import Inkling2TextConfig
 from transformers.models.inkling2 import modeling_inkling2 as hf
 from transformers.models.inkling2.modeling_inkling2 import Inkling2PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, Replicated
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.inkling_text import FILTERED, InklingParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Plan, Replicated
 
 _NESTED = {
     **{f"self_attn.{name}_proj": f"self_attn.{name}_proj.linear" for name in "qkvo"},
@@ -76,8 +76,7 @@ class Inkling2Parallel(InklingParallel):
             plan,
             head={**plan.head, "final_input": Replicated()},
             block_overrides={"layers": [sliding or dynamic for sliding in plan.block_overrides["layers"]]},
-            single_stage_reason="blocks attend to sums of the outputs of earlier blocks",
-        )
+        ).with_rules(single_stage_reason="blocks attend to sums of the outputs of earlier blocks")
 
 
 class Inkling2TextModel(Inkling2Parallel, hf.Inkling2TextModel):

@@ -7,17 +7,14 @@ shared and routed experts.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from transformers import InklingTextConfig
 from transformers.models.inkling import modeling_inkling as hf
 from transformers.models.inkling.modeling_inkling import InklingPreTrainedModel
 
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     Experts,
@@ -25,12 +22,33 @@ from oslo_models.sharding.plan import (
     Norm,
     Plan,
     Replicated,
-    ShortConvolution,
     SummedModule,
 )
+from oslo_models.layers.kinds import shards
+from oslo_models.layers.state_space import FilteredModule
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import GroupedHeads
 
 FILTERED = ("self_attn.k_sconv", "self_attn.v_sconv")
 """Convolutions of keys and values."""
+
+
+@dataclass(frozen=True)
+class ShortConvolution(LocalModule):
+    """Module that reads the filters of its depthwise convolution and applies them to a sharded activation directly.
+
+    Args:
+        attributes: see `LocalModule`.
+        convolution: name of the convolution. Its parameters have separate entries.
+    """
+
+    convolution: str = "conv1d"
+
+
+@shards(ShortConvolution)
+class ShortConvolutionLayer(FilteredModule):
+    """Convolution whose module applies the filters to the channels of its local heads."""
 
 
 class InklingParallel(LlamaParallel):

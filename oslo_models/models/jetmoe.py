@@ -1,16 +1,101 @@
 """JetMoE: Llama with experts in place of MLPs and of query and output projections."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import JetMoeConfig
 from transformers.models.jetmoe import modeling_jetmoe as hf
 from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel
 
+from oslo_models.distributed.autograd_collectives import reduce_from
+from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
+from oslo_models.layers.kinds import shards
+from oslo_models.layers.local_experts import LocalExperts
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.expert_entries import StackedColumnParallel, StackedRowParallel
-from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
+from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, check_groups, even_ranges
+
+
+@dataclass(frozen=True)
+class StackedColumnParallel(Replicated):
+    """Module with one linear layer per expert, ``weight [experts, out, in]``, and sharded output features.
+
+    Its forward takes the inputs sorted by expert and the number of inputs per expert (``num_experts`` numbers).
+
+    Args:
+        parts: number of matrices of equal size that each layer concatenates.
+        groups: number of groups of consecutive ranks over which the experts are divided.
+    """
+
+    parts: int = 1
+    groups: int = 1
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return self._sharded(shape, 1, n)
+
+    def over_experts(self, groups: int) -> Replicated:
+        return replace(self, groups=groups)
+
+    def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
+        check_groups(self.groups, shape[0], n)
+        share = n // self.groups
+        width = Layout.sharded(shape, dim, (EvenSplit(shape[dim] // self.parts),) * self.parts, share)
+        return width if self.groups == 1 else width.over_groups(even_ranges(shape[0], self.groups), share)
+
+
+@shards(StackedColumnParallel)
+class StackedColumnLayer(LocalExperts):
+    """One linear layer per expert, with sharded output features."""
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        """Return the outputs of the local experts.
+
+        Args:
+            inputs: ``[rows, in]``, replicated and sorted by expert.
+            expert_size: number of rows of each expert.
+
+        Returns:
+            ``[local rows, local out]``.
+        """
+        with without_override():
+            before, own = self.own_sizes(expert_size)
+            local = self.enter_region(inputs)[before : before + sum(own)]
+            output: Tensor = super().forward(local, own)
+            return output
+
+
+@dataclass(frozen=True)
+class StackedRowParallel(StackedColumnParallel):
+    """Like `StackedColumnParallel`, with sharded input features. The outputs are all-reduced."""
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return self._sharded(shape, 2, n)
+
+
+@shards(StackedRowParallel)
+class StackedRowLayer(LocalExperts):
+    """One linear layer per expert, with sharded input features."""
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        """Return the outputs of all experts.
+
+        Args:
+            inputs: ``[local rows, local in]``, the inputs of the local experts.
+            expert_size: number of rows of each expert, including remote experts.
+
+        Returns:
+            ``[rows, out]``, replicated.
+        """
+        with without_override():
+            before, own = self.own_sizes(expert_size)
+            output: Tensor = super().forward(self.leave_region(inputs), own)
+            after = sum(expert_size) - before - sum(own)
+            return reduce_from(self.tp, F.pad(output, (0, 0, before, after)) if self.over_ranks else output)
 
 
 class JetMoeParallel(LlamaParallel):

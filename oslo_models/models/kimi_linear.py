@@ -9,11 +9,11 @@ from transformers import KimiLinearConfig
 from transformers.models.kimi_linear import modeling_kimi_linear as hf
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, Replicated, RowParallel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.deepseek_v2 import DeepseekV2Parallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, Replicated, RowParallel
 
 
 class KimiLinearParallel(DeepseekV2Parallel):

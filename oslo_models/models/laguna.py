@@ -10,10 +10,10 @@ from transformers import LagunaConfig
 from transformers.models.laguna import modeling_laguna as hf
 from transformers.models.laguna.modeling_laguna import LagunaPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Plan
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.dots1 import Dots1Parallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Plan
 
 
 class LagunaParallel(Dots1Parallel):

@@ -7,10 +7,10 @@ from transformers import LEDConfig
 from transformers.models.led import modeling_led as hf
 from transformers.models.led.modeling_led import LEDPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Plan, RowParallel
 
 
 class LEDParallel(BartParallel):

@@ -7,10 +7,10 @@ from transformers import Lfm2Config
 from transformers.models.lfm2 import modeling_lfm2 as hf
 from transformers.models.lfm2.modeling_lfm2 import Lfm2PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, RowParallel
 
 
 class Lfm2Parallel(LlamaParallel):

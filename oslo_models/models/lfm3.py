@@ -7,11 +7,11 @@ from transformers import Lfm3Config
 from transformers.models.lfm3 import modeling_lfm3 as hf
 from transformers.models.lfm3.modeling_lfm3 import Lfm3PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.lfm2 import Lfm2Parallel
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries
 
 
 class Lfm3Parallel(Lfm2Parallel):

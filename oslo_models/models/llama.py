@@ -8,10 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as hf
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaPreTrainedModel
 
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     HeadNorm,
@@ -23,6 +20,9 @@ from oslo_models.sharding.plan import (
     RowParallel,
     VocabParallel,
 )
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.sharding.layout import GroupedHeads
 
 
 class LlamaParallel(ParallelModel):

@@ -6,12 +6,12 @@ from transformers import LongcatFlashConfig
 from transformers.models.longcat_flash import modeling_longcat_flash as hf
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashPreTrainedModel
 
+from oslo_models.layers.entries import Experts, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.deepseek_v2 import DeepseekV2Parallel
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import Experts, Norm, Plan, Replicated, VocabParallel
 
 
 class LongcatFlashParallel(ParallelModel):
@@ -36,8 +36,7 @@ class LongcatFlashParallel(ParallelModel):
             embed={"embed_tokens": VocabParallel()},
             blocks={"layers": block},
             head={"norm": Norm()},
-            cache_layers_per_block=2,  # one per attention layer
-        )
+        ).with_rules(cache_layers_per_block=2)  # one per attention layer
 
 
 class LongcatFlashModel(LongcatFlashParallel, hf.LongcatFlashModel):

@@ -22,8 +22,8 @@ class LongformerParallel(BertParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = replicated_attention(super().plan(config), ("query_global", "key_global", "value_global"))
-        return replace(
-            plan, single_stage_reason="it pads its input to full windows, and removes the padding from its output"
+        return plan.with_rules(
+            single_stage_reason="it pads its input to full windows, and removes the padding from its output"
         )
 
 

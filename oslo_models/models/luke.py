@@ -7,11 +7,11 @@ from transformers import LukeConfig
 from transformers.models.luke import modeling_luke as hf
 from transformers.models.luke.modeling_luke import LukePreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, VocabParallel
 
 QUERIES = tuple(f"attention.self.{name}_query" for name in ("w2e", "e2w", "e2e"))
 
@@ -47,7 +47,8 @@ class LukeParallel(BertParallel):
                 }
             },
             optional=(*plan.optional, *QUERIES, "entity_embedding_dense"),
-            single_stage_reason="its blocks process tokens and entities together, and stages exchange one sequence",
+        ).with_rules(
+            single_stage_reason="its blocks process tokens and entities together, and stages exchange one sequence"
         )
 
 

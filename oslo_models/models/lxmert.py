@@ -7,10 +7,7 @@ from transformers import LxmertConfig
 from transformers.models.lxmert import modeling_lxmert as hf
 from transformers.models.lxmert.modeling_lxmert import LxmertPreTrainedModel
 
-from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
-from oslo_models.models.bert import BertParallel
-from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     LocalModule,
@@ -20,6 +17,9 @@ from oslo_models.sharding.plan import (
     RowParallel,
     VocabParallel,
 )
+from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
+from oslo_models.models.bert import BertParallel
+from oslo_models.sharding.layout import EvenSplit
 
 ANSWER: Entries = {
     "answer_head.logit_fc.0": Replicated(),
@@ -60,7 +60,8 @@ class LxmertParallel(BertParallel):
             embed={**plan.embed, **visual, **norms},
             blocks={"encoder.layer": layer, "encoder.r_layers": layer, "encoder.x_layers": crossing},
             optional=(*plan.optional, *OBJECTS, *ANSWER),
-            single_stage_reason="its blocks process tokens and regions together, and stages exchange one sequence",
+        ).with_rules(
+            single_stage_reason="its blocks process tokens and regions together, and stages exchange one sequence"
         )
 
 

@@ -8,10 +8,10 @@ from transformers import MambaConfig
 from transformers.models.mamba import modeling_mamba as hf
 from transformers.models.mamba.modeling_mamba import MambaPreTrainedModel
 
+from oslo_models.layers.entries import Entries, Norm, Plan, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import selective_scan
 from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.sharding.plan import Entries, Norm, Plan, VocabParallel
 
 
 class MambaParallel(ParallelModel):

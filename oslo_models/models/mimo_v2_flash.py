@@ -7,11 +7,11 @@ from transformers import MiMoV2FlashConfig
 from transformers.models.mimo_v2_flash import modeling_mimo_v2_flash as hf
 from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Plan, RowParallel
 from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Plan, RowParallel
 
 
 class MiMoV2FlashParallel(LlamaParallel):

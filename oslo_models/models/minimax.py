@@ -10,10 +10,10 @@ from transformers import MiniMaxConfig
 from transformers.models.minimax import modeling_minimax as hf
 from transformers.models.minimax.modeling_minimax import MiniMaxPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, RowParallel, WidthNorm
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.mixtral import MixtralParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Plan, RowParallel, WidthNorm
 
 
 class MiniMaxParallel(MixtralParallel):
@@ -52,8 +52,7 @@ class MiniMaxParallel(MixtralParallel):
         return replace(
             super().plan(config),
             optional=tuple(cls.attention(config, cls.heads(config))),
-            keeps_layer_numbers=True,
-        )
+        ).with_rules(keeps_layer_numbers=True)
 
 
 class MiniMaxModel(MiniMaxParallel, hf.MiniMaxModel):

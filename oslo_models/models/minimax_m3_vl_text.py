@@ -12,11 +12,11 @@ from transformers import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as hf
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, Replicated
 from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.qwen3 import Qwen3Parallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, Replicated
 
 
 class MiniMaxM3VLParallel(Qwen3Parallel):

@@ -1,17 +1,19 @@
 """MobileBERT: BERT with bottleneck blocks. Its vocabulary is replicated, since the head extends it."""
 
-from dataclasses import replace
-from typing import Any
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from transformers import MobileBertConfig
 from transformers.models.mobilebert import modeling_mobilebert as hf
 from transformers.models.mobilebert.modeling_mobilebert import MobileBertPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, ReplicatedEmbedding, RowParallel
 
 LM_HEAD: Entries = {
     "cls.predictions.transform.dense": Replicated(),
@@ -21,6 +23,13 @@ LM_HEAD: Entries = {
     "cls.predictions.bias": Replicated(),
 }
 BOTTLENECKS = ("bottleneck.input", "bottleneck.attention", "output.bottleneck")
+
+
+@dataclass(frozen=True)
+class ReplicatedEmbedding(Replicated):
+    """Replicated token embedding."""
+
+    embeds_tokens: ClassVar[bool] = True
 
 
 class MobileBertParallel(BertParallel):
@@ -51,9 +60,8 @@ class MobileBertParallel(BertParallel):
             plan,
             embed={**plan.embed, **vocab_entries},
             blocks={"encoder.layer": block},
-            disabled_after_first_stage={"embeddings.trigram_input": False},
             optional=("pooler.dense", *(f"{name}.{layer}" for name in BOTTLENECKS for layer in ("dense", "LayerNorm"))),
-        )
+        ).with_rules(disabled_after_first_stage={"embeddings.trigram_input": False})
 
 
 class MobileBertModel(MobileBertParallel, hf.MobileBertModel):

@@ -6,10 +6,10 @@ from transformers import ModernBertConfig
 from transformers.models.modernbert import modeling_modernbert as hf
 from transformers.models.modernbert.modeling_modernbert import ModernBertPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class ModernBertParallel(ParallelModel):
@@ -30,8 +30,7 @@ class ModernBertParallel(ParallelModel):
             embed={"embeddings.tok_embeddings": VocabParallel(), "embeddings.norm": Norm()},
             blocks={"layers": block},
             head={"final_norm": Norm()},
-            embedding_dropouts=("embeddings.drop",),
-        )
+        ).with_rules(embedding_dropouts=("embeddings.drop",))
 
 
 class ModernBertModel(ModernBertParallel, hf.ModernBertModel):

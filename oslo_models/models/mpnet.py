@@ -7,12 +7,12 @@ from transformers import MPNetConfig
 from transformers.models.mpnet import modeling_mpnet as hf
 from transformers.models.mpnet.modeling_mpnet import MPNetPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.models.roberta import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, RowParallel
 
 
 class MPNetParallel(BertParallel):
@@ -33,7 +33,8 @@ class MPNetParallel(BertParallel):
         return replace(
             plan,
             blocks={"encoder.layer": {**attention, "attention.LayerNorm": Norm(), **mlp}},
-            on_every_stage={"encoder.relative_attention_bias": ColumnParallel(EvenSplit(heads.count), transposed=True)},
+        ).with_rules(
+            on_every_stage={"encoder.relative_attention_bias": ColumnParallel(EvenSplit(heads.count), transposed=True)}
         )
 
 

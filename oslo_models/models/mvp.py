@@ -7,10 +7,10 @@ from transformers import MvpConfig
 from transformers.models.mvp import modeling_mvp as hf
 from transformers.models.mvp.modeling_mvp import MvpPreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Plan, Replicated, SharedOutput
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated, SharedOutput
 
 
 class MvpParallel(BartParallel):
@@ -33,10 +33,8 @@ class MvpParallel(BartParallel):
         prompts["decoder.cross_attn_prompt"] = "decoder.layers"
         return replace(
             plan,
-            on_every_stage=dict.fromkeys(prompts, SharedOutput()),
             optional=(*plan.optional, "encoder.self_attn_prompt"),  # some releases give the encoder none
-            outputs_per_block=prompts,
-        )
+        ).with_rules(on_every_stage=dict.fromkeys(prompts, SharedOutput()), outputs_per_block=prompts)
 
 
 class MvpModel(MvpParallel, hf.MvpModel):

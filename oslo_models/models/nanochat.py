@@ -7,9 +7,9 @@ from transformers import NanoChatConfig
 from transformers.models.nanochat import modeling_nanochat as hf
 from transformers.models.nanochat.modeling_nanochat import NanoChatPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import ColumnParallel, Plan, RowParallel
 
 
 class NanoChatParallel(LlamaParallel):
@@ -21,7 +21,7 @@ class NanoChatParallel(LlamaParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         reason = "one norm is applied both before the first block and after the last one"
-        return replace(super().plan(config), single_stage_reason=reason)
+        return super().plan(config).with_rules(single_stage_reason=reason)
 
 
 class NanoChatModel(NanoChatParallel, hf.NanoChatModel):

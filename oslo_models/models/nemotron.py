@@ -4,9 +4,9 @@ from transformers import NemotronConfig
 from transformers.models.nemotron import modeling_nemotron as hf
 from transformers.models.nemotron.modeling_nemotron import NemotronPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class NemotronParallel(LlamaParallel):

@@ -6,12 +6,7 @@ from transformers import NemotronHConfig
 from transformers.models.nemotron_h import modeling_nemotron_h as hf
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHPreTrainedModel
 
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import state_space
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     Experts,
@@ -21,6 +16,11 @@ from oslo_models.sharding.plan import (
     RowParallel,
     VocabParallel,
 )
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import state_space
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import GroupedHeads
 
 
 class NemotronHParallel(ParallelModel):

@@ -1,5 +1,7 @@
 """NLLB-MoE: M2M100 with experts in some blocks; a router chooses two experts for each token."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import Any
 
@@ -7,11 +9,11 @@ from transformers import NllbMoeConfig
 from transformers.models.nllb_moe import modeling_nllb_moe as hf
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoePreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated, RowParallel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.m2m_100 import M2M100Parallel
-from oslo_models.sharding.expert_entries import SeparateExperts
+from oslo_models.models.switch_transformers import SeparateExperts
 from oslo_models.sharding.layout import EvenSplit, ExpertWidth
-from oslo_models.sharding.plan import ColumnParallel, Entries, Plan, Replicated, RowParallel
 
 NAMES = {"fc1": "ffn.fc1", "fc2": "ffn.fc2", "final_layer_norm": "ff_layer_norm"}
 """Module names in BART's blocks, with their names here."""

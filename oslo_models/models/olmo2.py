@@ -6,10 +6,10 @@ from transformers import Olmo2Config
 from transformers.models.olmo2 import modeling_olmo2 as hf
 from transformers.models.olmo2.modeling_olmo2 import Olmo2PreTrainedModel
 
+from oslo_models.layers.entries import Entries, WidthNorm
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import Entries, WidthNorm
 
 
 class Olmo2Parallel(LlamaParallel):

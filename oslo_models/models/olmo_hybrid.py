@@ -7,11 +7,11 @@ from transformers import OlmoHybridConfig
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as hf
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Plan
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.olmo2 import Olmo2Parallel
 from oslo_models.models.qwen3_next import Qwen3NextParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Plan
 
 
 class _Rule(Qwen3NextParallel):

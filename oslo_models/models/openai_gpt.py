@@ -8,11 +8,11 @@ from transformers.models.openai import modeling_openai as hf
 from transformers.models.openai.modeling_openai import OpenAIGPTPreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class OpenAIGPTParallel(ParallelModel):
@@ -40,8 +40,7 @@ class OpenAIGPTParallel(ParallelModel):
             embed={"tokens_embed": VocabParallel(), "positions_embed": Replicated()},
             blocks={"h": block},
             head={},
-            embedding_dropouts=("drop",),
-        )
+        ).with_rules(embedding_dropouts=("drop",))
 
 
 class OpenAIGPTModel(OpenAIGPTParallel, hf.OpenAIGPTModel):

@@ -6,11 +6,11 @@ from transformers import OPTConfig
 from transformers.models.opt import modeling_opt as hf
 from transformers.models.opt.modeling_opt import OPTPreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import bart_block, heads_of
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import LocalModule, Norm, Plan, Replicated, VocabParallel
 
 
 class OPTParallel(ParallelModel):

@@ -6,11 +6,11 @@ from transformers import PersimmonConfig
 from transformers.models.persimmon import modeling_persimmon as hf
 from transformers.models.persimmon.modeling_persimmon import PersimmonPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, HeadNorm, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, HeadNorm, LocalModule, Norm, Plan, RowParallel, VocabParallel
 
 
 class PersimmonParallel(ParallelModel):

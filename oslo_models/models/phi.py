@@ -7,10 +7,10 @@ from transformers import PhiConfig
 from transformers.models.phi import modeling_phi as hf
 from transformers.models.phi.modeling_phi import PhiPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, Norm, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, HeadNorm, Norm, Plan, RowParallel
 
 
 class PhiParallel(LlamaParallel):
@@ -27,7 +27,9 @@ class PhiParallel(LlamaParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), head={"final_layernorm": Norm()}, embedding_dropouts=("embed_dropout",))
+        return replace(super().plan(config), head={"final_layernorm": Norm()}).with_rules(
+            embedding_dropouts=("embed_dropout",)
+        )
 
 
 class PhiModel(PhiParallel, hf.PhiModel):

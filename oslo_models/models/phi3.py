@@ -6,11 +6,11 @@ from transformers import Phi3Config
 from transformers.models.phi3 import modeling_phi3 as hf
 from transformers.models.phi3.modeling_phi3 import Phi3PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, RowParallel
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, RowParallel
 
 
 class Phi3Parallel(LlamaParallel):

@@ -10,11 +10,11 @@ from transformers import ProphetNetConfig
 from transformers.models.prophetnet import modeling_prophetnet as hf
 from transformers.models.prophetnet.modeling_prophetnet import ProphetNetPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class ProphetNetParallel(ParallelModel):
@@ -61,7 +61,8 @@ class ProphetNetParallel(ParallelModel):
             blocks=blocks,
             head={},
             replicated_attentions=(f"{side}attentions", f"{side}ngram_attentions") if "decoder" in cls.stacks else (),
-            single_stage_reason="its position embedding also reads the token ids, and its streams start after it",
+        ).with_rules(
+            single_stage_reason="its position embedding also reads the token ids, and its streams start after it"
         )
 
 

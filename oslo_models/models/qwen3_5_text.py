@@ -6,11 +6,11 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.qwen3_next import Qwen3NextParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries
 
 
 class Qwen3_5Parallel(Qwen3NextParallel):

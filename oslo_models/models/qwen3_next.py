@@ -7,11 +7,11 @@ from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.qwen2_moe import Qwen2MoeParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, RowParallel
 
 
 class Qwen3NextParallel(Qwen2MoeParallel):

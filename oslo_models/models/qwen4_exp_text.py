@@ -13,12 +13,12 @@ from transformers import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpPreTrainedModel
 
+from oslo_models.layers.entries import Entries, Plan, Replicated, VocabParallel
+from oslo_models.layers.gathered import GatheredColumn, SlicedRow
 from oslo_models.modeling.blocks import of_several_streams
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.qwen3_5_moe_text import Qwen3_5MoeParallel
-from oslo_models.sharding.derived import GatheredColumn, SlicedRow
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import Entries, Plan, Replicated, VocabParallel
 
 
 def _mixer(name: str) -> Entries:

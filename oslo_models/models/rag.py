@@ -29,8 +29,9 @@ class RagParallel(ParallelModel):
         question_encoder, generator = config.question_encoder, config.generator
         plan = plan_of_part("question_encoder", AutoModel.class_for(question_encoder), question_encoder, ENCODED)
         plan |= plan_of_part("generator", AutoModelForSeq2SeqLM.class_for(generator), generator, GENERATED)
-        return plan | Plan(
-            {}, {}, {}, single_stage_reason="documents are retrieved between its parts, and their scores enter the loss"
+        return plan.with_rules(
+            single_stage_reason=plan.pipeline.single_stage_reason
+            or "documents are retrieved between its parts, and their scores enter the loss"
         )
 
 

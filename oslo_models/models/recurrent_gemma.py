@@ -8,12 +8,7 @@ from transformers import RecurrentGemmaConfig
 from transformers.models.recurrent_gemma import modeling_recurrent_gemma as hf
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaPreTrainedModel
 
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import gated_mlp
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     LocalModule,
@@ -23,6 +18,11 @@ from oslo_models.sharding.plan import (
     StateSpace,
     VocabParallel,
 )
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import gated_mlp
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import EvenSplit
 
 
 class RecurrentGemmaParallel(ParallelModel):
@@ -66,7 +66,8 @@ class RecurrentGemmaParallel(ParallelModel):
             blocks={"layers": {**gated_mlp("mlp_block"), **norms}},
             block_overrides={"layers": [kinds[kind] for kind in config.layers_block_type]},
             head={"final_norm": Norm()},
-            single_stage_reason="its embeddings are scaled by a buffer that transformers sets whenever a model is made",
+        ).with_rules(
+            single_stage_reason="its embeddings are scaled by a buffer that transformers sets whenever a model is made"
         )
 
 

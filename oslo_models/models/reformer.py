@@ -10,11 +10,7 @@ from transformers.models.reformer.modeling_reformer import ReformerPreTrainedMod
 
 from oslo_models.contracts import require
 from oslo_models.distributed.rng import default_generator
-from oslo_models.layers.custom_layers import FunctionOverrides
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.heads import DENSE_CLASSIFIER, QA_OUTPUTS
-from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     LocalModule,
@@ -24,6 +20,10 @@ from oslo_models.sharding.plan import (
     RowParallel,
     VocabParallel,
 )
+from oslo_models.layers.function_overrides import FunctionOverrides
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import DENSE_CLASSIFIER, QA_OUTPUTS
+from oslo_models.sharding.layout import EvenSplit
 
 LM_HEAD: Entries = {"lm_head.decoder": VocabParallel(), "lm_head.bias": VocabParallel()}
 
@@ -82,8 +82,7 @@ class ReformerParallel(ParallelModel):
             blocks={"encoder.layers": {**block, "feed_forward.output.dense": RowParallel()}},
             head={"encoder.layer_norm": Norm()},
             optional=projections,  # blocks that hash share queries and keys
-            single_stage_reason="the backward pass of all its reversible blocks is one autograd function",
-        )
+        ).with_rules(single_stage_reason="the backward pass of all its reversible blocks is one autograd function")
 
 
 class ReformerModel(ReformerParallel, hf.ReformerModel):

@@ -7,9 +7,9 @@ from transformers import RemBertConfig
 from transformers.models.rembert import modeling_rembert as hf
 from transformers.models.rembert.modeling_rembert import RemBertPreTrainedModel
 
+from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, VocabParallel
 
 LM_HEAD: Entries = {
     "cls.predictions.dense": Replicated(),

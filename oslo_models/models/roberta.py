@@ -4,9 +4,9 @@ from transformers import RobertaConfig
 from transformers.models.roberta import modeling_roberta as hf
 from transformers.models.roberta.modeling_roberta import RobertaPreTrainedModel
 
+from oslo_models.layers.entries import Entries, Norm, Replicated, VocabParallel
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.sharding.plan import Entries, Norm, Replicated, VocabParallel
 
 LM_HEAD: Entries = {
     "lm_head.dense": Replicated(),

@@ -24,7 +24,8 @@ class RoCBertParallel(BertParallel):
             plan,
             embed={**plan.embed, **tables},
             optional=(*plan.optional, "map_inputs_layer"),
-            disabled_after_first_stage={"embeddings.enable_pronunciation": False, "embeddings.enable_shape": False},
+        ).with_rules(
+            disabled_after_first_stage={"embeddings.enable_pronunciation": False, "embeddings.enable_shape": False}
         )
 
 

@@ -7,10 +7,10 @@ from transformers import RoFormerConfig
 from transformers.models.roformer import modeling_roformer as hf
 from transformers.models.roformer.modeling_roformer import RoFormerPreTrainedModel
 
+from oslo_models.layers.entries import Plan, Replicated, SharedOutput
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD
 from oslo_models.models.electra import ElectraParallel
-from oslo_models.sharding.plan import Plan, Replicated, SharedOutput
 
 
 class RoFormerParallel(ElectraParallel):
@@ -21,7 +21,7 @@ class RoFormerParallel(ElectraParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         # Since 5.24, transformers trains the table of positions. The heads of all ranks read it.
-        return replace(super().plan(config), on_every_stage={"encoder.embed_positions": SharedOutput()})
+        return super().plan(config).with_rules(on_every_stage={"encoder.embed_positions": SharedOutput()})
 
 
 class RoFormerModel(RoFormerParallel, hf.RoFormerModel):

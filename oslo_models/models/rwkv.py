@@ -1,15 +1,69 @@
 """RWKV-4: linear recurrences over channels in place of attention, and an MLP with a replicated gate."""
 
-from typing import Any
+from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
 from transformers import RwkvConfig
 from transformers.models.rwkv import modeling_rwkv as hf
 from transformers.models.rwkv.modeling_rwkv import RwkvPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
+from oslo_models.layers.local_module import LocalModule, set_local_attributes
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RecurrentState, Replicated, RowParallel, VocabParallel
+
+
+@dataclass(frozen=True)
+class RecurrentState(LocalModule):
+    """Recurrent mixer that takes its states as arguments: tensors ``[rows, heads, ...]`` with an entry for every head.
+
+    The forward takes hidden states and a list of states or ``None``. It returns its output and the new states.
+
+    Args:
+        heads: the split of the heads or channels, of width 1.
+        replicated: number of leading states that store hidden states and are replicated on every rank.
+    """
+
+    is_recurrent: ClassVar[bool] = True
+    heads: EvenSplit = field(kw_only=True)
+    replicated: int = 0
+
+
+@shards(RecurrentState)
+class RecurrentStateLayer(ShardedModule):
+    """Mixin before a recurrent mixer. Passes the states of the local heads to the mixer.
+
+    States keep transformers' shapes, with entries for all heads. A rank reads and writes the entries of its local
+    heads.
+
+    Attributes:
+        heads: split of the heads, of width 1.
+        replicated: number of leading states that every rank reads and writes in full.
+    """
+
+    heads: EvenSplit
+    replicated: int
+
+    def configure(self, entry: RecurrentState, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        self.heads, self.replicated = entry.heads, entry.replicated
+        set_local_attributes(self, entry.attributes, context.tp)
+
+    def forward(self, hidden: Tensor, state: Sequence[Tensor] | None = None, **kwargs: Any) -> Any:
+        if state is None:
+            return super().forward(hidden, None, **kwargs)
+        start, stop = self.heads.ranges(self.tp.size)[self.tp.rank]
+        own = [*state[: self.replicated], *(each[:, start:stop] for each in state[self.replicated :])]
+        output, new = super().forward(hidden, own, **kwargs)
+        if new is not own:  # new tensors instead of in-place writes
+            for before, after in zip(own, new, strict=True):
+                before.copy_(after)
+        return output, state
 
 
 class RwkvParallel(ParallelModel):
@@ -42,8 +96,7 @@ class RwkvParallel(ParallelModel):
             blocks={"blocks": block},
             head={"ln_out": Norm()},
             optional=("pre_ln",),  # only the first block has it
-            single_stage_reason="its blocks do what their numbers in the full model say, and share a state",
-        )
+        ).with_rules(single_stage_reason="its blocks do what their numbers in the full model say, and share a state")
 
     def _initialized_whole(self) -> list[str]:
         """Initialize every matrix in full, because its rows are made orthogonal."""

@@ -8,11 +8,7 @@ from transformers import T5Config
 from transformers.models.t5 import modeling_t5 as hf
 from transformers.models.t5.modeling_t5 import T5PreTrainedModel
 
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import qkv
-from oslo_models.modeling.heads import CLASSIFICATION_HEAD, CLASSIFIER, LM_HEAD, QA_OUTPUTS
-from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     LocalModule,
@@ -22,6 +18,10 @@ from oslo_models.sharding.plan import (
     RowParallel,
     VocabParallel,
 )
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import qkv
+from oslo_models.modeling.heads import CLASSIFICATION_HEAD, CLASSIFIER, LM_HEAD, QA_OUTPUTS
+from oslo_models.sharding.layout import EvenSplit
 
 
 class T5Parallel(ParallelModel):
@@ -58,6 +58,7 @@ class T5Parallel(ParallelModel):
             blocks={f"{stack}.block": blocks[stack] for stack in cls.stacks},
             head={f"{stack}.final_layer_norm": Norm() for stack in cls.stacks},
             optional=(bias, *cls.optional),
+        ).with_rules(
             embedding_dropouts=[f"{stack}.dropout" for stack in cls.stacks],  # also applied after the final norm
             copied_from_first_block=(bias,),
         )

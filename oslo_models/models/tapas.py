@@ -23,7 +23,9 @@ class TapasParallel(BertParallel):
         plan = super().plan(config)
         types = {f"embeddings.token_type_embeddings_{i}": Replicated() for i in range(len(config.type_vocab_sizes))}
         optional = (*plan.optional, "aggregation_classifier")
-        return replace(plan, embed={**plan.embed, **types}, optional=optional, single_stage_reason=cls.reason)
+        return replace(plan, embed={**plan.embed, **types}, optional=optional).with_rules(
+            single_stage_reason=cls.reason
+        )
 
 
 class TapasModel(TapasParallel, hf.TapasModel):

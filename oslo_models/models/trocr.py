@@ -7,9 +7,9 @@ from transformers import TrOCRConfig
 from transformers.models.trocr import modeling_trocr as hf
 from transformers.models.trocr.modeling_trocr import TrOCRPreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated, VocabParallel
 
 
 class TrOCRParallel(BartParallel):

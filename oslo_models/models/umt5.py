@@ -17,7 +17,7 @@ class UMT5Parallel(T5Parallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), copied_from_first_block=())
+        return super().plan(config).with_rules(copied_from_first_block=())
 
 
 class UMT5Model(UMT5Parallel, hf.UMT5Model):

@@ -7,8 +7,8 @@ from transformers import VisualBertConfig
 from transformers.models.visual_bert import modeling_visual_bert as hf
 from transformers.models.visual_bert.modeling_visual_bert import VisualBertPreTrainedModel
 
+from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.models.bert import LM_HEAD, BertParallel
-from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, VocabParallel
 
 PRETRAINING: Entries = {**LM_HEAD, "cls.seq_relationship": Replicated()}
 
@@ -22,7 +22,9 @@ class VisualBertParallel(BertParallel):
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
         embed = {**plan.embed, "embeddings.visual_projection": Replicated()}
-        return replace(plan, embed=embed, single_stage_reason="image regions are appended to the embedded tokens")
+        return replace(plan, embed=embed).with_rules(
+            single_stage_reason="image regions are appended to the embedded tokens"
+        )
 
 
 class VisualBertModel(VisualBertParallel, hf.VisualBertModel):

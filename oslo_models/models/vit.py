@@ -7,11 +7,11 @@ from transformers import ViTConfig
 from transformers.models.vit import modeling_vit as hf
 from transformers.models.vit.modeling_vit import ViTPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel
 
 
 class ViTParallel(ParallelModel):
@@ -45,8 +45,7 @@ class ViTParallel(ParallelModel):
             blocks={"layers": block},
             head={"layernorm": Norm(), "pooler": Replicated()},
             optional=("pooler",),
-            input_positions={"layers": positions},
-        )
+        ).with_rules(input_positions={"layers": positions})
 
 
 class ViTModel(ViTParallel, hf.ViTModel):

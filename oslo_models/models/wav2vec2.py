@@ -7,10 +7,10 @@ from transformers import initialization as init
 from transformers.models.wav2vec2 import modeling_wav2vec2 as hf
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel
 
 WEIGHTED_SUM = "with use_weighted_layer_sum=True, its head needs the outputs of all blocks"
 FEATURES = "feature_projection.layer_norm"
@@ -61,6 +61,7 @@ class Wav2Vec2Parallel(ParallelModel):
             blocks={"encoder.layers": block},
             head={**(norm if config.do_stable_layer_norm else {}), "adapter": Replicated()},
             optional=("adapter_layer", "adapter", "masked_spec_embed", "layer_weights", FEATURES),
+        ).with_rules(
             embedding_dropouts=("encoder.dropout",),
             input_positions={"encoder.layers": positions},
             early_outputs={FEATURES: config.conv_dim[-1]} if cls.returns_features else {},

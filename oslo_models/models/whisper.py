@@ -7,10 +7,10 @@ from transformers import WhisperConfig
 from transformers.models.whisper import modeling_whisper as hf
 from transformers.models.whisper.modeling_whisper import WhisperPreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
 from oslo_models.models.bart import BartParallel
 from oslo_models.models.wav2vec2 import WEIGHTED_SUM
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated, VocabParallel
 
 
 class WhisperParallel(BartParallel):
@@ -43,9 +43,8 @@ class WhisperParallel(BartParallel):
         positions = {"encoder.layers": lambda batch: cls.positions(config, batch)}
         optional = (*plan.optional, "layer_weights")
         summed = WEIGHTED_SUM if "layer_weights" in cls.head_plan and config.use_weighted_layer_sum else ""
-        return replace(
-            plan, embed={**audio, **tokens}, input_positions=positions, optional=optional, single_stage_reason=summed
-        )
+        plan = replace(plan, embed={**audio, **tokens}, optional=optional)
+        return plan.with_rules(input_positions=positions, single_stage_reason=summed)
 
 
 class WhisperModel(WhisperParallel, hf.WhisperModel):

@@ -6,11 +6,11 @@ from transformers import XGLMConfig
 from transformers.models.xglm import modeling_xglm as hf
 from transformers.models.xglm.modeling_xglm import XGLMPreTrainedModel
 
+from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import bart_block
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import LocalModule, Norm, Plan, Replicated, VocabParallel
 
 
 class XGLMParallel(ParallelModel):
@@ -26,8 +26,7 @@ class XGLMParallel(ParallelModel):
             embed={"embed_tokens": VocabParallel(), "embed_positions": Replicated()},
             blocks={"layers": block},
             head={"layer_norm": Norm()},
-            disabled_after_first_stage={"dropout": 0.0},
-        )
+        ).with_rules(disabled_after_first_stage={"dropout": 0.0})
 
 
 class XGLMModel(XGLMParallel, hf.XGLMModel):

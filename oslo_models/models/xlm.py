@@ -6,11 +6,11 @@ from transformers import XLMConfig
 from transformers.models.xlm import modeling_xlm as hf
 from transformers.models.xlm.modeling_xlm import XLMPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class XLMParallel(ParallelModel):
@@ -38,7 +38,8 @@ class XLMParallel(ParallelModel):
             },
             head={},
             optional=("lang_embeddings",),
-            single_stage_reason="its embeddings and blocks share a dropout rate, which could not be disabled for one",
+        ).with_rules(
+            single_stage_reason="its embeddings and blocks share a dropout rate, which could not be disabled for one"
         )
 
 

@@ -1,23 +1,18 @@
 """xLSTM: recurrences with a matrix as the memory of each head (mLSTM) in place of attention."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from transformers import xLSTMConfig
 from transformers.models.xlstm import modeling_xlstm as hf
 from transformers.models.xlstm.modeling_xlstm import xLSTMPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.rwkv import RecurrentState
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import (
-    ColumnParallel,
-    LocalModule,
-    Norm,
-    Plan,
-    RecurrentState,
-    RowParallel,
-    VocabParallel,
-)
 
 
 class xLSTMParallel(ParallelModel):  # noqa: N801  as transformers writes it

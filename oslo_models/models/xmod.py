@@ -7,9 +7,9 @@ from transformers import XmodConfig
 from transformers.models.xmod import modeling_xmod as hf
 from transformers.models.xmod.modeling_xmod import XmodPreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, RowParallel
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.roberta import LM_HEAD, RobertaParallel
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, RowParallel
 
 
 class XmodParallel(RobertaParallel):
@@ -27,8 +27,7 @@ class XmodParallel(RobertaParallel):
             blocks={"encoder.layer": {**plan.blocks["encoder.layer"], **adapters}},
             head={"encoder.LayerNorm": Norm(), **plan.head},
             optional=(*plan.optional, "output.adapter_layer_norm", "encoder.LayerNorm"),
-            single_stage_reason="transformers reads the languages from the first block",
-        )
+        ).with_rules(single_stage_reason="transformers reads the languages from the first block")
 
 
 class XmodModel(XmodParallel, hf.XmodModel):

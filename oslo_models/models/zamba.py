@@ -9,12 +9,7 @@ from transformers import ZambaConfig
 from transformers.models.zamba import modeling_zamba as hf
 from transformers.models.zamba.modeling_zamba import ZambaPreTrainedModel
 
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import gated_mlp
-from oslo_models.modeling.heads import LM_HEAD, SCORE
-from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import (
+from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     Norm,
@@ -24,6 +19,11 @@ from oslo_models.sharding.plan import (
     StateSpace,
     VocabParallel,
 )
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import gated_mlp
+from oslo_models.modeling.heads import LM_HEAD, SCORE
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import EvenSplit
 
 
 class ZambaParallel(ParallelModel):
@@ -78,8 +78,7 @@ class ZambaParallel(ParallelModel):
             block_overrides={"layers": overrides},
             head={"final_layernorm": Norm()},
             optional=("conv1d.bias",),
-            single_stage_reason="its blocks share an attention and an MLP, which read the embeddings",
-        )
+        ).with_rules(single_stage_reason="its blocks share an attention and an MLP, which read the embeddings")
 
 
 class ZambaModel(ZambaParallel, hf.ZambaModel):

@@ -7,12 +7,12 @@ from transformers import Zamba2Config
 from transformers.models.zamba2 import modeling_zamba2 as hf
 from transformers.models.zamba2.modeling_zamba2 import Zamba2PreTrainedModel
 
+from oslo_models.layers.entries import ColumnParallel, Entries, Replicated, RowParallel
 from oslo_models.modeling.blocks import state_space
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.zamba import ZambaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Replicated, RowParallel
 
 
 class Zamba2Parallel(ZambaParallel):

@@ -6,18 +6,65 @@ the channels of its heads, which may all be in one half. Routers and the states 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import ZayaConfig
 from transformers.models.zaya import modeling_zaya as hf
 from transformers.models.zaya.modeling_zaya import ZayaPreTrainedModel
 
+from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, Replicated, RowParallel
+from oslo_models.layers.function_overrides import FunctionOverrides
+from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
+from oslo_models.layers.local_module import localize
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads, Window
-from oslo_models.sharding.plan import ColumnParallel, Entries, GroupMeans, LocalModule, Plan, Replicated, RowParallel
+
+
+@dataclass(frozen=True)
+class GroupMeans(LocalModule):
+    """Module that takes the mean over all query heads of each key-value head, across ranks.
+
+    Args:
+        heads: the split of the heads.
+    """
+
+    heads: GroupedHeads = field(kw_only=True)
+
+
+@shards(GroupMeans)
+class GroupMeansLayer(ShardedModule):
+    """Module that calls ``mean`` on an activation ``[..., local groups, local heads of each, features]``.
+
+    With more ranks than groups, several ranks share the heads of a group, and the mean is taken over these ranks.
+
+    Attributes:
+        heads: the query heads, grouped by key-value head.
+    """
+
+    heads: GroupedHeads
+
+    def configure(self, entry: GroupMeans, context: ShardingContext) -> None:
+        super().configure(entry, context)
+        localize(self, entry, context)
+        self.heads = entry.heads
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.tp.size <= self.heads.kv_heads:
+            return super().forward(*args, **kwargs)
+        start, stop = self.heads.key_value.unit_ranges(self.tp.size)[self.tp.rank]
+
+        def mean(x: Tensor, dim: int) -> Tensor:
+            sums = F.pad(x.sum(dim), (0, 0, start, self.heads.kv_heads - stop))  # of all groups
+            return copy_to(self.tp, reduce_from(self.tp, sums))[..., start:stop, :] / self.heads.group
+
+        with FunctionOverrides({Tensor.mean: mean}):
+            return super().forward(*args, **kwargs)
 
 
 class ZayaParallel(LlamaParallel):
@@ -67,8 +114,7 @@ class ZayaParallel(LlamaParallel):
         return replace(
             plan,
             embed={**plan.embed, **scaled},
-            single_stage_reason="routers pass states on to those of the next blocks",
-        )
+        ).with_rules(single_stage_reason="routers pass states on to those of the next blocks")
 
 
 class ZayaModel(ZayaParallel, hf.ZayaModel):

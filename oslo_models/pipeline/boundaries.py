@@ -17,7 +17,7 @@ from oslo_models.pipeline.placeholders import (
 )
 from oslo_models.pipeline.stage import Stage, stack_of
 from oslo_models.sharding.local_config import LocalConfig
-from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, ReplicatedEmbedding, VocabParallel
+from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated
 
 
 def place_boundaries(
@@ -41,7 +41,7 @@ def place_boundaries(
         is_stacks_own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
         if is_stacks_own and replacement is not None and output is OutputKind.ZEROS:
             stack.receiver = replacement  # the last one wins: its output is the input of the blocks
-    for key, value in plan.disabled_after_first_stage.items():
+    for key, value in plan.pipeline.disabled_after_first_stage.items():
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
             owner, _, name = (prefix + key).rpartition(".")
             if key.startswith("config."):
@@ -53,7 +53,7 @@ def place_boundaries(
                 setattr(module, name, value)
             else:
                 module.register_forward_pre_hook(partial(_with_argument, name, value), with_kwargs=True)
-    for key in plan.embedding_dropouts:
+    for key in plan.pipeline.embedding_dropouts:
         stack = stack_of(key, prefix, stage.stacks, 0)
         dropout = _find(model, prefix + key)
         if dropout is None:
@@ -61,7 +61,7 @@ def place_boundaries(
         assert isinstance(dropout, nn.Dropout)
         boundary = BoundaryDropout(dropout.p, stage.index == stack.first, stage.index == stack.last)
         model.set_submodule(prefix + key, boundary)
-    for key, blocks in plan.outputs_per_block.items():
+    for key, blocks in plan.pipeline.outputs_per_block.items():
         (stack,) = (each for each in stage.stacks if each.blocks == prefix + blocks)
         if (found := _find(model, prefix + key)) is not None:
             found.register_forward_hook(partial(_from_block, stack.blocks_before))
@@ -74,8 +74,7 @@ def _output(entry: Replicated, module: nn.Module | None, embeds_tokens: bool) ->
     """Return the output kind of the placeholder for a module before the blocks."""
     if isinstance(entry, Norm) or (embeds_tokens and isinstance(module, nn.Linear)):
         return OutputKind.INPUT
-    embeds_here = isinstance(entry, (VocabParallel, ReplicatedEmbedding))
-    return OutputKind.ADDEND if embeds_tokens and not embeds_here else OutputKind.ZEROS
+    return OutputKind.ADDEND if embeds_tokens and not entry.embeds_tokens else OutputKind.ZEROS
 
 
 def _from_block(first: int, module: nn.Module, args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from oslo_models.layers.experts import Experts
 from oslo_models.pipeline.boundaries import place_boundaries
 from oslo_models.pipeline.caches import CacheLayers
 from oslo_models.pipeline.partition import partition
@@ -57,7 +58,8 @@ def split_stage(
         (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
     ]
     _check_counts(type(model).__name__, plan, prefix, blocks, count, blocks_per_stage)
-    starts = [i for i, (stack, name) in enumerate(blocks) if int(name) not in plan.continued_blocks.get(stack, ())]
+    continued = plan.pipeline.continued_blocks
+    starts = [i for i, (stack, name) in enumerate(blocks) if int(name) not in continued.get(stack, ())]
     _check_starts(type(model).__name__, starts, count, blocks_per_stage)
     buffers = dict(model.named_buffers())
     parameters = {name: layout for name, layout in layouts.items() if name not in buffers}
@@ -84,13 +86,13 @@ def split_stage(
     for stack, name in blocks:
         if stage_of[stack, name] != index:
             del model.get_submodule(prefix + stack)._modules[name]
-    if not plan.keeps_layer_numbers:
+    if not plan.pipeline.keeps_layer_numbers:
         _renumber_layers(model, plan, prefix)
     stage.counting_layer = _counting_layer(model.config, plan, ranges[index])
     counts = {stack.blocks: sum(f"{prefix}{of}" == stack.blocks for of, _ in blocks) for stack in stacks}
     stage.layer_lists = _own_layer_lists(model, plan, stage, counts)
     stage.cache_layers = _cache_layers(model.config, plan, stage, counts)
-    stage.early_outputs = {prefix + key: width for key, width in plan.early_outputs.items()}
+    stage.early_outputs = {prefix + key: width for key, width in plan.pipeline.early_outputs.items()}
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
     model.all_tied_weights_keys = _local_tied_keys(model, stage.tied_names)
     return stage
@@ -147,7 +149,7 @@ def _stacks(
         stages = [stage_of[block] for block in blocks if block[0] == stack]
         module = (prefix + _stack_module(stack, plan)).rstrip(".")
         before = sum(stage < index for stage in stages)
-        positions = plan.input_positions.get(stack)
+        positions = plan.pipeline.input_positions.get(stack)
         stacks.append(
             Stack(module, prefix + stack, stages[0], stages[-1], index in stages, before, input_positions=positions)
         )
@@ -253,11 +255,11 @@ def _stages_of(
     for stack in plan.blocks:
         if name.startswith(f"{prefix}{stack}."):
             block, _, inner = name.removeprefix(f"{prefix}{stack}.").partition(".")
-            if inner.rpartition(".")[0] in plan.copied_from_first_block:
+            if inner.rpartition(".")[0] in plan.pipeline.copied_from_first_block:
                 return {stage for (other, _), stage in stage_of.items() if other == stack}
             return {stage_of[stack, block]}
     inner = name.removeprefix(prefix)
-    if entry_of(inner, plan.on_every_stage):
+    if entry_of(inner, plan.pipeline.on_every_stage):
         return set(stage_of.values())
     if entry := entry_of(inner, plan.embed):
         return {stack_of(entry, prefix, stacks, 0).first}
@@ -275,7 +277,7 @@ def _count_routers(
         [
             layouts[name].shape[0] + entry.identities
             for key, entry in plan.expert_entries(stack).items()
-            if (name := f"{prefix}{stack}.{block}.{key}.down_proj") in layouts
+            if isinstance(entry, Experts) and (name := f"{prefix}{stack}.{block}.{key}.down_proj") in layouts
         ]
         for stack, block in blocks
     ]
@@ -305,7 +307,7 @@ def _copy_first_block_modules(
     """Copy modules that all blocks use but only the first block has to the first block of this stage."""
     for stack in plan.blocks:
         names = [name for (other, name), owner in stage_of.items() if other == stack and owner == stage.index]
-        for path in plan.copied_from_first_block:
+        for path in plan.pipeline.copied_from_first_block:
             if not names or names[0] == "0":
                 continue
             owner, _, leaf = path.rpartition(".")
@@ -327,7 +329,7 @@ def _renumber_layers(model: nn.Module, plan: Plan, prefix: str) -> None:
             for module in block.modules():
                 before = int(name) - position
                 if module is not block:
-                    before *= plan.cache_layers_per_block
+                    before *= plan.pipeline.cache_layers_per_block
                 for attribute in ("layer_idx", "layer_id"):
                     if isinstance(getattr(module, attribute, None), int):
                         setattr(module, attribute, getattr(module, attribute) - before)
@@ -340,7 +342,7 @@ _WITHOUT_LENGTH = {"conv", "linear_attention", "moe", "mlp"}
 def _counting_layer(config: Any, plan: Plan, local: Range) -> int | None:
     """Return the cache layer in which the pipeline counts the positions, or ``None`` if a local block counts them."""
     full = getattr(config, "layer_types", None)
-    if plan.keeps_layer_numbers:
+    if plan.pipeline.keeps_layer_numbers:
         return 0 if local[0] and (full is None or full[0] not in _WITHOUT_LENGTH) else None
     own = full[slice(*local)] if full is not None else ()
     return len(own) if own and not set(own) - _WITHOUT_LENGTH else None
@@ -348,13 +350,13 @@ def _counting_layer(config: Any, plan: Plan, local: Range) -> int | None:
 
 def _cache_layers(config: Any, plan: Plan, stage: Stage, counts: Mapping[str, int]) -> CacheLayers | None:
     """Return the layers of this stage in a cache for the full model, or ``None`` if blocks keep their numbers."""
-    if plan.keeps_layer_numbers:
+    if plan.pipeline.keeps_layer_numbers:
         return None
     start, stop, total = *stage.ranges[stage.index], stage.ranges[-1][1]
     if config.is_encoder_decoder:
         before = total - counts[stage.stacks[-1].blocks]
         start, stop, total = max(start - before, 0), max(stop - before, 0), total - before
-    per_block = plan.cache_layers_per_block
+    per_block = plan.pipeline.cache_layers_per_block
     return CacheLayers(start * per_block, stop * per_block, total * per_block, stage.counting_layer)
 
 
@@ -374,7 +376,7 @@ def _own_layer_lists(
         config = model.get_submodule(owner).config
         if not stack.is_local or not isinstance(config, PreTrainedConfig):
             continue
-        per_block, count = plan.cache_layers_per_block, counts[stack.blocks]
+        per_block, count = plan.pipeline.cache_layers_per_block, counts[stack.blocks]
         here = len(model.get_submodule(stack.blocks))
         for scale in {1, per_block}:
             start, stop = stack.blocks_before * scale, (stack.blocks_before + here) * scale

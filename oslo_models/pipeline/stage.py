@@ -11,7 +11,7 @@ from oslo_models.pipeline.caches import CacheLayers
 from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.layer_lists import replaced_values
 from oslo_models.sharding.layout import Range
-from oslo_models.sharding.plan import InputPositions
+from oslo_models.sharding.pipeline_rules import InputPositions
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Stack:
         blocks_before: number of its blocks on earlier stages.
         receiver: placeholder of the embedding, which outputs the hidden states received from the previous stage.
             ``None`` on the first stage.
-        input_positions: see `Plan`. ``None`` for a stack that embeds tokens.
+        input_positions: see `PipelineRules`. ``None`` for a stack that embeds tokens.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Stage:
         layer_lists: local layer lists (one entry per layer of this stage), by module path.
         cache_layers: layers of this stage in a cache for the full model.
         frozen: canonical names of parameters without gradients.
-        early_outputs: see `Plan`. Names are full-model names.
+        early_outputs: see `PipelineRules`. Names are full-model names.
         routers: number of routers of each stage.
         records_routers: whether the base model returns router logits, so that logits of other stages can be added.
         num_experts: number of experts that a router chooses from, the width of its logits.

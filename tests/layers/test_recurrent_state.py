@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oslo_models.layers.state_space import RecurrentStateModule
+from oslo_models.models.rwkv import RecurrentStateLayer
 from oslo_models.sharding.layout import EvenSplit
 
 ROWS, HEADS = 2, 5
@@ -33,7 +33,7 @@ class Mixer(nn.Module):
         return output, state
 
 
-class ParallelMixer(RecurrentStateModule, Mixer):
+class ParallelMixer(RecurrentStateLayer, Mixer):
     def __init__(self, size: int, rank: int, in_place: bool) -> None:
         super().__init__()
         self.tp: Any = SimpleNamespace(size=size, rank=rank)

@@ -31,7 +31,7 @@ def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path
     cls: Any = registry.find(step.name)
     plan = cls.plan(step.config)
     limit = 1 if plan.single_rank_reason else plan.max_ranks() or tp
-    if tp > limit or (pp > 1 and plan.single_stage_reason):
+    if tp > limit or (pp > 1 and plan.pipeline.single_stage_reason):
         with pytest.raises(ValueError, match=r"parallel_size=\d is more than"):
             cls.from_pretrained_with_parallel(folder, tp, pp, **options)
         return
@@ -49,7 +49,7 @@ def reference(name: str, drawn: draws.Draw, seed: int, folder: Path) -> tuple[St
     """Return the step and tokens of transformers' class; raise where it cannot run the drawn configuration."""
     config = drawn.config
     plan = registry.find(name).plan(config)  # type: ignore[attr-defined]
-    batch = (zoo if plan.single_stage_reason else pipelines).batch(name, config, seed)
+    batch = (zoo if plan.pipeline.single_stage_reason else pipelines).batch(name, config, seed)
     batch = draws.kind_of_labels(name, config, batch, seed)
     step = saved_step(name, config, seed, batch, folder)
     if not all(value.isfinite().all() for value in (step.value, *step.gradients.values()) if value is not None):

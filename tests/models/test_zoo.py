@@ -65,7 +65,7 @@ def check_stages(
 ) -> None:
     """Load the sharded checkpoint; check two micro-batches' loss and gradients, and tokens; save a merged one."""
     cls: Any = registry.find(step.name)
-    if cls.plan(step.config).single_stage_reason:
+    if cls.plan(step.config).pipeline.single_stage_reason:
         with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1"):
             cls.from_pretrained_with_parallel(source, 1, pp)
         pp = 1
@@ -142,7 +142,7 @@ def initial_differences(name: str, config: PreTrainedConfig, seed: int) -> list[
 def check_initial(name: str, config: PreTrainedConfig, full: dict[str, Tensor], seed: int, tp: int, pp: int) -> None:
     cls: Any = registry.find(name)
     plan = cls.plan(config)
-    if plan.single_stage_reason if pp > 1 else plan.single_rank_reason or (plan.max_ranks() or tp) < tp:
+    if plan.pipeline.single_stage_reason if pp > 1 else plan.single_rank_reason or (plan.max_ranks() or tp) < tp:
         return
     model = cls.from_config_with_parallel(config, tp, pp, seed=seed, dtype=torch.float64)
     lines = []

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
 from oslo_models import registry
+from oslo_models.distributed.callers import object_under_construction
+from oslo_models.distributed.mesh import ParallelMesh
 
 from support import pipelines, zoo
 from support.pipelines import Batch
@@ -63,6 +65,27 @@ def with_engine(model: Any, config: dict[str, Any]) -> Any:
         config={"train_micro_batch_size_per_gpu": ROWS, **SGD, **config},
     )
     return engine
+
+
+class Listed(nn.Linear):
+    """Layer that notes the engine under construction whenever its parameters are listed."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        vars(self).setdefault("engines", []).append(object_under_construction("DeepSpeedEngine"))
+        return super().named_parameters(*args, **kwargs)
+
+
+def recognised_engine() -> None:
+    ParallelMesh(2)  # starts the process group
+    layer = Listed(2, 2)
+    options = {"train_micro_batch_size_per_gpu": 1}
+    engine, *_ = pipelines.import_deepspeed().initialize(model=layer, config=options)
+    assert engine in layer.engines
+
+
+@pytest.mark.stacks
+def test_engine_is_recognised_while_it_lists_a_module(pool: Pool) -> None:
+    pool.run(2, recognised_engine, env=True)
 
 
 def engine_step(engine: Any, batches: list[Batch]) -> list[Tensor]:

@@ -124,7 +124,7 @@ MUTANTS: dict[str, Row] = {
         *(OVER_REPLICAS, TRAINING, IDENTITIES),
     ),
     "experts that compute the tokens of others": (
-        Edit("layers.experts:ParallelDenseExperts.forward", "[self.first : self.first + self", "[: self"),
+        Edit("models.llama4_text:ParallelDenseExperts.forward", "[self.first : self.first + self", "[: self"),
         *(OVER_RANKS, "test_experts_over_a_part_of_the_ranks_match", {"model_type": "llama4_text"}),
     ),
     "norm counts experts of one group of ranks": (

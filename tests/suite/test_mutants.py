@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,18 +26,19 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
 from oslo_models.layers import (
     cross_entropy,
-    custom_layers,
     linear,
+    local_experts,
+    local_module,
     overlap,
-    routed_experts,
-    short_convolution,
-    vector_experts,
+    replicated_grads,
+    state_space,
+    summed,
 )
 from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base, training
 from oslo_models.modeling import forward as calls
 from oslo_models.modeling import initialization as init
-from oslo_models.models import gpt2, minimax
+from oslo_models.models import dbrx, doge, gemma3n_text, gpt2, minimax, switch_transformers, zaya
 from oslo_models.pipeline import pipeline, placeholders, schedule
 from oslo_models.pipeline import stage as stages
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
@@ -89,7 +89,7 @@ def key_values_without_sum_over_copies(patch: Patch) -> None:
         def apply(param: Tensor, *_: Any) -> Tensor:
             return param
 
-    patch.setattr(linear, "SumReplicatedGrad", Identity)
+    patch.setattr(replicated_grads, "SumReplicatedGrad", Identity)
 
 
 def gathered_gradient_summed(patch: Patch) -> None:
@@ -208,16 +208,16 @@ def dropout_at_both_ends(patch: Patch) -> None:
 
 
 def experts_without_sum_of_the_gradients_of_their_weights(patch: Patch) -> None:
-    patch.setattr(routed_experts, "copy_to", lambda axis, x: x)
+    patch.setattr(dbrx, "copy_to", lambda axis, x: x)
 
 
 def rows_of_the_first_experts_on_every_rank(patch: Patch) -> None:
-    right = routed_experts.SomeExperts.own_sizes
-    patch.setattr(routed_experts.SomeExperts, "own_sizes", lambda self, sizes: (0, right(self, sizes)[1]))
+    right = local_experts.LocalExperts.own_sizes
+    patch.setattr(local_experts.LocalExperts, "own_sizes", lambda self, sizes: (0, right(self, sizes)[1]))
 
 
 def experts_summed_one_by_one_and_together(patch: Patch) -> None:
-    patch.setattr(routed_experts.SeparateExpertsModule, "_set_joint", staticmethod(lambda layers, joint: None))
+    patch.setattr(switch_transformers.SeparateExpertsLayer, "_set_joint", staticmethod(lambda layers, joint: None))
 
 
 Caught = tuple[Callable[[Patch], None], str, dict[str, Any]]
@@ -268,12 +268,13 @@ def symmetric_memory_for_sums_of_any_size(patch: Patch) -> None:
 
 
 def moments_of_own_features(patch: Patch) -> None:
-    cls = custom_layers.GlobalMomentsModule
+    cls = gemma3n_text.GlobalMomentsLayer
     patch.setattr(cls, "forward", lambda self, *args: super(cls, self).forward(*args))
 
 
 def values_of_all_ranks_without_sum_of_gradients(patch: Patch) -> None:
-    patch.setattr(custom_layers, "copy_to", lambda axis, x: x)
+    for module in (gemma3n_text, summed, zaya):
+        patch.setattr(module, "copy_to", lambda axis, x: x)
 
 
 class Reversed(EvenSplit):
@@ -301,7 +302,7 @@ def blocks_numbered_on_each_stage(patch: Patch) -> None:
     patch.setattr(
         minimax.MiniMaxParallel,
         "plan",
-        classmethod(lambda cls, config: replace(right(cls, config), keeps_layer_numbers=False)),
+        classmethod(lambda cls, config: right(cls, config).with_rules(keeps_layer_numbers=False)),
     )
 
 
@@ -313,7 +314,7 @@ def buffers_saved_as_if_whole(patch: Patch) -> None:
     patch.setattr(training, "mark_buffer", lambda module, leaf, sharding: None)
 
 
-SHARED_OUTPUT = "layers.custom_layers:SharedOutputModule.forward"
+SHARED_OUTPUT = "layers.summed:SharedOutputLayer.forward"
 
 
 def gradient_of_a_shared_key_of_each_rank(patch: Patch) -> None:
@@ -333,7 +334,7 @@ def bias_of_experts_on_every_rank(patch: Patch) -> None:
 
 
 def inner_outputs_without_sum_of_gradients(patch: Patch) -> None:
-    patch.setattr(linear._SharesOutput, "share", lambda self, output: output)
+    patch.setattr(linear.SharesOutput, "share", lambda self, output: output)
 
 
 def inner_outputs_without_their_region(patch: Patch) -> None:
@@ -349,17 +350,17 @@ def key_values_count_on_all_their_ranks(patch: Patch) -> None:
 
 
 def parameters_of_heads_without_sum_over_copies(patch: Patch) -> None:
-    cls = custom_layers.OverlappingParametersModule
+    cls = local_module.OverlappingParametersModule
     patch.setattr(cls, "forward", lambda self, *args, **kwargs: super(cls, self).forward(*args, **kwargs))
 
 
 def group_means_of_own_heads(patch: Patch) -> None:
-    cls = custom_layers.GroupMeansModule
+    cls = zaya.GroupMeansLayer
     patch.setattr(cls, "forward", lambda self, *args: super(cls, self).forward(*args))
 
 
 def weights_of_vectors_without_sum_of_gradients(patch: Patch) -> None:
-    patch.setattr(vector_experts, "copy_to", lambda axis, x: x)
+    patch.setattr(doge, "copy_to", lambda axis, x: x)
 
 
 def weights_of_streams_from_own_inputs(patch: Patch) -> None:
@@ -372,15 +373,15 @@ def parts_in_another_order(patch: Patch) -> None:
 
 
 def filters_without_sum_over_copies(patch: Patch) -> None:
-    patch.setattr(short_convolution, "SumReplicatedGrad", SimpleNamespace(apply=lambda param, *args: param))
+    patch.setattr(state_space, "SumReplicatedGrad", SimpleNamespace(apply=lambda param, *args: param))
 
 
 def weights_of_shared_experts_without_sum_of_gradients(patch: Patch) -> None:
-    patch.setattr(custom_layers.SummedModule, "_shared", lambda self, x: x)
+    patch.setattr(summed.SummedLayer, "_shared", lambda self, x: x)
 
 
 def shared_experts_summed_by_themselves_and_with_routed_ones(patch: Patch) -> None:
-    patch.setattr(custom_layers.SummedModule, "returns_partial_sums", property(lambda self: False, lambda *args: None))
+    patch.setattr(summed.SummedLayer, "returns_partial_sums", property(lambda self: False, lambda *args: None))
 
 
 def last_words_for_the_first(patch: Patch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oslo_models.distributed.callers import PeftCall, object_under_construction, peft_call
 from oslo_models.distributed.rng import default_generator
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.modeling.adapters.adaptable import AdaptableModel
@@ -49,16 +49,16 @@ class AdaptableThreads(AdaptableModel):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield named modules; for the name matching of ``peft``, the modules of the first part only."""
         named = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
-        caller = sys._getframe(1)
-        if _is_peft(caller) and caller.f_code.co_name == "add_weighted_adapter":
+        call = peft_call()
+        if call is not None and call.function == "add_weighted_adapter":
             # Only the first part has the new adapter so far, and peft combines the adapters of all parts.
             self.adopt_adapters(are_new=True)
-        if not _sees_one_part(caller):
+        if call is None or not _sees_one_part(call):
             return named
-        if caller.f_code.co_name == "inject_adapter":
+        if call.function == "inject_adapter":
             from oslo_models.modeling.adapters.support import check_combination
 
-            check_combination(caller)
+            check_combination(call)
             self._rng_before_adapters = default_generator(torch.get_default_device()).get_state()
         return _of_first_part(named, "")
 
@@ -68,7 +68,7 @@ class AdaptableThreads(AdaptableModel):
         Raises:
             ValueError: ``peft`` looks for embeddings to make a prompt encoder.
         """
-        if not _is_peft(sys._getframe(1)):
+        if peft_call() is None:
             return nn.Module.get_submodule(self, target)
         if target == "embeddings.word_embeddings":
             raise ValueError(
@@ -85,7 +85,7 @@ class AdaptableThreads(AdaptableModel):
 
         Each part has its own shard of the embeddings. ``peft`` gets the shard of the first part.
         """
-        if _is_peft(sys._getframe(1)):
+        if peft_call() is not None:
             return self._first_part().get_input_embeddings()
         raise NotImplementedError(
             "the embeddings are sharded: model.parts[0].get_input_embeddings() has the first part"
@@ -93,7 +93,7 @@ class AdaptableThreads(AdaptableModel):
 
     def get_output_embeddings(self) -> Any:
         """Return the output embeddings; for ``peft``, the output embeddings of the first part."""
-        if _is_peft(sys._getframe(1)):
+        if peft_call() is not None:
             return self._first_part().get_output_embeddings()
         return super().get_output_embeddings()
 
@@ -107,15 +107,10 @@ class AdaptableThreads(AdaptableModel):
         return self.parts[0]
 
 
-def _is_peft(caller: Any) -> bool:
-    return str(caller.f_globals.get("__name__", "")).startswith("peft.")
-
-
-def _sees_one_part(caller: Any) -> bool:
-    if not _is_peft(caller) or caller.f_code.co_name not in _SEE_ONE_PART:
-        return False
-    # This caller freezes every parameter outside the modules it gets, so it has to see all parts.
-    return bool(caller.f_back.f_code.co_name != "_mark_only_adapters_as_trainable")
+def _sees_one_part(call: PeftCall | None) -> bool:
+    """Return whether a function of ``peft`` gets the modules of the first part only."""
+    # `_mark_only_adapters_as_trainable` freezes every parameter outside the modules it gets, so it sees all parts.
+    return call is not None and call.function in _SEE_ONE_PART and call.caller != "_mark_only_adapters_as_trainable"
 
 
 def _of_first_part(named: Iterator[tuple[str, nn.Module]], model: str) -> Iterator[tuple[str, nn.Module]]:
@@ -141,8 +136,6 @@ def _adopt(model: Any, names: list[str]) -> None:
     """Add adapters of the first part to the other parts, and make them parallel."""
     from peft import inject_adapter_in_model
 
-    from oslo_models.modeling.adapters.peft_model import under_construction
-
     configs = model.peft_config
     if any(config.is_prompt_learning for config in configs.values()):
         return
@@ -160,7 +153,7 @@ def _adopt(model: Any, names: list[str]) -> None:
     for part in model.parts:
         part._peft_config = configs
     _follow_first_part(model.parts)
-    peft_model: Any = under_construction()
+    peft_model: Any = object_under_construction("PeftModel")
     if peft_model is not None and not isinstance(peft_model, ThreadsPeftModel):
         cls: Any = type(peft_model)
         peft_model.__class__ = _threads_peft_class(cls)
@@ -193,7 +186,7 @@ class ThreadsPeftModel:
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield named modules; for the name matching of ``peft``, the modules of the first part only."""
         named = nn.Module.named_modules(self, memo, prefix, remove_duplicate)  # type: ignore[arg-type]
-        return _of_first_part(named, "base_model.model.") if _sees_one_part(sys._getframe(1)) else named
+        return _of_first_part(named, "base_model.model.") if _sees_one_part(peft_call()) else named
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Add an adapter as ``PeftModel`` does, then to all parts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oslo_models.contracts import require
+from oslo_models.distributed.callers import peft_call
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.rng import default_generator
 
@@ -75,31 +75,30 @@ class AdaptableModel(PreTrainedModel):
             ValueError: a pipeline stage has no layer of the new adapter, the adapter combines others in a way that
                 needs full adapters, or DoRA targets a layer that takes full tensors. Raised on every rank.
         """
-        if "peft" in sys.modules and (caller := sys._getframe(1)).f_code.co_name == "inject_adapter":
+        if (call := peft_call()) is not None and call.function == "inject_adapter":
             self._rng_before_adapters = default_generator(torch.get_default_device()).get_state()
             if self.mesh is not None and self.mesh.is_sharded:
                 from oslo_models.modeling.adapters.support import check_combination, check_magnitudes
 
-                check_combination(caller)
-                check_magnitudes(self, caller.f_locals["self"], caller.f_locals["peft_config"])
-            if self.mesh is not None and self.mesh.pp.size > 1 and "key_list" not in caller.f_locals:
+                check_combination(call)
+                check_magnitudes(self, call.arguments["self"], call.arguments["peft_config"])
+            if self.mesh is not None and self.mesh.pp.size > 1 and "key_list" not in call.arguments:
                 from oslo_models.modeling.adapters.support import check_stages
 
-                check_stages(self, caller.f_locals["self"], caller.f_locals["peft_config"])
+                check_stages(self, call.arguments["self"], call.arguments["peft_config"])
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def get_submodule(self, target: str) -> nn.Module:
         """Like ``nn.Module.get_submodule``. ``peft`` requests BERT's embeddings to build a prompt encoder."""
-        if target == "embeddings.word_embeddings" and self.mesh is not None and self.mesh.is_sharded:
-            caller = sys._getframe(1)
-            if caller.f_code.co_name == "_setup_prompt_encoder":
-                from oslo_models.modeling.adapters.peft_model import become_sharded
-                from oslo_models.modeling.adapters.prompts import vocabulary_for_prompts
+        call = peft_call() if target == "embeddings.word_embeddings" else None
+        if call is not None and call.function == "_setup_prompt_encoder" and self.mesh and self.mesh.is_sharded:
+            from oslo_models.modeling.adapters.peft_model import become_sharded
+            from oslo_models.modeling.adapters.prompts import vocabulary_for_prompts
 
-                peft_model = caller.f_locals["self"]
-                vocabulary = vocabulary_for_prompts(self, peft_model, caller.f_locals["adapter_name"])
-                become_sharded(peft_model)
-                return vocabulary
+            peft_model = call.arguments["self"]
+            vocabulary = vocabulary_for_prompts(self, peft_model, call.arguments["adapter_name"])
+            become_sharded(peft_model)
+            return vocabulary
         return super().get_submodule(target)
 
     def load_adapter(self, peft_model_id: str | Path | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from oslo_models.distributed.callers import object_under_construction
 from oslo_models.distributed.collectives import all_gather
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.distributed.rng import ShardedRngStream
@@ -27,10 +28,10 @@ from oslo_models.layers.linear import (
     InnerRowParallelLinear,
     KeyValueParallelLinear,
     KeyValueRowLinear,
-    LatentLinear,
     RowParallelLinear,
-    sum_replicated,
+    SharesOutput,
 )
+from oslo_models.layers.replicated_grads import sum_replicated
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.modeling.adapters.experts import ParallelParamWrapper, parameter_layout
 from oslo_models.modeling.adapters.initial_values import draw, use_type_of_adapters
@@ -53,7 +54,7 @@ from oslo_models.modeling.adapters.layouts import (
     takes_full_tensors,
     weight_layout,
 )
-from oslo_models.modeling.adapters.peft_model import become_sharded, under_construction
+from oslo_models.modeling.adapters.peft_model import become_sharded
 from oslo_models.modeling.adapters.state import register_state_hooks
 from oslo_models.modeling.adapters.support import check_config, check_layer
 from oslo_models.pipeline.placeholders import Placeholder
@@ -102,7 +103,7 @@ def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             register_state_hooks(module)  # type: ignore[arg-type]
     model._mark_parameters()
-    if (peft_model := under_construction()) is not None:
+    if (peft_model := object_under_construction("PeftModel")) is not None:
         become_sharded(peft_model)
 
 
@@ -141,7 +142,7 @@ def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
         if parameter_layout(tuner) is not None:
             tuner.__class__ = ParallelParamWrapper
         return
-    if isinstance(base, LatentLinear):
+    if isinstance(base, SharesOutput) and not isinstance(base, InnerRowParallelLinear):
         tuner.__class__ = LatentLoraLinear
     if takes_full_tensors(base):
         tuner.__class__ = ReplicatedLoraLinear
@@ -217,7 +218,7 @@ def _compute_magnitudes(tuner: Any, name: str) -> None:
 
 def _adopt_ia3(tuner: Any, name: str) -> None:
     """Sum the gradients of factors that several ranks share. The gradients of other factors are already correct."""
-    if isinstance(tuner.get_base_layer(), (LatentLinear, InnerRowParallelLinear)):
+    if isinstance(tuner.get_base_layer(), SharesOutput):
         tuner.__class__ = SharingIA3Linear
     layout = adapter_layouts(tuner).get(f"ia3_l.{name}")
     if layout is not None and layout.overlaps:

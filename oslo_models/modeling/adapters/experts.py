@@ -16,7 +16,7 @@ from torch import Tensor
 from oslo_models.distributed.autograd_collectives import average_grad, copy_to
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.experts import ParallelExperts
-from oslo_models.layers.linear import SumReplicatedGrad
+from oslo_models.layers.replicated_grads import SumReplicatedGrad
 from oslo_models.sharding.layout import Layout, Range
 
 

@@ -22,7 +22,7 @@ from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.linear import SumReplicatedGrad
+from oslo_models.layers.replicated_grads import SumReplicatedGrad
 from oslo_models.layers.vocab_parallel import VocabParallelLogits, vocab_parallel_embedding
 from oslo_models.modeling.quantizing import is_quantized
 from oslo_models.sharding.layout import Layout
@@ -96,7 +96,7 @@ class _AddsBeforeSharing(nn.Module):
 
 
 class LatentLoraLinear(_AddsBeforeSharing, LoraLinear):
-    """LoRA on a projection to a latent (`LatentLinear`)."""
+    """LoRA on a projection to a latent (`SharesOutput`)."""
 
 
 class InnerLoraLinear(_AddsBeforeSharing, ParallelLoraLinear):
@@ -104,7 +104,7 @@ class InnerLoraLinear(_AddsBeforeSharing, ParallelLoraLinear):
 
 
 class SharingIA3Linear(_AddsBeforeSharing, IA3Linear):
-    """IA3 on a `LatentLinear` or an `InnerRowParallelLinear`."""
+    """IA3 on a layer with a shared output."""
 
 
 class _ParallelLoraEmbedding(LoraEmbedding):

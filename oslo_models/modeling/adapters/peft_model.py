@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from typing import Any
 
@@ -106,17 +105,6 @@ def become_sharded(peft_model: Any) -> None:
     """Change the class of a ``PeftModel`` to the sharded one, in place."""
     if not isinstance(peft_model, ShardedPeftModel):
         peft_model.__class__ = _sharded_class(type(peft_model))  # type: ignore[arg-type]
-
-
-def under_construction() -> PeftModel | None:
-    """Return the ``PeftModel`` with a constructor on the call stack, if there is one."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
-        if isinstance(owner, PeftModel):
-            return owner
-    return None
 
 
 @cache

@@ -13,6 +13,7 @@ from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from oslo_models.distributed.callers import PeftCall
 from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.distributed.sharded_tensor import ShardedParameter
 from oslo_models.layers.experts import ParallelExperts
@@ -54,21 +55,21 @@ def check_config(name: str, config: Any) -> None:
         )
 
 
-def check_combination(caller: Any) -> None:
+def check_combination(call: PeftCall) -> None:
     """Check the combination type of ``add_weighted_adapter`` before it injects the result.
 
     Args:
-        caller: the frame of ``inject_adapter``.
+        call: the call of ``inject_adapter``.
 
     Raises:
         ValueError: combining shards would differ from combining the full adapters. No adapter is added.
     """
-    adding = caller.f_back
-    if adding is None or adding.f_code.co_name != "add_weighted_adapter":
+    if call.caller != "add_weighted_adapter":
         return
-    kind = adding.f_locals["combination_type"]
+    given = call.arguments_of_caller
+    kind = given["combination_type"]
     if kind not in ("cat", "linear"):
-        adding.f_locals["self"].peft_config.pop(adding.f_locals["adapter_name"], None)
+        given["self"].peft_config.pop(given["adapter_name"], None)
         raise ValueError(
             f"combination_type={kind!r} looks at whole adapters, of which a sharded model has parts: use "
             'combination_type="cat" or "linear", or combine them on one process, and load the result'

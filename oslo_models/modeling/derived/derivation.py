@@ -11,16 +11,16 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from transformers.pytorch_utils import Conv1D
 
-from oslo_models.modeling.derived.report import Row, ShardingReport
-from oslo_models.modeling.derived.tracing import Trace, trace_calls
-from oslo_models.sharding.derived import (
+from oslo_models.layers.gathered import (
     GatheredColumn,
     GatheredConvolution,
     HeadsRow,
     SlicedRow,
-    SplitHeads,
     SummedEmbedding,
 )
+from oslo_models.layers.multihead_attention import SplitHeads
+from oslo_models.modeling.derived.report import Row, ShardingReport
+from oslo_models.modeling.derived.tracing import Trace, trace_calls
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import Plan, Replicated
 
@@ -111,7 +111,7 @@ def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPl
             entries |= dict.fromkeys([name] if name else [], Replicated())
     _untie(model, entries, findings is not None and bool(findings.called))
     report = ShardingReport(tuple(_row(name, module, entries, why) for name, module, why in rows))
-    return DerivedPlan(embed=entries, blocks={}, head={}, single_stage_reason=_REASON, report=report)
+    return DerivedPlan(embed=entries, blocks={}, head={}, report=report).with_rules(single_stage_reason=_REASON)
 
 
 def _find_layers(model: nn.Module) -> dict[str, str]:

@@ -1,0 +1,33 @@
+"""The plan and the entries that architectures share, for one import. Each entry stands beside its layer."""
+
+from oslo_models.layers.experts import Experts
+from oslo_models.layers.linear import ColumnParallel, InnerRowParallel, RowParallel
+from oslo_models.layers.local_module import LocalModule
+from oslo_models.layers.norm import GroupWidthNorm, HeadNorm, WidthNorm
+from oslo_models.layers.state_space import StateSpace
+from oslo_models.layers.summed import SharedOutput, SummedModule
+from oslo_models.layers.vocab_parallel import VocabParallel
+from oslo_models.sharding.entry import Entries, LocalValue, Norm, Replicated
+from oslo_models.sharding.pipeline_rules import PipelineRules
+from oslo_models.sharding.plan import Plan
+
+__all__ = [
+    "ColumnParallel",
+    "Entries",
+    "Experts",
+    "GroupWidthNorm",
+    "HeadNorm",
+    "InnerRowParallel",
+    "LocalModule",
+    "LocalValue",
+    "Norm",
+    "PipelineRules",
+    "Plan",
+    "Replicated",
+    "RowParallel",
+    "SharedOutput",
+    "StateSpace",
+    "SummedModule",
+    "VocabParallel",
+    "WidthNorm",
+]
