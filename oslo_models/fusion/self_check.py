@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from oslo_models.distributed.object_exchange import gather_objects
+from oslo_models.fusion import verdicts
 from oslo_models.fusion.lazy_logits import LazyHead, LazyLogits
 from oslo_models.fusion.recorded_calls import Call, copied, recorded, width, with_few_outputs
 from oslo_models.fusion.small_blocks import small
@@ -67,8 +68,43 @@ def apply_checked(
     new = [c for c in candidates if _is_checked(c, selected) and c.module not in swapped]
     kinds = {c.module: kind_of(c, type(modules[c.module])) for c in new}
     first = {kind: name for name, kind in reversed(kinds.items())}
-    names, failed = _agreed_names(model, sorted(first.values()), modules.values())
-    compared = [c for c in new if c.module in names]
+    key = verdicts.key_of(model, fusion, modules, first.values(), candidates)
+    if _all_agree(model, verdicts.is_known(key)):
+        fusion.apply(model, candidates, selected)
+        wrong, unchecked = {}, verdicts.unchecked(key)
+    else:
+        wrong, unchecked = _compare(model, fusion, modules, kinds, list(first.values()), candidates, selected)
+        if not wrong:
+            verdicts.remember(key, unchecked)
+    fusion.fusion_candidates = [_decided(c, kinds.get(c.module), wrong, unchecked) for c in candidates]
+    if wrong:
+        told = "; ".join(f"{kind}: {why}" for kind, why in wrong.items())
+        warnings.warn(f"fuse() leaves modules unfused because they differ from transformers: {told}", stacklevel=4)
+    return fusion.fusion_candidates
+
+
+def _all_agree(model: Any, is_known: bool) -> bool:
+    return is_known if model.mesh is None else all(gather_objects(model.mesh.model, is_known))
+
+
+def _compare(
+    model: Any,
+    fusion: Fusion,
+    modules: Mapping[str, nn.Module],
+    kinds: Mapping[str, str],
+    first: list[str],
+    candidates: list[FusionCandidate],
+    selected: set[type] | None,
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Apply a fusion and undo the kinds that differ. Return the differences, and the reasons for unchecked kinds.
+
+    Args:
+        modules: all modules of the model, by name.
+        kinds: the kinds of the modules to fuse.
+        first: the first module of each kind.
+    """
+    names, failed = _agreed_names(model, sorted(first), modules.values())
+    compared = [c for c in candidates if c.module in names and c.module in kinds]
     blocks = [(modules[c.module], c.attributes["decoding"].form) for c in compared if "decoding" in c.attributes]
     with _undisturbed(model, list(modules.values())), small(blocks):
         runs, failed = ([], failed) if failed else recorded(model, modules, names, fusion.weights is None)
@@ -76,13 +112,9 @@ def apply_checked(
         in_float8 = any("float8" in candidate.attributes for candidate in candidates)
         bound = _FLOAT8 if in_float8 else _NARROW.get(fusion.weights or "", 0.0)
         wrong = _differing(model, fusion, kinds, names, runs, bound)
-    checked = {kinds[call.name] for call in runs if call.name in kinds}
-    unchecked = {kind: failed or "no small input reaches it" for kind in first if kind not in checked}
-    fusion.fusion_candidates = [_decided(c, kinds.get(c.module), wrong, unchecked) for c in candidates]
-    if wrong:
-        told = "; ".join(f"{kind}: {why}" for kind, why in wrong.items())
-        warnings.warn(f"fuse() leaves modules unfused because they differ from transformers: {told}", stacklevel=4)
-    return fusion.fusion_candidates
+    checked = {call.name for call in runs}
+    unchecked = {kinds[name]: failed or "no small input reaches it" for name in first if name not in checked}
+    return wrong, unchecked
 
 
 def _is_checked(candidate: FusionCandidate, selected: set[type] | None) -> bool:
@@ -125,7 +157,7 @@ def _unchecked_reason(modules: Iterable[nn.Module]) -> str | None:
 
 
 def _differing(
-    model: Any, fusion: Fusion, kinds: dict[str, str], names: list[str], runs: list[Call], bound: float
+    model: Any, fusion: Fusion, kinds: Mapping[str, str], names: list[str], runs: list[Call], bound: float
 ) -> dict[str, str]:
     """Undo the kinds that differ from the originals. Return them with the differences.
 
