@@ -188,7 +188,7 @@ def _fused_cases() -> list[Case]:
                 narrow = f"{label}, generate {batch} x {new} tokens, weights={weights!r}"
                 options = {**sizes, "new": new, "weights": weights}
                 cases.append(_fused(f"{name}-{weights}", narrow, fusing.decoding, **options))
-        check = {"model": model, "timed": 9}
+        check = {"model": model, "timed": 5}
         case = _fused(f"check-{model}", f"{label}, the check of fuse()", fusing.checking, ONE_THREAD, **check)
         cases.append(replace(case, baseline="loading"))
     return cases
