@@ -24,12 +24,13 @@ from benchmarks.records import RESULTS, append, number, stamp
 def main() -> int:
     """Run the cases of the command line. Return 1 if a case failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes child processes and checkpoints
-    if sys.argv[1:2] in (["compare"], ["load"], ["soak"]):
-        command = importlib.import_module(f"benchmarks.{sys.argv[1]}")
+    commands = {"compare": "compare", "load": "load", "soak": "soak", "tokens": "fused_tokens"}
+    if sys.argv[1:2] and sys.argv[1] in commands:
+        command = importlib.import_module(f"benchmarks.{commands[sys.argv[1]]}")
         return int(command.main(sys.argv[2:]))
     epilog = (
         "`python -m benchmarks compare --help`: two commits against each other; `load --help` and `soak --help`: HTTP "
-        "servers."
+        "servers; `tokens --help`: fused models against transformers."
     )
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, epilog=epilog)
     parser.add_argument(

@@ -188,8 +188,9 @@ def _fused_cases() -> list[Case]:
                 narrow = f"{label}, generate {batch} x {new} tokens, weights={weights!r}"
                 options = {**sizes, "new": new, "weights": weights}
                 cases.append(_fused(f"{name}-{weights}", narrow, fusing.decoding, **options))
-        check = _fused(f"check-{model}", f"{label}, the check of fuse()", fusing.checking, model=model, timed=9)
-        cases.append(replace(check, baseline="loading"))
+        check = {"model": model, "timed": 5}
+        case = _fused(f"check-{model}", f"{label}, the check of fuse()", fusing.checking, ONE_THREAD, **check)
+        cases.append(replace(case, baseline="loading"))
     return cases
 
 

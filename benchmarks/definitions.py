@@ -14,6 +14,8 @@ TOKEN_PARTS = (
     *("model, the rest", "generate"),
 )
 """The parts of the CPU time of a token."""
+CHECKS = ("check of fuse(), first", "check of fuse()", "check of fuse(), alike")
+"""The first check in a process, later ones, and the check of a model with the same sizes as a checked one."""
 BY_MEMORY, BY_PRODUCTS = LIMITS = ("limit by memory", "limit by products")
 """The measurements of `benchmarks.limits`, shown among the peers of a row."""
 UNITS = {
@@ -48,6 +50,7 @@ UNITS = {
     "first token, p99": "ms",
     "serving, CPU": "tokens/CPU s",
     "agreement": "us",
+    **dict.fromkeys(CHECKS, "ms"),
     **dict.fromkeys(TOKEN_PARTS, "ms"),
     **{
         f"{call}, batch {batch}": "of unfused"

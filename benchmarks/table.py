@@ -36,7 +36,7 @@ TITLES = {  # by the runner of a case
     "blocking": "fused by model.fuse(), less is better",
     "training": "fused by model.fuse(), less is better",
     "generation": "fused by model.fuse(), less is better",
-    "checking": "added to model.fuse() by its check, less is better",
+    "checking": "CPU time that its check adds to model.fuse(), one thread, less is better",
     "decoding": "fused by model.fuse(), less is better",
     "token": "CPU time of a token at batch 1, one thread, less is better",
     "slowdown": "time of a fused model divided by that of the unfused one, less is better",

@@ -43,7 +43,7 @@ class BlockDecoding:
     """
 
     def __init__(self, form: BlockForm, activation: str, faster: tuple[frozenset[int], int] | None = None) -> None:
-        self._form, self._activation, self.faster = form, activation, faster
+        self.form, self._activation, self.faster = form, activation, faster
         self._layers: BlockLayers | None = None
         self._addresses: list[int] = []
         self._block: Block | None = None
@@ -53,13 +53,13 @@ class BlockDecoding:
     @property
     def has_positions(self) -> bool:
         """Return whether the block takes cosines and sines of the positions, used or not."""
-        return self._form is not GPT2
+        return self.form is not GPT2
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockDecoding:
         return BlockDecoding(*self.__reduce__()[1])
 
     def __reduce__(self) -> Any:
-        return BlockDecoding, (self._form, self._activation, self.faster)
+        return BlockDecoding, (self.form, self._activation, self.faster)
 
     def __call__(
         self,
@@ -85,7 +85,7 @@ class BlockDecoding:
         if self.faster is not None and (rows not in self.faster[0] or torch.get_num_threads() != self.faster[1]):
             return None
         with without_override():
-            tables = tables if self._form.rotary else None
+            tables = tables if self.form.rotary else None
             made = self.block(block)
             if made is None or rows > made.most_rows or (tables is not None and not _fit(tables, rows, made.width)):
                 return None
@@ -119,7 +119,7 @@ class BlockDecoding:
         """Return the tensors of a block, or ``None`` if C++ does not support its single tokens."""
         layers = self._layers
         if layers is None or not layers.are_in_place():
-            layers = self._layers = BlockLayers(module, self._form)
+            layers = self._layers = BlockLayers(module, self.form)
             self._addresses = []
         if layers.are_seen() or not layers.is_current or layers.attention.config._attn_implementation not in _SUPPORTED:
             return None

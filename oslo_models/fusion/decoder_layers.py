@@ -28,7 +28,7 @@ from oslo_models.layers.linear import ColumnParallelLinear, KeyValueParallelLine
 from oslo_models.layers.norm import HeadParallelNorm
 
 _ROW = RowParallelLinear.forward  # RowParallelConv1D shares this method
-_LINEAR = (
+LINEAR_FORWARDS = (
     *(nn.Linear.forward, FusedLinear.forward, Conv1D.forward, FusedConv1D.forward),
     *(ColumnParallelLinear.forward, KeyValueParallelLinear.forward, _ROW),
 )
@@ -204,7 +204,7 @@ def _norm_of(norm: Any) -> Any:
 
 def _layer_of(layer: Any) -> Any:
     """Return the linear layer for the kernel, or ``None``."""
-    if type(layer).forward not in _LINEAR or getattr(layer, "returns_partial_sums", False):
+    if type(layer).forward not in LINEAR_FORWARDS or getattr(layer, "returns_partial_sums", False):
         return None
     bias = layer._parameters.get("bias")
     if bias is not None and not _is_dense(bias):

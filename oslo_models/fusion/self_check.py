@@ -4,32 +4,27 @@ The model computes a few random tokens three times: with gradients, with an empt
 more token and that cache. It stops after the last module to compare. The inputs and outputs of the originals are
 recorded. Then the fused modules compute with the same inputs. All ranks of a model run the same modules in the same
 order, and take the same decision.
-
-Legend:
-    B: rows.
-    L: tokens of a row.
 """
 
 from __future__ import annotations
 
-import copy
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers.cache_utils import Cache
-from transformers.pytorch_utils import Conv1D
 
 from oslo_models.distributed.object_exchange import gather_objects
-from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.fusion import verdicts
 from oslo_models.fusion.lazy_logits import LazyHead, LazyLogits
+from oslo_models.fusion.recorded_calls import Call, copied, recorded, width, with_few_outputs
+from oslo_models.fusion.small_blocks import small
 from oslo_models.fusion.swap import Fusion, FusionCandidate
 
 BOUNDS = {
@@ -50,8 +45,6 @@ _NARROW = {"bfloat16": 2**-5, "int8": 2**-3}
 """The bounds with narrow weights: their rounding errors pass through attention and MLP."""
 _FLOAT8 = 2**-3
 """The bound of modules around linear layers in float8, with a rounding error of 2^-4 per element."""
-_ROWS, _LENGTH, _OUTPUTS = 2, 5, 256
-_CACHES = ("cache", "past_key_values")
 
 
 def kind_of(candidate: FusionCandidate, cls: type) -> str:
@@ -71,24 +64,57 @@ def apply_checked(
     Returns:
         The candidates. For undone kinds, the reason names the difference, and a warning reports them.
     """
-    candidates = list(candidates)
-    new = [c for c in candidates if _is_checked(c, selected) and c.module not in fusion.swapped()]
-    kinds = {c.module: kind_of(c, type(model.get_submodule(c.module))) for c in new}
+    candidates, modules, swapped = list(candidates), dict(model.named_modules()), fusion.swapped()
+    new = [c for c in candidates if _is_checked(c, selected) and c.module not in swapped]
+    kinds = {c.module: kind_of(c, type(modules[c.module])) for c in new}
     first = {kind: name for name, kind in reversed(kinds.items())}
-    names, failed = _agreed_names(model, sorted(first.values()))
-    with _undisturbed(model):
-        runs, failed = ([], failed) if failed else _recorded(model, names, fusion.weights is None)
+    key = verdicts.key_of(model, fusion, modules, first.values(), candidates)
+    if _all_agree(model, verdicts.is_known(key)):
         fusion.apply(model, candidates, selected)
-        in_float8 = any("float8" in candidate.attributes for candidate in candidates)
-        bound = _FLOAT8 if in_float8 else _NARROW.get(fusion.weights or "", 0.0)
-        wrong = _differing(model, fusion, kinds, names, runs, bound)
-    checked = {kinds[call.name] for call in runs if call.name in kinds}
-    unchecked = {kind: failed or "no small input reaches it" for kind in first if kind not in checked}
+        wrong, unchecked = {}, verdicts.unchecked(key)
+    else:
+        wrong, unchecked = _compare(model, fusion, modules, kinds, list(first.values()), candidates, selected)
+        if not wrong:
+            verdicts.remember(key, unchecked)
     fusion.fusion_candidates = [_decided(c, kinds.get(c.module), wrong, unchecked) for c in candidates]
     if wrong:
         told = "; ".join(f"{kind}: {why}" for kind, why in wrong.items())
         warnings.warn(f"fuse() leaves modules unfused because they differ from transformers: {told}", stacklevel=4)
     return fusion.fusion_candidates
+
+
+def _all_agree(model: Any, is_known: bool) -> bool:
+    return is_known if model.mesh is None else all(gather_objects(model.mesh.model, is_known))
+
+
+def _compare(
+    model: Any,
+    fusion: Fusion,
+    modules: Mapping[str, nn.Module],
+    kinds: Mapping[str, str],
+    first: list[str],
+    candidates: list[FusionCandidate],
+    selected: set[type] | None,
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Apply a fusion and undo the kinds that differ. Return the differences, and the reasons for unchecked kinds.
+
+    Args:
+        modules: all modules of the model, by name.
+        kinds: the kinds of the modules to fuse.
+        first: the first module of each kind.
+    """
+    names, failed = _agreed_names(model, sorted(first), modules.values())
+    compared = [c for c in candidates if c.module in names and c.module in kinds]
+    blocks = [(modules[c.module], c.attributes["decoding"].form) for c in compared if "decoding" in c.attributes]
+    with _undisturbed(model, list(modules.values())), small(blocks):
+        runs, failed = ([], failed) if failed else recorded(model, modules, names, fusion.weights is None)
+        fusion.apply(model, candidates, selected)
+        in_float8 = any("float8" in candidate.attributes for candidate in candidates)
+        bound = _FLOAT8 if in_float8 else _NARROW.get(fusion.weights or "", 0.0)
+        wrong = _differing(model, fusion, kinds, names, runs, bound)
+    checked = {call.name for call in runs}
+    unchecked = {kinds[name]: failed or "no small input reaches it" for name in first if name not in checked}
+    return wrong, unchecked
 
 
 def _is_checked(candidate: FusionCandidate, selected: set[type] | None) -> bool:
@@ -106,203 +132,32 @@ def _decided(
     return candidate
 
 
-def _agreed_names(model: Any, names: list[str]) -> tuple[list[str], str | None]:
+def _agreed_names(model: Any, names: list[str], modules: Iterable[nn.Module]) -> tuple[list[str], str | None]:
     """Return the modules to compare on every tensor-parallel rank, and the reason if none can be compared."""
-    found = [(names, _unchecked_reason(model))]
+    found = [(names, _unchecked_reason(modules))]
     if model.mesh is not None:
         found = gather_objects(model.mesh.tp, found[0])
     unchecked = next((why for _, why in found if why), None)
     return sorted({name for each, _ in found for name in each}), unchecked
 
 
-def _unchecked_reason(model: nn.Module) -> str | None:
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return "the model is wrapped by FSDP already"
-    for param in model.parameters():
-        if param.is_meta:
-            return "weights are on the meta device"
-        if hasattr(param, "ds_id"):
-            return "DeepSpeed keeps the weights elsewhere"
+def _unchecked_reason(modules: Iterable[nn.Module]) -> str | None:
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            return "the model is wrapped by FSDP already"
+        for param in module._parameters.values():
+            if param is not None and param.is_meta:
+                return "weights are on the meta device"
+            if hasattr(param, "ds_id"):
+                return "DeepSpeed keeps the weights elsewhere"
     return None
-
-
-# Recording ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Call:
-    """A call of an original module.
-
-    Attributes:
-        visible: the positions without padding, [B, L]; ``None``: all.
-        has_grad: whether gradients were on.
-    """
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    visible: Tensor | None
-    has_grad: bool
-
-
-class _Recorded(Exception):
-    pass
-
-
-class _Recorder:
-    """Records the first call of each module in a forward, and ends the forward after the last module.
-
-    Attributes:
-        cache: the cache that the forward has filled.
-        failed: the reason if the forward ended before all modules were called.
-    """
-
-    def __init__(self, model: nn.Module, names: Iterable[str], visible: Tensor | None) -> None:
-        self._model, self._visible = model, visible
-        self._missing = dict.fromkeys(names)
-        self._inputs: dict[str, Any] = {}
-        self.calls: list[_Call] = []
-        self.cache: Any = None
-        self.failed: str | None = None
-
-    def run(self, forward: Callable[[], Any]) -> None:
-        """Call ``forward`` with hooks on the modules."""
-        handles: list[Any] = []
-        for name in self._missing:
-            module = self._model.get_submodule(name)
-            before, after = partial(self._enter, name), partial(self._leave, name)
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(after))
-        try:
-            forward()
-        except _Recorded:
-            pass
-        except Exception as error:  # noqa: BLE001  not every model runs on any tokens, or in any dtype
-            self.failed = f"the model does not run on a few random tokens ({type(error).__name__}: {error})"
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if name in self._missing and name not in self._inputs:
-            self.cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, Cache)), self.cache)
-            self._inputs[name] = _copied((args, kwargs))
-
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if name not in self._missing:
-            return
-        del self._missing[name]
-        inputs, options = self._inputs[name]
-        has_grad = torch.is_grad_enabled()
-        self.calls.append(_Call(name, inputs, options, _copied(output), self._visible, has_grad))
-        if not self._missing:
-            raise _Recorded
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of arguments or outputs, unaffected by later in-place changes."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return type(value)(map(_copied, value))
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return copy.deepcopy(value) if isinstance(value, Cache) else value
-
-
-def _recorded(model: Any, names: list[str], trains: bool) -> tuple[list[_Call], str | None]:
-    """Return the calls of the originals in a few small runs of the model, and the reason if a run failed.
-
-    Linear layers are called separately, so that the head needs no run of the whole model.
-
-    Args:
-        trains: whether the fused model computes with gradients.
-    """
-    base = model.base_model
-    calls: list[_Call] = []
-    inside = {id(module) for module in base.modules()}
-    alone = [name for name in names if _width(model.get_submodule(name)) is not None]
-    in_model = [name for name in names if name not in alone and id(model.get_submodule(name)) in inside]
-    generator = torch.Generator().manual_seed(0)
-    for name in alone:
-        calls += _alone(name, model.get_submodule(name), model.dtype, generator)
-    if not in_model:
-        return calls, None
-    if model.main_input_name != "input_ids":
-        return calls, f"no small {model.main_input_name} are known"
-    recorders = _in_runs(model, base, in_model, trains, generator)
-    calls += [call for recorder in recorders for call in recorder.calls]
-    return calls, next((recorder.failed for recorder in recorders if recorder.failed), None)
-
-
-def _in_runs(model: Any, base: Any, names: list[str], trains: bool, generator: torch.Generator) -> list[_Recorder]:
-    # transformers' forward: the forward of this library gathers outputs and runs pipeline stages
-    defining = (cls for cls in type(base).__mro__ if cls.__module__.startswith("transformers."))
-    forward = partial(next(vars(cls)["forward"] for cls in defining if "forward" in vars(cls)), base)
-    accepted = signature(forward).parameters
-    words = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(min(3, words - 1), words, (_ROWS, _LENGTH), generator=generator).to(model.device)
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    cache_name = next((name for name in _CACHES if name in accepted), None)
-    caches = "use_cache" in accepted
-
-    def run(ids: Tensor, mask: Tensor | None, **given: Any) -> _Recorder:
-        given |= {"input_ids": ids, "attention_mask": mask}
-        if model.config.is_encoder_decoder:
-            given["decoder_input_ids"] = ids
-        recorder = _Recorder(model, names, None if mask is None else mask[:, -ids.shape[1] :].bool())
-        recorder.run(partial(forward, **{name: value for name, value in given.items() if name in accepted}))
-        return recorder
-
-    with torch.set_grad_enabled(trains):
-        recorders = [run(ids, None, use_cache=False)]
-    with torch.no_grad():
-        filled = run(ids, mask, use_cache=True)
-        recorders.append(filled)
-        if caches and cache_name is not None and filled.cache is not None:
-            longer = torch.cat((mask, mask[:, -1:]), 1)
-            recorders.append(run(ids[:, :1], longer, use_cache=True, **{cache_name: filled.cache}))
-    return recorders
-
-
-def _width(module: Any) -> int | None:
-    """Return the input width of a linear layer, which can be called separately, or ``None`` for other modules."""
-    if isinstance(module, Conv1D):
-        return int(module.weight.shape[0])
-    return int(module.weight.shape[1]) if isinstance(module, nn.Linear) else None
-
-
-def _alone(name: str, module: Any, dtype: torch.dtype, generator: torch.Generator) -> Iterator[_Call]:
-    with without_override():
-        width, device = _width(module) or 1, module.weight.device
-    x = torch.randn(1, 1, width, generator=generator).to(device, dtype)
-    with torch.no_grad():
-        yield _Call(name, (x,), {}, _copied(_with_few_outputs(module)(x.clone())), None, False)
-
-
-def _with_few_outputs(module: Any) -> Any:
-    """Return a linear layer with the first outputs of ``module``.
-
-    A head may have more weights than all blocks of a small model.
-    """
-    few, is_conv = copy.copy(module), isinstance(module, Conv1D)
-    with without_override(), torch.no_grad():
-        weight = module.weight[:, :_OUTPUTS].contiguous() if is_conv else module.weight[:_OUTPUTS]
-        bias = None if module.bias is None else module.bias[:_OUTPUTS]
-    own = {"weight": weight, "bias": bias}
-    few.__dict__["_parameters"] = {key: None if x is None else nn.Parameter(x, False) for key, x in own.items()}
-    if is_conv:
-        few.nf = weight.shape[1]
-    return few
 
 
 # Comparing ------------------------------------------------------------------------------------------------------------
 
 
 def _differing(
-    model: Any, fusion: Fusion, kinds: dict[str, str], names: list[str], runs: list[_Call], bound: float
+    model: Any, fusion: Fusion, kinds: Mapping[str, str], names: list[str], runs: list[Call], bound: float
 ) -> dict[str, str]:
     """Undo the kinds that differ from the originals. Return them with the differences.
 
@@ -335,15 +190,15 @@ def _merged(of_ranks: list[dict[str, str]]) -> dict[str, str]:
     return {key: value for each in reversed(of_ranks) for key, value in sorted(each.items())}
 
 
-def _difference(module: Any, call: _Call, bound: float) -> str | None:
+def _difference(module: Any, call: Call, bound: float) -> str | None:
     """Return the difference between the outputs of fused and original module, or ``None`` if only by rounding."""
     try:
         with torch.set_grad_enabled(call.has_grad):
-            if _width(module) is not None:
-                module = _with_few_outputs(module)
-            output = module(*_copied(call.args), **_copied(call.kwargs))
+            if width(module) is not None:
+                module = with_few_outputs(module)
+            output = module(*copied(call.args), **copied(call.kwargs))
             if isinstance(module, LazyHead):
-                output = _lazily(module, _copied(call.args))
+                output = _lazily(module, copied(call.args))
     except Exception as error:  # noqa: BLE001  the original did not raise
         return f"it raises {type(error).__name__}: {error}"
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -384,11 +239,12 @@ def _compared_tensors(expected: Tensor, output: Any, visible: Tensor | None, bou
     if not expected.numel() or not expected.dtype.is_floating_point:
         return None
     bound = max(bound, _bound(expected.dtype))
-    largest = expected.abs().amax().double()
-    error = (output.double() - expected.double()).abs().amax()
-    if not largest.isfinite() or error <= bound * largest:
+    expected, output = expected.double(), output.double()
+    largest = float(torch.linalg.vector_norm(expected, math.inf))
+    error = float(torch.linalg.vector_norm(output - expected, math.inf))
+    if not math.isfinite(largest) or error <= bound * largest:
         return None
-    relative = (error / largest).item()
+    relative = error / largest if largest else math.inf
     return f"its output differs from transformers' by {relative:.1e} of the largest value, and rounding by {bound:.1e}"
 
 
@@ -412,26 +268,24 @@ def _visible(x: Tensor, visible: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def _undisturbed(model: Any, modules: list[nn.Module]) -> Iterator[None]:
     """Set the model to evaluation mode without foreign hooks; restore attributes, buffers and random states after."""
-    modules = list(model.modules())
-    kept = [(m.__dict__, dict(m.__dict__), m._buffers, dict(m._buffers)) for m in modules]
-    buffers = [buffer for _, _, _, own in kept for buffer in own.values() if buffer is not None]
+    kept = [(each, dict(each)) for m in modules for each in (m.__dict__, m._buffers) if each]
+    buffers = [buffer for m in modules for buffer in m._buffers.values() if buffer is not None]
     values = [(buffer, buffer._version, buffer.clone()) for buffer in buffers if _may_change(buffer)]
     hooks = [(each, dict(each)) for m in modules for each in (m._forward_hooks, m._forward_pre_hooks) if each]
     for module in modules:
-        module.training = False
+        module.__dict__["training"] = False
     for each, _ in hooks:
         for key in [key for key, hook in each.items() if not _is_own(hook)]:
             del each[key]
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    devices = [model.device.index] if model.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
-        for attributes, own, held, own_buffers in kept:
-            attributes.update(own)
-            held.update(own_buffers)
+        for now, before in kept:
+            now.update(before)
         with torch.no_grad():
             for buffer, version, value in values:
                 if buffer._version != version:

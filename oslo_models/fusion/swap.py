@@ -90,12 +90,12 @@ class Fusion:
 
     def apply(self, model: nn.Module, fusion_candidates: Iterable[FusionCandidate], selected: set[type] | None) -> None:
         """Replace the candidates' modules inside selected classes. ``None`` selects all."""
-        self.fusion_candidates = list(fusion_candidates)
+        self.fusion_candidates, modules = list(fusion_candidates), dict(model.named_modules())
         for candidate in self.fusion_candidates:
             if candidate.cls is None or candidate.module in self._swapped:
                 continue
             if candidate.is_selected(selected):
-                module = model.get_submodule(candidate.module)
+                module = modules[candidate.module]
                 new = [name for name in candidate.attributes if name not in module.__dict__]
                 self._swapped[candidate.module] = (module, type(module), tuple(new))
                 module.__dict__.update({name: candidate.attributes[name] for name in new})

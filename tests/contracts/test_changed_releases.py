@@ -9,20 +9,24 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.llama import modeling_llama as llama
 
 import oslo_models
+from oslo_kernels import decoder_block
 from oslo_models import contracts
 from oslo_models.cache_argument import cache_name
 from oslo_models.contracts import checks
 from oslo_models.contracts.sources import Sources
-from oslo_models.fusion import known_layers, self_check
+from oslo_models.fusion import known_layers, recorded_calls, self_check, small_blocks, verdicts
+from oslo_models.fusion.decoder_blocks import BlockDecoding
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.fusion.swap import Fusion
 
@@ -39,14 +43,23 @@ def nothing_is_known() -> Iterator[None]:
     caches = (checks._changed_layer, checks._broken)
     for each in caches:
         each.cache_clear()
+    verdicts.forget()
     yield
     for each in caches:
         each.cache_clear()
+    verdicts.forget()
 
 
-def model_of(variant: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+WIDE: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 36, "n_head": 6, "n_inner": 600},
+    "llama": {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4, "intermediate_size": 600},
+}
+"""Sizes of blocks that the check cuts."""
+
+
+def model_of(variant: str, dtype: torch.dtype = torch.float32, wide: bool = False, **options: Any) -> Any:
     """A model with attention far from uniform, so that mistakes in it show."""
-    config = zoo.config(variant)
+    config = zoo.config(variant, **(WIDE[variant] if wide else {}))
     model = getattr(oslo_models, zoo.lm_head(variant)).from_config_with_parallel(config, seed=0, dtype=dtype, **options)
     with torch.no_grad():
         for param in model.parameters():
@@ -176,13 +189,15 @@ MUTANTS: list[tuple[Any, str, str, str, str]] = [
 ]
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("layer", "old", "new", "variant", "operation"), MUTANTS, ids=lambda each: str(each)[:40])
 def test_a_change_behind_the_same_signature_is_found(
-    layer: Any, old: str, new: str, variant: str, operation: str, monkeypatch: Patch
+    layer: Any, old: str, new: str, variant: str, operation: str, wide: bool, monkeypatch: Patch
 ) -> None:
     without_contracts(monkeypatch)
+    model_of(variant, wide=wide).fuse(measure=False)  # its verdict does not count for the changed release
     monkeypatch.setattr(layer, "forward", changed(layer.forward, (old, new)))
-    model = model_of(variant)
+    model = model_of(variant, wide=wide)
     plain = tokens_of(model)
     with pytest.warns(UserWarning, match=f"differ from transformers: .*{operation} ..*{layer.__name__}") as warned:
         model.fuse(measure=False)
@@ -252,6 +267,97 @@ def test_the_check_leaves_no_trace() -> None:
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, name
     assert not seen
     handle.remove()
+
+
+def check_wide(sizes: dict[str, int], variant: str) -> None:
+    """A cut block runs in C++ with few heads and features. Afterwards, the model has all of its parameters."""
+    model = model_of(variant, wide=True, **sizes)
+    plain, before = tokens_of(model), dict(model.named_parameters(remove_duplicate=False))
+    shapes, count, run, cut = [], 0, BlockDecoding._run, small_blocks._cut
+
+    def noted(self: Any, block: Any, *args: Any) -> Tensor:
+        shapes.append((block.heads, block.groups, block.mlp_out.shape[1]))
+        return run(self, block, *args)
+
+    def counted(layer: Any, **kept: Any) -> None:
+        nonlocal count
+        count += 1
+        cut(layer, **kept)
+
+    with mock.patch.object(BlockDecoding, "_run", noted), mock.patch.object(small_blocks, "_cut", counted):
+        model.fuse(measure=False)
+    features = 600 // sizes.get("tensor_parallel_size", 1)
+    assert shapes == [({"gpt2": 2, "llama": 4}[variant], 2, 128 + features % 128)]
+    assert count == {"gpt2": 4, "llama": 7}[variant]
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert before.keys() == after.keys() and all(after[name] is param for name, param in before.items())
+    assert tokens_of(model) == plain
+    assert not any("not checked" in row.reason or "left unfused" in row.reason for row in model.fusion_report())
+
+
+@pytest.mark.skipif(decoder_block.why_not() is not None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("variant", WIDE)
+def test_blocks_are_cut_for_the_check_only(pool: Pool, variant: str, ranks: int) -> None:
+    if ranks == 1:
+        check_wide({}, variant)
+    else:
+        pool.run(ranks, check_wide, {"tensor_parallel_size": ranks}, variant)
+
+
+@pytest.mark.parametrize("make", [DynamicCache, StaticCache, EncoderDecoderCache], ids=lambda each: each.__name__)
+def test_copies_of_caches_are_independent(make: Any) -> None:
+    config = zoo.config("llama")
+
+    def keys(cache: Any) -> Tensor:
+        own = getattr(cache, "self_attention_cache", cache)
+        return own.update(torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8), 0)[0].clone()
+
+    own = DynamicCache(config=config) if make is not StaticCache else StaticCache(config=config, max_cache_len=4)
+    cache = EncoderDecoderCache(own, DynamicCache(config=config)) if make is EncoderDecoderCache else own
+    keys(cache)
+    twin, third = recorded_calls.copied(cache), recorded_calls.copied(cache)
+    keys(twin)
+    assert torch.equal(keys(cache), keys(third))
+    assert type(twin) is type(cache) and twin.get_seq_length() == cache.get_seq_length() == 2
+
+
+def test_a_verdict_counts_for_models_alike(monkeypatch: Patch) -> None:
+    """Another model alike is not compared. Other sizes, dtypes, settings and functions are."""
+    compared: list[Any] = []
+    compare = self_check._compare
+    monkeypatch.setattr(self_check, "_compare", lambda *args: compared.append(args) or compare(*args))
+
+    def comparisons(dtype: torch.dtype = torch.float32, **sizes: Any) -> int:
+        before = len(compared)
+        model = oslo_models.LlamaForCausalLM(zoo.config("llama", **sizes)).to(dtype)
+        report = str(model.fuse(measure=False).fusion_report())
+        model.unfuse()
+        assert str(model.fuse(measure=False).fusion_report()) == report
+        return len(compared) - before
+
+    assert [comparisons(), comparisons()] == [1, 0]
+    assert [comparisons(torch.float64), comparisons(rms_norm_eps=1e-3), comparisons(attention_bias=True)] == [1, 1, 1]
+    assert comparisons() == 0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert comparisons() == 1
+    finally:
+        torch.set_num_threads(threads)
+    for owner, name in (
+        (llama.LlamaMLP, "forward"),
+        (llama.LlamaRotaryEmbedding, "forward"),
+        (llama, "rotate_half"),
+        (DynamicCache, "update"),
+        (BlockDecoding, "_run"),
+    ):
+        original = getattr(owner, name)
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a contract names the changed function
+            patch.setattr(owner, name, lambda *args, original=original, **options: original(*args, **options))
+            assert comparisons() > 0, name
+    assert comparisons() == 0
 
 
 def test_models_that_cannot_run_are_not_checked() -> None:

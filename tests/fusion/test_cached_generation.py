@@ -55,6 +55,7 @@ def generated(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.drawn(8)
+@pytest.mark.stacks
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("model_type", NAMES)
 def test_tokens_are_those_of_transformers(model_type: str, dtype: torch.dtype, seed: int) -> None:

@@ -30,6 +30,20 @@ def test_documentation_states_the_tested_versions(page: str) -> None:
     assert stated in (ROOT / page).read_text()
 
 
+def test_uses_of_other_libraries_state_the_pinned_versions() -> None:
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints/newest.txt").read_text(), flags=re.M))
+    rows = (ROOT / "docs/ecosystem.md").read_text().splitlines()
+    stated = {
+        each
+        for row in rows
+        if row.startswith("| ")
+        for each in re.findall(r"([a-z][\w-]*) (\d[\d.]+)", row.split(" | ")[1])
+    }
+    assert {"torch", "transformers", "peft"} <= {library for library, _ in stated}
+    wrong = {(library, version) for library, version in stated if not f"{pins[library]}.".startswith(f"{version}.")}
+    assert wrong == set()
+
+
 def installed(folder: Path, torch: str = "2.14.1", transformers: str = "5.24.0") -> list[str]:
     for name in (f"torch-{torch}.dist-info", f"transformers-{transformers}.dist-info", "torchaudio-9.0.dist-info"):
         (folder / name).mkdir()
