@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import sys
 import threading
 from collections import OrderedDict
@@ -23,9 +24,14 @@ from oslo_models.contracts import holds
 
 SHORTEST = 256
 """The number of positions of the shortest cache."""
+TUNING = (
+    "generate compiles the decoding step of one row and tunes its products now: about a minute for a billion "
+    "parameters, once per cache length. cache_implementation='dynamic' avoids this"
+)
 MULTIPLE = 1024
 """Longer caches have a multiple of this number of positions."""
 _numbers = count()
+log = logging.getLogger(__name__)
 
 
 def rounded_length(length: int) -> int:
@@ -135,6 +141,8 @@ class Decoder:
         if self.rows == 1 and config.mode == "reduce-overhead" and config.options is None:
             config.options = {**list_mode_options(config.mode), "coordinate_descent_tuning": True}
             config.mode = None  # torch.compile takes either
+            if model.mesh is None or model.mesh.world.rank == 0:
+                log.warning(TUNING)
         return config
 
 

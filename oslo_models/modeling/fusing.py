@@ -13,12 +13,12 @@ from typing_extensions import Self
 from oslo_models import registry
 from oslo_models.cache_argument import NAMES, generation_name
 from oslo_models.contracts import holds
+from oslo_models.distributed.device_collectives import watched_steps
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
 from oslo_models.distributed.stopping import agreed
 from oslo_models.distributed.symmetric_memory import connect, disconnect
 from oslo_models.fusion.block_timing import decide_blocks
-from oslo_models.distributed.device_collectives import watched_steps
 from oslo_models.fusion.decoding import Decoders, graphs_run_in_this_thread, rounded_length, without_waiting
 from oslo_models.fusion.float8 import check_float8, in_float8
 from oslo_models.fusion.growing_cache import let_grow

@@ -420,9 +420,10 @@ def test_former_cache_is_gone_before_a_new_one_is_made(
     assert alive == [True, False]
 
 
-def test_products_of_one_row_are_tuned() -> None:
+def test_products_of_one_row_are_tuned(caplog: pytest.LogCaptureFixture) -> None:
+    """The first call takes a minute and says so, on one rank."""
     with mock.patch.object(torch, "compile") as compiled:
-        model = SimpleNamespace(_default_compile_config=CompileConfig)
+        model = SimpleNamespace(_default_compile_config=CompileConfig, mesh=None)
         one, two = Decoder(1, None), Decoder(2, None)
         assert one.step(model, None) is one.step(model, None)
         two.step(model, None)
@@ -430,6 +431,13 @@ def test_products_of_one_row_are_tuned() -> None:
     (first, second, third) = (call.kwargs for call in compiled.call_args_list)
     assert first["mode"] is None and first["options"] == {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
     assert (second["mode"], third["mode"]) == ("reduce-overhead", "default")
+    assert caplog.messages == [decoding.TUNING]
+    other = SimpleNamespace(
+        _default_compile_config=CompileConfig, mesh=SimpleNamespace(world=Axis("world", 1, (0, 1), None))
+    )
+    with mock.patch.object(torch, "compile"):
+        Decoder(1, None).step(other, None)
+    assert len(caplog.messages) == 1
     assert len({call.args[0].__code__ for call in compiled.call_args_list}) == 3
 
 

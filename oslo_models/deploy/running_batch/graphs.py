@@ -17,7 +17,7 @@ GRAPHED = frozenset(("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtr
 WARM_UPS = 2
 """Eager runs before a capture. The first one may compile and time kernels, which is not possible in a capture."""
 OVER_RANKS = False
-"""Whether tensor-parallel ranks capture their steps. The rehearsal on two GPUs sets it, since none have verified it yet."""
+"""Whether tensor-parallel ranks capture their steps. Off until several GPUs verify it: the rehearsal sets it."""
 
 
 class CaptureError(RuntimeError):
