@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oslo_models.distributed import device_collectives
+from oslo_models.distributed import collectives, device_collectives
 from oslo_models.distributed.device_collectives import InFlight, Progress, watched_steps
 
 DEVICE = torch.device("cpu")
@@ -98,6 +99,30 @@ def test_each_replay_of_a_graph_is_one_mark(flights: InFlight) -> None:
         assert oldest is not None and oldest.mark == number
         graph.run()
         assert flights.oldest() is None
+
+
+class OnAGPU(torch.Tensor):
+    """Tensor that claims to be on a GPU."""
+
+    is_cpu, is_cuda = False, True  # type: ignore[assignment]
+
+
+def test_eager_sum_runs_on_the_current_stream(flights: InFlight, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An asynchronous sum takes another stream, and two waits of one stream for an event of the other.
+
+    The stand-in shows the form of the call, not how NCCL runs it.
+    """
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False, raising=False)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **kwargs: calls.append(kwargs))
+    tp = axis("tp")
+    tp.size, tp.threads, tp.symmetric_memory = 2, None, None
+    tp.watchdog = SimpleNamespace(in_flight=flights, error=None, waiting_for=None)
+    collectives.all_reduce(tp, torch.ones(3).as_subclass(OnAGPU))
+    assert calls == [{"op": dist.ReduceOp.SUM, "group": "tp"}] and len(made[0].queued) == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True, raising=False)
+    collectives.all_reduce(tp, torch.ones(3).as_subclass(OnAGPU))
+    assert len(calls) == 2 and len(made[0].queued) == 1, "a capture has one mark, at its end"
 
 
 def test_compiled_steps_over_ranks_end_with_a_mark(flights: InFlight, monkeypatch: pytest.MonkeyPatch) -> None:
