@@ -122,6 +122,8 @@ def killed(bench: Bench) -> None:
     """Seconds until the other rank names a rank that was killed between sums: eager ones, and in a CUDA graph."""
     if not _has_gpus(bench):
         return
+    import oslo_models.modeling.construction  # noqa: F401  forked ranks have it
+
     bench.ready()
     for where in ("eager sums", "sums in a CUDA graph"):
         with bench.attempt(OURS, where), tempfile.TemporaryDirectory() as folder:

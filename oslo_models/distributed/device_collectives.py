@@ -189,7 +189,7 @@ def _stream(device: torch.device) -> int:
 
 
 def watched_steps(call: Callable[..., T], axis: Any, device: torch.device) -> Callable[..., T]:
-    """Return a compiled step that also marks its end. Nothing in it watches its collectives, or those of its graph."""
+    """Return a compiled step that marks its end. The step itself watches none of its collectives."""
     if axis.size == 1 or axis.watchdog is None or device.type != "cuda":
         return call
 
