@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oslo_kernels.language import jit, launch, tl, triton, wide
+from oslo_kernels.operation import is_plain
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16
@@ -55,7 +56,7 @@ def casts(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool = True, colum
     Args:
         rows, columns: whether the cast matrix and its transpose are wanted.
     """
-    if x.is_cuda and triton is not None and x.numel() and not torch.compiler.is_compiling():
+    if x.is_cuda and triton is not None and x.numel() and is_plain(x) and not torch.compiler.is_compiling():
         return casts_triton(x, scale, dtype, rows, columns)
     found = cast(x, scale, dtype)
     return found.contiguous() if rows else None, found.T.contiguous() if columns else None

@@ -128,7 +128,10 @@ def test_float8_casts_each_operand_in_one_pass(rowwise: bool, casts: int, total:
     """
     how = fused_float8.Float8(rowwise, Axis.alone("tp"), False, False)
     saved: list[Any] = []
-    with FakeTensorMode(), mock.patch.object(float8, "triton", language):
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(mock.patch.object(float8, "triton", language))
+        stack.enter_context(mock.patch.object(float8, "is_plain", lambda x: True))
         x, weight = (torch.empty(rows, 128, device="cuda", dtype=torch.bfloat16) for rows in (64, 256))
         ctx: Any = SimpleNamespace(needs_input_grad=(True, True, False), save_for_backward=lambda *x: saved.extend(x))
         with counted() as launched:
