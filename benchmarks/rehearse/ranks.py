@@ -137,7 +137,9 @@ def launch(
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
-        how = "spawn" if device.type == "cuda" else "fork"  # fork saves seconds
+        how = "spawn" if device.type == "cuda" else "fork"
+        if how == "fork":
+            import oslo_models.modeling.construction  # noqa: F401  so that each rank need not import it
         torch.multiprocessing.start_processes(_rank, (device, folder, work, several), nprocs=2, start_method=how)
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
     return {name: max(each[name] for each in found) for name in found[0]}
