@@ -1,4 +1,4 @@
-"""The registry: every case of the four parts, and their order by value, since GPU time may run out."""
+"""The registry: every case of the five parts, and their order by value, since GPU time may run out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "benchmarks.rehearse"
-PARTS = ("tests", "kernels", "training", "decoding")
-LIMITS = {"tests": 480, "kernels": 360, "training": 540, "decoding": 540}
+PARTS = ("tests", "kernels", "training", "decoding", "nccl")
+LIMITS = {"tests": 480, "kernels": 360, "training": 540, "decoding": 540, "nccl": 240}
 """Default seconds of each part."""
 ALONE = 10_000.0
 """Value of ``gigabytes`` for a case that prepares alone, so that no other case disturbs its tuning."""
@@ -41,7 +41,8 @@ class Case:
 
 def cases(part: str, quick: bool = False, dry: bool = False) -> list[Case]:
     """The cases of a part, in the order in which they start."""
-    found = {"tests": _tests, "kernels": _kernels, "training": _training, "decoding": _decoding}[part]()
+    parts = {"tests": _tests, "kernels": _kernels, "training": _training, "decoding": _decoding, "nccl": _nccl}
+    found = parts[part]()
     return [case for case in found if (case.quick or not quick) and not (case.larger and dry)]
 
 
@@ -57,7 +58,7 @@ FIRST = (
     *("kernels/head and loss, V=128256", "kernels/rmsnorm", "kernels/add-rmsnorm", "kernels/swiglu", "kernels/rotary"),
     *("kernels/float8", "tests/large", "tests/loading"),
     "decoding/llama-1b, batch 1 / oslo_models fused",  # tunes for minutes, alone
-    *("decoding/llama-1b, batch 1 /", "tests/", "training/gpt2", "kernels/"),
+    *("nccl/", "decoding/llama-1b, batch 1 /", "tests/", "training/gpt2", "kernels/"),
 )
 """Prefixes of ``part/name``, the most valuable first. Unmatched cases come last."""
 
@@ -78,7 +79,8 @@ def _tests() -> Iterator[Case]:
         yield Case("tests", name, f"{HERE}.checks:{name}", limits.get(name, 120), quick=name == "two_ranks")
     for path in gpu_tests():
         yield Case("tests", path, f"{HERE}.checks:pytest_file", 420, 6, {"path": path}, quick="ngrams" in path)
-    for name in ("threaded_streamer", "sampling", "head_sizes", "experts", "deterministic", "capture_beside_queries"):
+    for name in ("threaded_streamer", "sampling", "head_sizes", "experts", "deterministic", "capture_beside_queries",
+                 "progress"):  # fmt: skip
         yield Case("tests", name, f"{HERE}.features:{name}", 240)
     for name, gigabytes in (("large", 40), ("loading", 12), ("kept_caches", 12)):
         yield Case("tests", name, f"{HERE}.memory:{name}", 240, gigabytes)
@@ -158,3 +160,9 @@ def _decoding() -> Iterator[Case]:
     yield case("llama-1b", "oslo_models", 1)
     yield Case("decoding", "running batch, tokens", f"{HERE}.running_batch:tokens", 180, 4)
     yield Case("decoding", "running batch, llama-1b", f"{HERE}.running_batch:speeds", 300, 24)
+
+
+def _nccl() -> Iterator[Case]:
+    """Between two GPUs. With one GPU, each case is a skipped row."""
+    for name in ("models", "sums", "graphs", "killed"):
+        yield Case("nccl", name, f"{HERE}.several_gpus:{name}", 240, 8, quick=name == "sums")

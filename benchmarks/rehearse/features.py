@@ -160,3 +160,39 @@ def capture_beside_queries(bench: Bench) -> None:
             bench.row(
                 "torch", f"capture in mode {mode} beside queries: broken", broken, "", error="; ".join(errors)[:300]
             )
+
+
+def progress(bench: Bench) -> None:
+    """The counter of collectives: a thread that reads it breaks no capture, and each replay of a graph advances it."""
+    from oslo_models.distributed.device_collectives import Progress
+
+    counter, x = Progress(bench.device), torch.ones(1024, device=bench.device)
+    for _ in range(3):
+        counter.write()
+    bench.timer.synchronize()
+    bench.check("marks of a stream", counter.completed(), 3)
+    if bench.dry:
+        bench.skip("oslo_models", "there are no CUDA graphs on a CPU")
+        return
+    over, graph = threading.Event(), torch.cuda.CUDAGraph()
+
+    def read() -> None:
+        while not over.is_set():
+            counter.completed()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        with torch.cuda.graph(graph):  # in global mode, which queries of events in other threads break
+            for _ in range(200):
+                x = x * 1.0001
+            counter.write()
+    finally:
+        over.set()
+        thread.join()
+    for _ in range(5):
+        graph.replay()
+    torch.cuda.synchronize()
+    bench.check("marks of replays", counter.completed(), 8)
+    bench.ready()
+    bench.row("oslo_models", "a mark, host", 1e6 * bench.timer.host(counter.write), "us")

@@ -126,31 +126,51 @@ def sum_in_shared_memory(device: torch.device) -> dict[str, float]:
     return {"compiled sums": error}
 
 
-def launch(device: torch.device, work: Callable[[torch.device], dict[str, float]]) -> dict[str, float]:
-    """Run ``work`` on two processes that share ``device``. Return the larger error of both, by name."""
+def launch(
+    device: torch.device, work: Callable[[torch.device], dict[str, float]], several: bool = False
+) -> dict[str, float]:
+    """Run ``work`` on two processes. Return the larger value of both, by name.
+
+    Args:
+        several: each process has a GPU of its own, and they communicate through NCCL; otherwise both share ``device``.
+    """
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
-        how = "spawn" if device.type == "cuda" else "fork"  # fork saves seconds
-        torch.multiprocessing.start_processes(_rank, (device, folder, work), nprocs=2, start_method=how)
+        how = "spawn" if device.type == "cuda" else "fork"
+        if how == "fork":
+            import oslo_models.modeling.construction  # noqa: F401  so that each rank need not import it
+        torch.multiprocessing.start_processes(_rank, (device, folder, work, several), nprocs=2, start_method=how)
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
     return {name: max(each[name] for each in found) for name in found[0]}
 
 
-def _rank(rank: int, device: torch.device, folder: str, work: Callable[[torch.device], dict[str, float]]) -> None:
-    """Run a rank. A mesh assumes CPUs for gloo, so the device is set explicitly."""
+def _rank(
+    rank: int, device: torch.device, folder: str, work: Callable[[torch.device], dict[str, float]], several: bool
+) -> None:
+    with group_of(rank, device, folder, several) as device:
+        found = work(device)
+        Path(folder, str(rank)).write_text(json.dumps(found))
+        dist.barrier()
+
+
+@contextmanager
+def group_of(rank: int, device: torch.device, folder: str, several: bool) -> Iterator[torch.device]:
+    """Start the process group of two ranks. Yield the device of this rank, which a mesh uses inside the block.
+
+    With gloo a mesh assumes CPUs, so the device is set explicitly.
+    """
     from oslo_models.distributed import mesh
     from oslo_models.modeling import construction
 
     if device.type == "cuda":
-        device = torch.device("cuda", 0)
+        device = torch.device("cuda", rank if several else 0)
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    backend = "cpu:gloo,cuda:nccl" if several and device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with ExitStack() as stack:
         for module in (mesh, construction):
             stack.enter_context(mock.patch.object(module, "start_process_group", lambda *_, **__: device))
-        found = work(device)
-    Path(folder, str(rank)).write_text(json.dumps(found))
-    dist.barrier()
+        yield device
     dist.destroy_process_group()

@@ -38,7 +38,7 @@ def reference(x: Tensor, bias: Tensor | None, residual: Tensor, keep: Tensor, p:
     return (residual + torch.where(keep, h / (1.0 - p), 0.0)).to(x.dtype)
 
 
-@operation("oslo::bias_dropout_residual")
+@operation("oslo::bias_dropout_residual", "*s n", "n", "*s n")
 def bias_dropout_residual(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int) -> Tensor:
     """``residual + dropout(x + bias)``.
 
@@ -50,7 +50,7 @@ def bias_dropout_residual(x: Tensor, bias: Tensor | None, residual: Tensor, p: f
     return reference(x, bias, residual, keep_mask(x, p, seed), p)
 
 
-@operation("oslo::dropout_backward")
+@operation("oslo::dropout_backward", "*s n")
 def dropout_backward(grad: Tensor, p: float, seed: int) -> Tensor:
     """Compute the gradient of ``x``. Its sum over the rows is the gradient of the bias."""
     return torch.where(keep_mask(grad, p, seed), grad / (1.0 - p), 0.0)

@@ -23,7 +23,7 @@ from oslo_kernels.operation import operation
 from oslo_kernels.rotary import turn
 
 
-@operation("oslo::row_products")
+@operation("oslo::row_products", "b h l w", "b h l w", "b g l w", "b g l w")
 def row_products(query: Tensor, other_query: Tensor, key: Tensor, other_key: Tensor) -> Tensor:
     """Compute the dot products of two queries and of two keys over all local heads, at least in float32.
 
@@ -55,7 +55,7 @@ def _heads_of(weight: Tensor, x: Tensor, offset: float) -> Tensor:
     return (weight.to(wide(x.dtype)) + offset).view(x.shape[1], 1, x.shape[3])
 
 
-@operation("oslo::full_norm_rotary")
+@operation("oslo::full_norm_rotary", "b h l w", "b g l w", "b? l w", "b? l w", "h*w", "g*w", "b l 2 !")
 def full_norm_rotary(
     query: Tensor,
     key: Tensor,
@@ -97,7 +97,10 @@ def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor
     return torch.empty_like(query, dtype=dtype), torch.empty_like(key, dtype=dtype)
 
 
-@operation("oslo::full_norm_rotary_backward")
+@operation(
+    *("oslo::full_norm_rotary_backward", "b h l w", "b g l w", "b h l w", "b g l w", "b? l w", "b? l w"),
+    *("h*w", "g*w", "b l 2 !", "b l 2 !"),
+)
 def full_norm_rotary_backward(
     of_query: Tensor,
     of_key: Tensor,

@@ -26,7 +26,7 @@ def reference(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     return (g * up).to(gate.dtype)
 
 
-@operation("oslo::gated")
+@operation("oslo::gated", "*s n", "*s n")
 def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """Compute ``activation(gate) * up`` of two tensors of one shape and dtype, at least in float32.
 
@@ -36,7 +36,7 @@ def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     return reference(gate, up, activation)
 
 
-@operation("oslo::gated_backward")
+@operation("oslo::gated_backward", "*s n", "*s n", "*s n")
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str = "silu") -> tuple[Tensor, Tensor]:
     """Compute the gradients of ``gate`` and ``up``."""
     g, u, dy = (x.to(wide(gate.dtype)) for x in (gate, up, grad))
@@ -48,14 +48,14 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str = "si
     return of_gate.to(gate.dtype), (dy * value).to(up.dtype)
 
 
-@operation("oslo::gated_packed")
+@operation("oslo::gated_packed", "*s 2*n")
 def gated_packed(packed: Tensor, activation: str = "silu") -> Tensor:
     """`gated` of a tensor ``[..., 2 * N]`` with the gate in its first half. The gradient is one tensor, too."""
     gate, up = packed.chunk(2, -1)
     return reference(gate, up, activation)
 
 
-@operation("oslo::gated_packed_backward")
+@operation("oslo::gated_packed_backward", "*s n", "*s 2*n")
 def gated_packed_backward(grad: Tensor, packed: Tensor, activation: str = "silu") -> Tensor:
     """Compute the gradient of ``packed``."""
     return torch.cat(gated_backward.plain(grad, *packed.chunk(2, -1), activation), -1)

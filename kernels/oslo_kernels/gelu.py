@@ -18,7 +18,7 @@ def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     return F.gelu(summed if bias is None else summed + bias, approximate=approximate).to(x.dtype)
 
 
-@operation("oslo::bias_gelu")
+@operation("oslo::bias_gelu", "*s n", "n")
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """Compute ``gelu(x + bias)``.
 
@@ -30,7 +30,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
     return reference(x, bias, approximate)
 
 
-@operation("oslo::bias_gelu_backward")
+@operation("oslo::bias_gelu_backward", "*s n", "*s n", "n")
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
     """Compute the gradients of ``x`` and of the bias (an empty tensor without a bias)."""
     summed = x.to(wide(x.dtype))

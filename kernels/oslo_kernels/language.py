@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oslo_kernels.shapes import one_device
+
 __all__ = ["jit", "launch", "power_of_two", "rows_of", "strips", "tl", "triton", "wide"]
 
 try:
@@ -42,7 +44,11 @@ def strips(rows: int) -> int:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Launch a kernel on the device and the current stream of the first tensor."""
-    device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
+    """Launch a kernel on the device of its tensors and the current stream.
+
+    Raises:
+        ValueError: the tensors are on several devices.
+    """
+    device = one_device(arguments)
     with torch.cuda.device(device.index if device.type == "cuda" else -1):
         kernel[grid](*arguments, num_warps=num_warps, **constants)

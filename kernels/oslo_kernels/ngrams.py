@@ -17,6 +17,7 @@ from torch import Tensor
 
 from oslo_kernels.build import BuildError, load
 from oslo_kernels.language import jit, launch, power_of_two, tl, triton
+from oslo_kernels.shapes import one_device
 
 _MINUS_INFINITY = {
     torch.float32: (4, 0xFF800000),
@@ -39,6 +40,7 @@ def block_repeats_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tens
             ``None``: ``ids`` themselves. Tokens outside the vocabulary are ignored.
     """
     source_SL = ids_RL if source_SL is None else source_SL
+    one_device((scores_RV, ids_RL, source_SL))
     rows, length = ids_RL.shape
     sources, source_length = source_SL.shape
     if size < 1 or not 0 < sources <= max(rows, 1) or rows % sources:

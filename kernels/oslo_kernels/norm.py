@@ -47,7 +47,7 @@ def reference(
     return y.to(dtype), kept, torch.stack((rows_of(mean), rows_of(scale)))
 
 
-@operation("oslo::add_norm")
+@operation("oslo::add_norm", "*s n", "*s n", "n", "n")
 def add_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -73,7 +73,7 @@ def add_norm(
     return reference(x, residual, weight, bias, eps, centered, offset, keeps_dtype)
 
 
-@operation("oslo::add_norm_backward")
+@operation("oslo::add_norm_backward", "*s n", "*s n", "*s n", "2 #s 1 !", "n")
 def add_norm_backward(
     grad: Tensor,
     grad_sum: Tensor | None,
@@ -297,7 +297,7 @@ def add_norm_backward_triton(
 # The residual after the norm ------------------------------------------------------------------------------------------
 
 
-@operation("oslo::norm_add")
+@operation("oslo::norm_add", "*s n", "*s n", "n")
 def norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, keeps_dtype: bool = False
 ) -> tuple[Tensor, Tensor]:

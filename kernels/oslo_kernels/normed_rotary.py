@@ -24,7 +24,7 @@ def _split(statistics: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
     return scales[:, : query.shape[1]], scales[:, query.shape[1] :]
 
 
-@operation("oslo::normed_rotary")
+@operation("oslo::normed_rotary", "b h l w", "b g l w", "b? l w", "b? l w", "w", "w")
 def normed_rotary(
     query: Tensor,
     key: Tensor,
@@ -57,7 +57,10 @@ def normed_rotary(
     return made[0], made[1], torch.cat(scales, 1).transpose(1, 2).contiguous()
 
 
-@operation("oslo::normed_rotary_backward")
+@operation(
+    *("oslo::normed_rotary_backward", "b h l w", "b g l w", "b h l w", "b g l w", "b? l w", "b? l w"),
+    *("w", "w", "b l h+g !"),
+)
 def normed_rotary_backward(
     of_query: Tensor,
     of_key: Tensor,

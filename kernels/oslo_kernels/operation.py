@@ -7,11 +7,14 @@ GPU. Only code that intercepts operations needs them: `torch.compile`, fake tens
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from oslo_kernels.shapes import Shapes
 
 __all__ = ["Operation", "is_plain", "operation"]
 
@@ -19,18 +22,22 @@ __all__ = ["Operation", "is_plain", "operation"]
 class Operation:
     """A ``torch.library.custom_op`` that calls its kernel directly when no tracer or dispatch mode is active.
 
+    Args:
+        shapes: the required shapes of its tensors, see `Shapes`. Kernels of other devices than the CPU check them.
+
     Attributes:
         op: the custom operation.
         plain: its implementation in plain torch.
     """
 
-    def __init__(self, name: str, plain: Callable[..., Any]) -> None:
+    def __init__(self, name: str, plain: Callable[..., Any], *shapes: str) -> None:
         self.op = torch.library.custom_op(name, plain, mutates_args=())
-        self.plain = plain
+        self.plain, self.shapes = plain, Shapes(name, *shapes)
         self.__doc__, self.__name__, self.__module__ = plain.__doc__, plain.__name__, plain.__module__
         self._kernels: dict[str, Callable[..., Any]] = {"cpu": plain}
         self._function: Any = None
-        self._defaults = tuple(parameter.default for parameter in signature(plain).parameters.values())
+        parameters = signature(plain).parameters
+        self._names, self._defaults = tuple(parameters), tuple(each.default for each in parameters.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
@@ -52,11 +59,17 @@ class Operation:
         return fake
 
     def register_kernel(self, device: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register the implementation for a type of device."""
+        """Register the implementation for a type of device. Calls of the operation check its tensors first."""
 
         def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
-            self._kernels[device] = kernel
-            self.op.register_kernel(device)(kernel)
+            @wraps(kernel)
+            def checked(*args: Any, **kwargs: Any) -> Any:
+                missing = tuple(kwargs.get(name) for name in self._names[len(args) :]) if kwargs else ()
+                self.shapes.check((*args, *missing))
+                return kernel(*args, **kwargs)
+
+            self._kernels[device] = checked
+            self.op.register_kernel(device)(checked)
             return kernel
 
         return register
@@ -82,6 +95,6 @@ def is_plain(x: Tensor) -> bool:
     return kind is Tensor or kind is nn.Parameter or bool(getattr(kind, "has_plain_storage", False))
 
 
-def operation(name: str) -> Callable[[Callable[..., Any]], Operation]:
+def operation(name: str, *shapes: str) -> Callable[[Callable[..., Any]], Operation]:
     """Make an `Operation` of its implementation in plain torch, as ``torch.library.custom_op`` does."""
-    return lambda plain: Operation(name, plain)
+    return lambda plain: Operation(name, plain, *shapes)

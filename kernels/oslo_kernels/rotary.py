@@ -29,7 +29,7 @@ def reference(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, backward: bo
     return turn(query, cos, sin, backward), turn(key, cos, sin, backward)
 
 
-@operation("oslo::rotary")
+@operation("oslo::rotary", "b h l w", "b g l w", "b? l t<w", "b? l t")
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
     """Compute ``x * cos + rotate_half(x) * sin`` of queries and keys.
 

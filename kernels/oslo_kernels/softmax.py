@@ -30,7 +30,7 @@ def reference(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -
     return h.softmax(-1).to(scores.dtype)
 
 
-@operation("oslo::masked_softmax")
+@operation("oslo::masked_softmax", "b h q k", "...")
 def masked_softmax(scores: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
     """``softmax(scores * scale + mask)`` over the last dimension, computed at least in float32.
 
@@ -43,7 +43,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, scale: float = 1.
     return reference(scores, mask, scale, causal)
 
 
-@operation("oslo::softmax_backward")
+@operation("oslo::softmax_backward", "*s k", "*s k")
 def softmax_backward(grad: Tensor, weights: Tensor, scale: float) -> Tensor:
     """Compute the gradient of the scores."""
     dy, y = grad.to(wide(weights.dtype)), weights.to(wide(weights.dtype))

@@ -13,7 +13,7 @@ from oslo_kernels.operation import operation
 BLOCK = 1024
 
 
-@operation("oslo::sum_of_three")
+@operation("oslo::sum_of_three", "*s", "*s", "*s")
 def sum_of_three(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Compute ``x + y + z`` of tensors of one shape and dtype. In half precision the sum is rounded once."""
     return x + y + z

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,10 +58,7 @@ class PendingSum:
         """Return the sum. On a GPU, the current stream waits for it, not this process."""
         if self.work is not None:
             with waiting(self.axis, "a sum"):
-                if _is_queued(self.axis, self.x):
-                    _watch(self.axis, self.work, "a sum")
-                else:
-                    self.work.wait()
+                _queue(self.axis, "a sum", self.x, self.work.wait)
         return self.x
 
 
@@ -127,18 +125,21 @@ def all_to_all(axis: Axis, x: Tensor, sent: Sequence[int], received: Sequence[in
 
 
 def _communicate(axis: Axis, what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a collective of torch. On a GPU the call only queues it, so watch it from then on."""
+    """Call a collective of torch. With NCCL, the synchronous form only queues it on the current stream."""
+    x = args[0] if isinstance(args[0], Tensor) else args[0][0]
     with waiting(axis, what):
-        if not _is_queued(axis, args[0]):
-            collective(*args, **kwargs, group=axis.group)
-            return
-        _watch(axis, collective(*args, **kwargs, group=axis.group, async_op=True), what)
+        _queue(axis, what, x, partial(collective, *args, **kwargs, group=axis.group))
 
 
-def _is_queued(axis: Axis, given: Tensor | list[Tensor]) -> bool:
-    """Return whether a collective is queued on a GPU and nothing waits for it here. During capture nothing runs."""
-    x = given if isinstance(given, Tensor) else given[0]
-    return x.is_cuda and axis.watchdog is not None and not torch.cuda.is_current_stream_capturing()
+def _queue(axis: Axis, what: str, x: Tensor, call: Callable[[], Any]) -> None:
+    """Call a function that waits for a collective. On a GPU only the current stream waits, so watch it from then on.
+
+    A capture runs nothing. `InFlight.replay` watches the replays of the graph.
+    """
+    if not x.is_cuda or axis.watchdog is None or torch.cuda.is_current_stream_capturing():
+        call()
+    else:
+        axis.watchdog.in_flight.queue(axis, what, x.device, call)
 
 
 # Collectives as operations: for activation checkpointing, which can keep them, and for compilers --------------------
@@ -225,11 +226,7 @@ def send(axis: Axis, x: Tensor, dst: int, slow: bool = False) -> None:
     """
     pair = _pair_axis(axis, axis.rank, dst) if slow else axis
     with waiting(pair, "a send", None if slow else dst, slow):
-        if not _is_queued(axis, x):
-            dist.send(x, axis.ranks[dst], group=axis.group)
-            return
-        work = dist.isend(x, axis.ranks[dst], group=axis.group)
-        _watch(axis, work, "a send")
+        _queue(axis, "a send", x, partial(dist.send, x, axis.ranks[dst], group=axis.group))
 
 
 def receive(axis: Axis, x: Tensor, src: int, slow: bool = False) -> Tensor:
@@ -240,19 +237,8 @@ def receive(axis: Axis, x: Tensor, src: int, slow: bool = False) -> Tensor:
     """
     pair = _pair_axis(axis, src, axis.rank) if slow else axis
     with waiting(pair, "a receive", None if slow else src, slow):
-        if not _is_queued(axis, x):
-            dist.recv(x, axis.ranks[src], group=axis.group)
-            return x
-        work = dist.irecv(x, axis.ranks[src], group=axis.group)
-        _watch(axis, work, "a receive")
+        _queue(axis, "a receive", x, partial(dist.recv, x, axis.ranks[src], group=axis.group))
     return x
-
-
-def _watch(axis: Axis, work: Any, what: str) -> None:
-    """Make the current stream wait for queued work, and watch the work."""
-    work.wait()
-    assert axis.watchdog is not None
-    axis.watchdog.in_flight.add(axis, work, what)
 
 
 def _pair_axis(axis: Axis, src: int, dst: int) -> Axis:
@@ -275,15 +261,15 @@ class PendingSend:
 
     def wait(self) -> None:
         with waiting(self.axis, "a send", self.dst):
-            if _is_queued(self.axis, self.x):
-                _watch(self.axis, self.work, "a send")
-            else:
-                self.work.wait()
+            _queue(self.axis, "a send", self.x, self.work.wait)
 
 
 def start_send(axis: Axis, x: Tensor, dst: int) -> PendingSend:
     """Start to send a contiguous tensor to position ``dst`` on the axis, without waiting for its arrival."""
     with waiting(axis, "a send", dst):
-        work = dist.isend(x, axis.ranks[dst], group=axis.group)
+        call = partial(dist.isend, x, axis.ranks[dst], group=axis.group)
+        is_watched = x.is_cuda and axis.watchdog is not None
+        # NCCL connects a pair of ranks in their first message
+        work = axis.watchdog.in_flight.connect(axis, "a send", call) if is_watched else call()
     assert work is not None
     return PendingSend(work, x, axis, dst)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from oslo_models.distributed.connecting import connect, is_lazy, meet
 from oslo_models.distributed.device_collectives import DEVICE_TIMEOUT, MARGIN
 from oslo_models.distributed.store_barrier import SLOW_TIMEOUT, store_barrier
 from oslo_models.distributed.thread_group import ThreadGroup
@@ -262,6 +263,9 @@ class ParallelMesh:
         timeout = timedelta(seconds=_group_timeout(self.world.timeout))
         axis = replace(self.world, name=name, rank=-1, ranks=(), group=None)
         is_alone = len(groups) == self.world.size
+        connects = not is_alone and is_lazy(self.device)
+        if connects:
+            meet(self.world, f"the creation of process groups ({name})")
         if is_alone and self._alone is not None:  # all axes with only this rank share one group
             axis, groups = replace(self._alone, name=name), []
         for group_ranks in groups:
@@ -273,6 +277,8 @@ class ParallelMesh:
                     _set_timeout(_get_default_timeout(dist.get_backend(group)), group)
                 axis = replace(axis, rank=ranks.index(self.world.rank), ranks=tuple(ranks), group=group)
         self._created.append(axis)
+        if connects:
+            connect(axis, self.device, messages=name.startswith("pp"))
         if is_alone:
             self._alone = axis
         return axis

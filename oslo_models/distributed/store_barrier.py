@@ -55,10 +55,12 @@ class SlowWait:
             raise self._watchdog.fail(failed, where, now - self._start, f"timeout={axis.timeout:g}")
 
 
-def store_barrier(watchdog: Any, axis: Any, what: str, first_status_timeout: float = 0.0) -> None:
+def store_barrier(
+    watchdog: Any, axis: Any, what: str, first_status_timeout: float = 0.0, limit: float = SLOW_TIMEOUT
+) -> None:
     """Wait until all ranks of ``axis`` have arrived. See `SlowWait` for arguments and errors."""
     key, previous = watchdog.next_barrier(f"{axis.name} {axis.ranks[0]} {axis.ranks[-1]} {axis.size}")
-    wait = SlowWait(watchdog, axis, what, first_status_timeout)
+    wait = SlowWait(watchdog, axis, what, first_status_timeout, limit)
     arrived, increment, pause = 0, 1, 1e-4
     longest_pause = max(0.05, axis.size / 5000)
     while arrived < axis.size:

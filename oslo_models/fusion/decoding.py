@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import sys
 import threading
 from collections import OrderedDict
@@ -23,9 +24,14 @@ from oslo_models.contracts import holds
 
 SHORTEST = 256
 """The number of positions of the shortest cache."""
+TUNING = (
+    "generate compiles the decoding step of one row and tunes its products now: about a minute for a billion "
+    "parameters, once per cache length. cache_implementation='dynamic' avoids this"
+)
 MULTIPLE = 1024
 """Longer caches have a multiple of this number of positions."""
 _numbers = count()
+log = logging.getLogger(__name__)
 
 
 def rounded_length(length: int) -> int:
@@ -135,6 +141,8 @@ class Decoder:
         if self.rows == 1 and config.mode == "reduce-overhead" and config.options is None:
             config.options = {**list_mode_options(config.mode), "coordinate_descent_tuning": True}
             config.mode = None  # torch.compile takes either
+            if model.mesh is None or model.mesh.world.rank == 0:
+                log.warning(TUNING)
         return config
 
 
@@ -156,19 +164,23 @@ class Decoders:
         Args:
             limit: the maximum total positions of all caches. The least recently used caches are dropped.
         """
-        kind = model.device.type
-        casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = (rows, length, model.device, model.dtype, casts, torch.is_inference_mode_enabled())
+        key = _key(model, rows, length)
         decoder = self._kept.get(key)
         if decoder is not None and decoder.runs:  # generate inside generate
             return new
         if decoder is None:
+            self.make_room(model, rows, length, limit)
             decoder = self._kept[key] = Decoder(rows, new)
-            while len(self._kept) > 1 and sum(rows * length for rows, length, *_ in self._kept) > limit:
-                self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         decoder.cache.reset()
         return decoder.cache
+
+    def make_room(self, model: Any, rows: int, length: int, limit: int) -> None:
+        """Drop the least recently used caches until such a cache fits. Call this before it takes memory."""
+        if _key(model, rows, length) in self._kept:
+            return
+        while self._kept and rows * length + sum(rows * length for rows, length, *_ in self._kept) > limit:
+            self._kept.popitem(last=False)
 
     def of(self, cache: Any) -> Decoder | None:
         """Return the decoder with this cache if it is kept, else ``None``."""
@@ -191,3 +203,10 @@ class Decoders:
             return output
         finally:
             decoder.runs = False
+
+
+def _key(model: Any, rows: int, length: int) -> tuple[Any, ...]:
+    """Return the properties of a cache for the current autocast and inference modes."""
+    kind = model.device.type
+    casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return rows, length, model.device, model.dtype, casts, torch.is_inference_mode_enabled()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels.float8 import ALIGNMENT, E4M3, E5M2, cast, largest, product, scale_of
+from oslo_kernels.float8 import ALIGNMENT, E4M3, E5M2, casts, largest, product, scale_of
 from oslo_models.distributed.collectives import MAX, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion.modules import FusedConv1D, FusedLinear
@@ -112,10 +112,12 @@ class _Product(torch.autograd.Function):
         # one scale per tensor: the weight is always sharded; one scale per row: it is sharded if its rows are
         found = how.largest((rows, 1, how.row_parallel), (weight_oi, 1, how.row_parallel or not how.rowwise))
         x_scale, w_scale = (how.scale(each, E4M3) for each in found)
-        x8 = cast(rows, x_scale, E4M3)
-        output = product(x8, cast(weight_oi, w_scale, E4M3).contiguous(), x_scale, w_scale, x.dtype, fast=True)
+        # one pass casts inputs for both products; a compiler chooses by itself where it transposes
+        ctx.turned = not how.rowwise and ctx.needs_input_grad[1] and not torch.compiler.is_compiling()
+        x8, turned = casts(rows, x_scale, E4M3, columns=ctx.turned)
+        output = product(x8, casts(weight_oi, w_scale, E4M3)[0], x_scale, w_scale, x.dtype, fast=True)
         ctx.how, ctx.shape, ctx.dtype = how, x.shape, x.dtype
-        ctx.save_for_backward(rows if how.rowwise else x8, weight, x_scale, w_scale)
+        ctx.save_for_backward(rows if how.rowwise else turned if ctx.turned else x8, weight, x_scale, w_scale)
         # not an autograd view: the all-reduce changes the output in place
         return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], output.shape[1]))
 
@@ -133,6 +135,7 @@ class _Product(torch.autograd.Function):
         weight_oi = weight.T if how.transposed else weight
         of_both = _rowwise if how.rowwise else _tensorwise
         needs_x, needs_weight = ctx.needs_input_grad[:2]
+        x = x.T if ctx.turned else x
         of_x, of_weight = of_both(how, grad, x, weight_oi, scales, ctx.dtype, (needs_x, needs_weight))
         if of_weight is not None:
             of_weight = (of_weight.T if how.transposed else of_weight).to(weight.dtype)
@@ -145,11 +148,13 @@ def _tensorwise(
     """Compute the gradients of inputs and weight from the output gradient in e5m2."""
     x_scale, w_scale = scales
     g_scale = how.scale(how.largest((grad, 1, not how.row_parallel))[0], E5M2)
-    g8, of_x, of_weight = cast(grad, g_scale, E5M2), None, None
-    if needs[0]:
-        of_x = product(g8, cast(weight, w_scale, E4M3).T.contiguous(), g_scale, w_scale, dtype)
-    if needs[1]:
-        of_weight = product(g8.T.contiguous(), x8.T.contiguous(), g_scale, x_scale, dtype)
+    of_x = of_weight = None
+    g8, turned = casts(grad, g_scale, E5M2, *needs)
+    if g8 is not None:
+        w8 = casts(weight, w_scale, E4M3, rows=False, columns=True)[1]
+        of_x = product(g8, w8, g_scale, w_scale, dtype)
+    if turned is not None:
+        of_weight = product(turned, x8.T.contiguous(), g_scale, x_scale, dtype)
     return of_x, of_weight
 
 
@@ -164,11 +169,11 @@ def _rowwise(
     if needs[0]:
         sharded = not how.row_parallel
         g_scale, w_scale = (how.scale(e, E4M3) for e in how.largest((grad, 1, sharded), (weight, 0, sharded)))
-        w8 = cast(weight, w_scale, E4M3).T.contiguous()
-        of_x = product(cast(grad, g_scale, E4M3), w8, g_scale, w_scale.T, dtype)
+        g8, w8 = casts(grad, g_scale, E4M3)[0], casts(weight, w_scale, E4M3, rows=False, columns=True)[1]
+        of_x = product(g8, w8, g_scale, w_scale.T, dtype)
     if needs[1]:
         g_scale, x_scale = (how.scale(e, E4M3) for e in how.largest((grad, 0, False), (x, 0, False)))
-        g8, x8 = (cast(t, scale, E4M3).T.contiguous() for t, scale in ((grad, g_scale), (x, x_scale)))
+        g8, x8 = (casts(t, scale, E4M3, rows=False, columns=True)[1] for t, scale in ((grad, g_scale), (x, x_scale)))
         of_weight = product(g8, x8, g_scale.T, x_scale.T, dtype)
     return of_x, of_weight
 

@@ -215,13 +215,23 @@ def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def with_synchronized_rng(generate: Any) -> Any:
-    """Wrap ``generate`` to synchronise random states, so that all ranks sample the same tokens."""
+    """Wrap ``generate`` to synchronise random states, so that all ranks sample the same tokens.
+
+    If memory runs out, the caches that earlier calls left are released.
+    """
 
     @functools.wraps(generate)
     def synchronized_generate(
         model: Any, /, *args: Any, fused_no_repeat_ngram_blocking: bool | None = None, **kwargs: Any
     ) -> Any:
         model.fuse_ngram_blocking(fused_no_repeat_ngram_blocking)
+        try:
+            return run(model, args, kwargs)
+        except torch.OutOfMemoryError:
+            model._release_caches()
+            raise
+
+    def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if model.mesh is None or model._generates:
             return generate(model, *args, **kwargs)
         if model.mesh.has_experts_over_replicas and kwargs.get("synced_gpus") is None:

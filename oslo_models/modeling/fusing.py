@@ -13,6 +13,7 @@ from typing_extensions import Self
 from oslo_models import registry
 from oslo_models.cache_argument import NAMES, generation_name
 from oslo_models.contracts import holds
+from oslo_models.distributed.device_collectives import watched_steps
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
 from oslo_models.distributed.stopping import agreed
@@ -258,6 +259,8 @@ class FusableModel(PreTrainedModel):
                 self._previous_max_cache_length = -1  # else transformers lengthens the cache to the last call's length
                 rounded = rounded_length(length)
                 max_cache_length = rounded if rows * rounded <= limit else length
+                if self._decoders is not None:
+                    self._decoders.make_room(self, rows, max_cache_length, limit)
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
         )
@@ -279,7 +282,23 @@ class FusableModel(PreTrainedModel):
     def get_compiled_call(self, compile_config: Any) -> Any:
         """Override transformers' method: return the compiled forward, and the same one for each use of a kept cache."""
         decoder = None if self._decoders is None else self._decoders.running()
-        return super().get_compiled_call(compile_config) if decoder is None else decoder.step(self, compile_config)
+        call = super().get_compiled_call(compile_config) if decoder is None else decoder.step(self, compile_config)
+        return call if self.mesh is None else watched_steps(call, self.mesh.tp, self.device)
+
+    def _release_caches(self) -> None:
+        """Release the static caches and compiled steps that `generate` keeps: their memory is needed otherwise."""
+        self._decoders = None
+
+    def train(self, mode: bool = True) -> Self:
+        """Override torch's method: release kept caches when training begins."""
+        if mode and not self.training:
+            self._release_caches()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Override torch's method, which moves or casts parameters: caches for the former device are of no use."""
+        self._release_caches()
+        return super()._apply(fn, recurse)
 
     def _cached_positions(self) -> int:
         """Return the maximal number of positions of a static cache.

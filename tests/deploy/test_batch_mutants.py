@@ -220,7 +220,7 @@ SLOW: list[Row] = [
         "test_graphs_are_kept_until_the_memory_or_the_model_changes",
         {},
     ),
-    (f"{RUNNER}.run", "self.drop_graphs()", "pass", STEPS, "test_memory_that_runs_out_drops_the_graphs", {}),
+    (f"{RUNNER}.clear", "self.drop_graphs()", "pass", STEPS, "test_memory_that_runs_out_drops_the_graphs", {}),
     (
         f"{RUNNER}._replay",
         "self.static, self.eager_reason = None,",

@@ -28,6 +28,7 @@ from oslo_models.deploy.running_batch.plan_channel import NoFollowers
 from oslo_models.deploy.running_batch.static_step import Compute
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
+from oslo_models.distributed import autograd_collectives, collectives
 
 from support import running, zoo
 from support.float64 import lifted_casts
@@ -236,8 +237,9 @@ def test_memory_that_runs_out_drops_the_graphs(pair: Any, monkeypatch: pytest.Mo
         patch.setattr(runner, "_prefill_whole", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             runner.run(Step(0, whole=[WholePrompt(3, 1, -1)], chunk=[5]))
+    runner.clear()  # as the loop does on every rank, whatever the error of the rank is
     assert runner.static is not None and len(runner.static) == 0
-    decode(runner, [7, 8])
+    decode(runner, [7, 8], begins=True)
     assert captures.count == 2
 
 
@@ -247,7 +249,7 @@ def test_memory_that_runs_out_drops_the_graphs(pair: Any, monkeypatch: pytest.Mo
         ({"model_type": "falcon"}, "steps of model_type='falcon' were not tested in CUDA graphs"),
         ({"_attn_implementation_internal": "flex_attention"}, "attn_implementation='flex_attention': CUDA graphs need"),
         ({"pipeline": object()}, "pipeline stages compute in turn"),
-        ({"is_tensor_parallelized": lambda: True}, "tensor parallelism: a rank that dies inside a CUDA graph"),
+        ({"is_tensor_parallelized": lambda: True}, "tensor parallelism: collectives in CUDA graphs were not tested"),
         ({}, None),
     ],
 )
@@ -359,6 +361,97 @@ def test_capture_is_warmed_up_on_its_stream_and_shares_memory(monkeypatch: pytes
     gc.collect()
     capture(compute)
     assert cuda.log[-1] == "end graph 5 in pool 6", "memory of graphs that are gone is gone, too"
+
+
+class FakeCapture(graphs.CudaGraphs):
+    """Captures without a GPU: a replay computes again, and ends with the mark that the capture has recorded.
+
+    Attributes:
+        collectives: per computation of a captured step, its collectives with their shapes.
+        fails_from: the number of the first capture that fails on this rank.
+    """
+
+    def __init__(self, axis: Any, fails_from: int) -> None:
+        super().__init__(torch.device("cpu"), axis)
+        self.collectives: list[list[Any]] = []
+        self.fails_from, self.count = fails_from, 0
+
+    def _graph_of(self, compute: Compute, stream: Any, current: Any) -> tuple[Any, Tensor]:
+        self.count += 1
+        graph, result = FakeGraph(FakeCuda(), "graph"), compute()  # communicates, unlike a capture
+        if self.count >= self.fails_from:
+            raise CaptureError("out of memory")
+
+        def replay() -> None:
+            self.collectives.append([])
+            result.copy_(compute())
+            self._progress.write()
+
+        graph.replay = replay  # type: ignore[method-assign]
+        return graph, result
+
+
+def graphs_over_ranks(folder: Path, fails_from: int) -> dict[str, Any]:
+    """Decode on tensor-parallel ranks with captured steps. Captures fail on rank 1 only."""
+    cls: Any = registry.find(zoo.lm_head("llama"))
+    model = cls.from_pretrained_with_parallel(folder, tensor_parallel_size=2, dtype=torch.float64).eval()
+    assert str(graphs.reason_of_model(model)).startswith("tensor parallelism")
+    cuda, tp = FakeCuda(), model.mesh.tp
+    capture = FakeCapture(tp, fails_from if tp.rank == 1 else 1000)
+    limits, log = BatchLimits(4, 500, 4096), capture.collectives
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(graphs, "OVER_RANKS", True)
+        assert graphs.reason_of_model(model) is None
+        for name in ("device", "Stream", "current_stream", "set_stream", "stream"):
+            patch.setattr(torch.cuda, name, getattr(cuda, name))
+        reduce = collectives.all_reduce
+
+        def recorded(axis: Any, x: Tensor, *args: Any) -> Tensor:
+            if log:
+                log[-1].append(("sum", tuple(x.shape)))
+            return reduce(axis, x, *args)
+
+        patch.setattr(autograd_collectives, "all_reduce", recorded)
+        patch.setattr(collectives, "all_reduce", recorded)
+        runner, eager = static_runner(model, limits, capture), StepRunner(model, limits)
+        errors, before = [], None
+        for begins, tokens in ((True, [5, 6, 7]), (False, [7, 8, 9]), (False, [3, 4, 5])):
+            for each in (runner, eager):
+                log.append([])
+                found = decode(each, tokens, begins)
+                if each is runner:
+                    before = found.clone()
+            assert before is not None
+            errors.append(float((before - found).abs().max()))
+    watched = tp.watchdog.in_flight.oldest()
+    return {
+        "errors": errors,
+        "replays": [each for each in log if each],
+        "warnings": [str(each.message) for each in warned if "CUDA graphs" in str(each.message)],
+        "pending": None if watched is None else watched.what,
+        "marks": 0 if capture._progress is None else capture._progress.completed(),
+        "eager": runner.static is None,
+    }
+
+
+@pytest.mark.parametrize("fails_from", [1000, 1])
+def test_ranks_replay_the_same_collectives_or_none(pool: Any, tmp_path: Path, fails_from: int) -> None:
+    """Each replay ends with one mark. If a capture fails on one rank, all ranks compute eagerly.
+
+    The stand-in does not show that NCCL accepts the capture, or that a dead rank stops the stream before the mark.
+    """
+    cls: Any = registry.find(zoo.lm_head("llama"))
+    cls.from_config_with_parallel(zoo.config("llama"), dtype=torch.float64).save_pretrained(tmp_path)
+    first, second = pool.run(2, graphs_over_ranks, tmp_path, fails_from)
+    for found in (first, second):
+        assert max(found["errors"]) < 1e-10 and found["pending"] is None
+        assert found["eager"] == (fails_from == 1)
+        assert len(found["warnings"]) == int(found["eager"])
+        assert found["marks"] == (0 if found["eager"] else 3)
+    assert first["replays"] == second["replays"]
+    if fails_from == 1:
+        assert "rank 1 failed" in first["warnings"][0]
 
 
 def test_short_rows_move_to_the_first_columns(pair: Any) -> None:

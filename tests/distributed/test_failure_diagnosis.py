@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from torch.distributed import TCPStore
 
 from oslo_models import GPT2LMHeadModel, RankFailedError
 from oslo_models.distributed import collectives, device_collectives, failure_diagnosis, mesh
+from oslo_models.distributed.device_collectives import InFlight
 from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, pid_namespace, process_start_time
 from oslo_models.distributed.mesh import ParallelMesh, world_axis
 from oslo_models.distributed.store_client import StoreClient, StoreLostError
@@ -120,13 +122,40 @@ class OnAGPU(torch.Tensor):
     is_cpu, is_cuda = False, True  # type: ignore[assignment]
 
 
-class Queued:
-    """Stand-in for NCCL's work handle and group: calls return at once, and the work never completes."""
+class Stalled:
+    """Counter of a stream that is stuck in its first collective."""
 
-    aborted = False
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def write(self) -> None:
+        """Queue a mark behind the collective."""
+
+    def expect(self) -> int:
+        return 1
+
+    def completed(self) -> int:
+        return 0
+
+
+class Queued:
+    """Stand-in for NCCL's work handle and group: calls return at once.
+
+    Args:
+        failed: the collective has failed. torch calls it completed then, and ends the process a minute later.
+
+    Attributes:
+        aborted: whether `abort` was called.
+        queried: threads that asked for the state of the work. A query of an event breaks a capture in another thread.
+    """
+
+    def __init__(self, failed: bool = False) -> None:
+        self.aborted, self.failed = False, failed
+        self.queried: list[str] = []
 
     def is_completed(self) -> bool:
-        return False
+        self.queried.append(threading.current_thread().name)
+        return self.failed
 
     def wait(self) -> None:
         """Return at once: NCCL waits on the device."""
@@ -135,31 +164,69 @@ class Queued:
         self.aborted = True
 
 
-def queue_sums(rank: int, port: int, dies: bool, survivors: list[str]) -> None:
+def queue_sums(rank: int, port: int, kind: str, survivors: list[str]) -> None:
     """The victim dies or never comes; other ranks go on in Python, as with NCCL, to the next all-reduce."""
     store = TCPStore("127.0.0.1", port, 3, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=20))
-    device_collectives.DEVICE_TIMEOUT = 2.0
-    queued, x = Queued(), torch.ones(2).as_subclass(OnAGPU)
+    device_collectives.DEVICE_TIMEOUT, InFlight.progress_type = 2.0, Stalled
+    queued, x = Queued(failed=kind == "failed"), torch.ones(2).as_subclass(OnAGPU)
     axis: Any = replace(world_axis(1.5), group=queued)  # type: ignore[arg-type]
     if rank == VICTIM:
         time.sleep(1.0)
-        while not dies and not all(map(os.path.exists, survivors)):
+        while kind == "did not come" and not all(map(os.path.exists, survivors)):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
     torch.cuda.is_current_stream_capturing = lambda: False  # torch without CUDA lacks it
     dist.all_reduce = lambda *args, **kwargs: queued
-    collectives.all_reduce(axis, x)
+    collectives.start_all_reduce(axis, x).wait()
     while not queued.aborted:  # as in a synchronisation with the device
         time.sleep(0.05)
+    assert not queued.queried, queued.queried
     collectives.all_reduce(axis, x)
 
 
-@pytest.mark.parametrize("dies", [True, False], ids=["died", "did not come"])
-def test_rank_is_named_while_a_sum_is_queued_on_a_gpu(pool: Pool, tmp_path: Path, dies: bool) -> None:
-    """The error comes before torch's watchdog ends the process without naming a rank."""
+@pytest.mark.parametrize("kind", ["died", "did not come", "failed"])
+def test_rank_is_named_while_a_sum_is_queued_on_a_gpu(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """The error comes before torch's watchdog ends the process without naming a rank.
+
+    The stand-ins do not show that a stream of a GPU writes to host memory, or that it stops at a failed collective.
+    """
     survivors = [str(tmp_path / str(rank)) for rank in range(VICTIM)]
-    assert survivors_say(tmp_path, queue_sums, dies, survivors) == [[VICTIM], [VICTIM]]
+    assert survivors_say(tmp_path, queue_sums, kind, survivors) == [[VICTIM], [VICTIM]]
+
+
+def connect_axes(rank: int, port: int, moment: str) -> None:
+    """Make a mesh as with NCCL: groups have long timeouts, and connect in their first collective.
+
+    One rank dies while the process imports, or in its first collective. In NCCL, the others then wait in the store.
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3")
+    mesh.is_lazy, mesh._group_timeout, InFlight.progress_type = lambda device: True, lambda timeout: 600.0, Stalled
+    watchdogs: list[Any] = []
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def first_collective(*_: Any, **__: Any) -> None:
+        deadline = time.monotonic() + LIMIT
+        while time.monotonic() < deadline and watchdogs[0].error is None:
+            time.sleep(0.05)
+        raise RuntimeError("NCCL communicator was aborted")
+
+    if rank == VICTIM and moment == "before":
+        mesh.meet = die
+    dist.all_reduce = die if rank == VICTIM else first_collective
+    dist.send = dist.recv = lambda *_, **__: None
+    find = mesh.world_axis
+    mesh.world_axis = lambda timeout: watchdogs.append((axis := find(timeout)).watchdog) or axis  # type: ignore[func-returns-value]
+    ParallelMesh(3, 1, timeout=2.0)
+
+
+@pytest.mark.parametrize("moment", ["before", "in"])
+def test_rank_that_dies_before_its_first_collective_on_gpus_is_named(pool: Pool, tmp_path: Path, moment: str) -> None:
+    """Without a meeting, other ranks would wait for NCCL's connection for up to half an hour."""
+    assert survivors_say(tmp_path, connect_axes, moment) == [[VICTIM], [VICTIM]]
 
 
 def test_groups_with_nccl_wait_longer_than_the_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:

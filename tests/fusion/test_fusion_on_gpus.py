@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -357,9 +359,73 @@ def test_caches_are_kept_within_their_limit() -> None:
     assert not copy.deepcopy(decoders)._kept
 
 
-def test_products_of_one_row_are_tuned() -> None:
+@pytest.fixture
+def generates_in_graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A fused model that chooses static caches as on a GPU; its calls compute nothing."""
+    name = zoo.lm_head("llama")
+    model = registry.find(name).from_config_with_parallel(zoo.config("llama", num_hidden_layers=1)).eval()
+    as_on_a_gpu(model)
+    model._decodes_in_graphs = True
+    monkeypatch.setattr(decoding, "SHORTEST", 16)
+    monkeypatch.setattr(decoding, "MULTIPLE", 16)
+    monkeypatch.setattr(type(model), "_cached_positions", lambda model: 64)
+    monkeypatch.setattr(transformers.GenerationMixin, "_sample", lambda model, input_ids, **kwargs: input_ids)
+    return model
+
+
+def call(model: Any, length: int) -> None:
+    model.generate(torch.ones(1, length, dtype=torch.long), max_new_tokens=1, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("needs", ["a call without memory", "training", "a move"])
+def test_kept_caches_are_released_where_memory_is_needed(
+    generates_in_graphs: Any, monkeypatch: pytest.MonkeyPatch, needs: str
+) -> None:
+    model = generates_in_graphs
+    call(model, 9)
+    held = weakref.ref(next(iter(model._decoders._kept.values())).cache)
+    if needs == "training":
+        model.eval()
+        assert held() is not None
+        model.train()
+    elif needs == "a move":
+        model.double()
+    else:
+
+        def no_memory(*args: Any, **kwargs: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(transformers.GenerationMixin, "_sample", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            call(model, 9)
+    gc.collect()
+    assert held() is None
+
+
+def test_former_cache_is_gone_before_a_new_one_is_made(
+    generates_in_graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would exceed the limit. transformers allocates a cache at once if it computes prompts in chunks."""
+    model = generates_in_graphs
+    call(model, 30)
+    held = weakref.ref(next(iter(model._decoders._kept.values())).cache)
+    make, alive = type(model)._prepare_static_cache, []
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        alive.append(held() is not None)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(type(model), "_prepare_static_cache", made)
+    call(model, 10)
+    call(model, 40)
+    assert alive == [True, False]
+
+
+def test_products_of_one_row_are_tuned(caplog: pytest.LogCaptureFixture) -> None:
+    """The first call takes a minute and says so, on one rank."""
     with mock.patch.object(torch, "compile") as compiled:
-        model = SimpleNamespace(_default_compile_config=CompileConfig)
+        model = SimpleNamespace(_default_compile_config=CompileConfig, mesh=None)
         one, two = Decoder(1, None), Decoder(2, None)
         assert one.step(model, None) is one.step(model, None)
         two.step(model, None)
@@ -367,6 +433,13 @@ def test_products_of_one_row_are_tuned() -> None:
     (first, second, third) = (call.kwargs for call in compiled.call_args_list)
     assert first["mode"] is None and first["options"] == {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
     assert (second["mode"], third["mode"]) == ("reduce-overhead", "default")
+    assert caplog.messages == [decoding.TUNING]
+    other = SimpleNamespace(
+        _default_compile_config=CompileConfig, mesh=SimpleNamespace(world=Axis("world", 1, (0, 1), None))
+    )
+    with mock.patch.object(torch, "compile"):
+        Decoder(1, None).step(other, None)
+    assert len(caplog.messages) == 1
     assert len({call.args[0].__code__ for call in compiled.call_args_list}) == 3
 
 

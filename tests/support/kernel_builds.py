@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from oslo_kernels import (
     cross_entropy,
     dropout,
+    float8,
     full_norm_rotary,
     gated,
     gelu,
@@ -35,8 +36,9 @@ from oslo_kernels import (
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 128
 """Limit per thread, out of 255: it leaves room for four blocks of four warps on a multiprocessor."""
-FLOATS = {"eps", "offset", "scale", "p", "hit", "rest", "cap", "q_count", "k_count"}
-FLOAT32 = {"statistics_ptr", "products_ptr", "partial_ptr", "loss_ptr"}
+FLOATS = {"eps", "offset", "scale", "p", "hit", "rest", "cap", "q_count", "k_count", "limit"}
+FLOAT32 = {"statistics_ptr", "products_ptr", "partial_ptr", "loss_ptr", "scale_ptr"}
+FLOAT8 = {"rows_ptr", "columns_ptr"}
 
 SOFTMAX = {keys: {**softmax.blocks(keys)} for keys in (1024, softmax.LONGEST, 100000)}
 for made in SOFTMAX.values():
@@ -128,6 +130,16 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
     *((cross_entropy.statistics_kernel, {"CAPPED": capped, "BLOCK": 4096}, 8, 2, 0) for capped in (False, True)),
     *((cross_entropy.gradient_kernel, {"CAPPED": capped, "BLOCK": 4096}, 4, 4, 4) for capped in (False, True)),
     (ngrams.block_repeats_kernel, {"SIZE": 3, "BLOCK": 1024}, 4, 0, 0),
+    *(
+        (
+            float8.cast_kernel,
+            {"ROWS": rows, "COLUMNS": columns, "BLOCK": float8.BLOCK, "x_column": 1},
+            4,
+            4,
+            rows + columns,
+        )
+        for rows, columns in ((True, True), (True, False), (False, True))
+    ),
 ]
 
 
@@ -137,6 +149,8 @@ def signature(name: str, half: str) -> str:
         return "*i64"
     if name in FLOAT32:
         return "*fp32"
+    if name in FLOAT8:
+        return "*fp8e4nv"
     if name.endswith("_ptr"):
         return f"*{half}"
     return "fp32" if name in FLOATS else "i64" if name == "seed" else "i32"
@@ -174,7 +188,7 @@ def build(kernel: Any, constants: dict[str, Any], warps: int, arch: int, half: s
 def main() -> int:
     failed = 0
     for kernel, constants, warps, loads, stores in BUILDS:
-        for arch in (80, 90):
+        for arch in (90,) if kernel is float8.cast_kernel else (80, 90):  # float8 begins with Ada
             registers, stack, own_loads, own_stores = build(kernel, constants, warps, arch, "bf16")
             right = registers <= REGISTERS and stack == 0 and own_loads >= loads and own_stores >= stores
             failed += not right

@@ -17,6 +17,7 @@ from torch import Tensor
 from oslo_kernels import (
     cross_entropy,
     dropout,
+    float8,
     full_norm_rotary,
     gated,
     gelu,
@@ -218,7 +219,27 @@ def blocking(dtype: torch.dtype) -> Iterator[Case]:
                 yield "n-grams", fused, plain, (scores, ids, size, source)
 
 
-KINDS = (pointwise, norms, attention, normed_heads, norms_over_heads, losses, blocking)
+def casts(dtype: torch.dtype) -> Iterator[Case]:
+    """Inputs that float8 represents, and numbers that saturate: the interpreter rounds to float8 incorrectly."""
+
+    def as_bytes(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: [x.float() for x in run(*args) if x is not None]
+
+    for kind in (float8.E4M3, float8.E5M2):
+        numbers = torch.arange(256, dtype=torch.uint8).view(kind).float()
+        numbers = numbers[numbers.abs() < 1e4]
+        for dim in (None, 0, 1):
+            for rows, columns in ((True, True), (True, False), (False, True)):
+                x = numbers[torch.randint(len(numbers), (70, 130) if rows and columns else (5, 9))]
+                scale = 2.0 ** torch.randint(-3, 4, {None: (), 0: (1, x.shape[1]), 1: (x.shape[0], 1)}[dim])
+                x = x / scale
+                x[0, 0] = 3e4
+                for given in (x, x.T.contiguous().T):
+                    args = (given.to(dtype), scale, kind, rows, columns)
+                    yield "casts to float8", as_bytes(float8.casts_triton), as_bytes(float8.casts), args
+
+
+KINDS = (pointwise, norms, attention, normed_heads, norms_over_heads, losses, blocking, casts)
 
 
 def cases(dtype: torch.dtype, every: int) -> Iterator[Case]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from oslo_models.deploy.running_batch.static_step import to_device
+from oslo_models.deploy.running_batch.static_step import to_device, to_host
 
 TOGETHER_ON = ("cuda",)
 """Devices on which the warpers run batched. On a CPU, batching takes as long as one row after the other."""
@@ -65,7 +65,7 @@ def choose_tokens(rows: Sequence[Any], logits_BV: Tensor) -> list[int | Exceptio
         chosen = [row if is_chosen else None for row, is_chosen in zip(rows, together, strict=True)]
         scores_BV = _drawn_scores(chosen, logits_BV.to(torch.float32, copy=True), failed)
     best_B, token_B = scores_BV.max(-1)
-    found = torch.stack((token_B, best_B.isnan()), 1).tolist()  # the host waits for the device here, and nowhere else
+    found = to_host(torch.stack((token_B, best_B.isnan()), 1)).tolist()  # the only wait for the device
     for index, (_, is_nan) in enumerate(found):
         if is_nan and together[index] and rows[index].generator is not None:
             failed.setdefault(index, RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"))

@@ -51,6 +51,16 @@ def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = 
     return for_device(values, device, dtype).to(device, non_blocking=True)
 
 
+def to_host(x: Tensor) -> Tensor:
+    """Return a tensor on the host, with one copy, through pinned memory, and one wait for the current stream."""
+    if x.device.type != "cuda":
+        return x
+    held = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    held.copy_(x, non_blocking=True)
+    torch.cuda.current_stream(x.device).synchronize()
+    return held
+
+
 class StaticSteps:
     """The decoding steps of a batch, one for each bucket of rows and columns.
 

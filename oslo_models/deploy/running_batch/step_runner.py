@@ -68,13 +68,17 @@ class StepRunner:
         self._computed = set()
 
     def clear(self) -> None:
-        """Remove all rows, including former rows, and the prompt."""
+        """Remove all rows, including former rows, and the prompt, after a failed step.
+
+        Drop the graphs too: memory may have run out, and all ranks have to capture the same later steps.
+        """
+        self.drop_graphs()
         self.rows.clear()
         self.prompt.clear()
         self.numbers, self._computed = [], set()
 
     def drop_graphs(self) -> None:
-        """Drop the CUDA graphs after the model has changed or memory ran out. Later steps are captured again."""
+        """Drop the CUDA graphs. Later steps are captured again."""
         if self.static is not None:
             self.static.clear()
 
@@ -98,9 +102,7 @@ class StepRunner:
                 if step.whole:
                     return self._prefill_whole(step)
                 return self._prefill(step) if step.chunk else self._decode(step.tokens)
-        except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                self.drop_graphs()
+        except Exception:
             if not self._is_passed_on:
                 self.skip(step)
             raise
