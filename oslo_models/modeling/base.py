@@ -152,7 +152,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             self.layouts = {name: self.layouts[full] for name, full in full_names.items() if full in self.layouts}
         self.sharded_layers = ShardedLayers(self) if mesh.tp.size > 1 else None
         if mesh.tp.size > 1 and plan.max_ranks() is not None:
-            self.attention_outputs = AttentionOutputs(self, mesh.tp, plan.replicated_attentions)
+            self.attention_outputs = AttentionOutputs(self, mesh.tp, plan)
 
     def _start_pipeline(self, are_random: bool) -> None:
         """Create the pipeline after the weights are loaded. This is a collective of all ranks.

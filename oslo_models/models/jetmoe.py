@@ -1,5 +1,6 @@
 """JetMoE: Llama with experts in place of MLPs and of query and output projections."""
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import JetMoeConfig
@@ -10,7 +11,7 @@ from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.expert_entries import StackedColumnParallel, StackedRowParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
+from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Plan, Replicated, RowParallel
 
 
 class JetMoeParallel(LlamaParallel):
@@ -26,6 +27,10 @@ class JetMoeParallel(LlamaParallel):
         "mlp.output_linear": StackedRowParallel(),
         "mlp.bias": Replicated(),
     }
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        return replace(super().plan(config), attention_groups=config.num_experts_per_tok)
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:

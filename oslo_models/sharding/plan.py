@@ -447,6 +447,8 @@ class Plan:
         optional: names of entries for modules that only some task heads, configurations or blocks have.
         replicated_attentions: model outputs that hold the attention weights of all heads on every rank. Other attention
             weights are gathered.
+        attention_groups: number of query heads of each key-value head, if attention weights list the first query heads
+            of all key-value heads, then the second ones, and so on. With 1, their heads are in the order of the ranks.
         single_rank_reason: why no layer can be sharded. Empty if layers can be sharded.
         embedding_dropouts: the dropouts between the embeddings and the first block.
         disabled_after_first_stage: attributes or arguments that make the base model change the embedded tokens, with
@@ -475,6 +477,7 @@ class Plan:
     optional: Collection[str] = ()
     # tensor parallelism
     replicated_attentions: Collection[str] = ()
+    attention_groups: int = 1
     single_rank_reason: str = ""
     # pipeline parallelism
     embedding_dropouts: Collection[str] = ()
