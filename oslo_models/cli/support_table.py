@@ -11,7 +11,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.sharding.layer_lists import shorten
 from oslo_models.sharding.plan import ColumnParallel, Plan, RecurrentState, StateSpace, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
@@ -153,10 +152,11 @@ def _tensor_parallel(plan: Plan) -> str:
 
 
 def _fused_operations(cls: Any) -> list[str]:
-    """Return the operations that `fuse` replaces on a GPU, found in a model with a block of each kind."""
+    """Return the operations that `fuse` replaces on a GPU, found in a model with one block."""
     config = cls.config_class()
     for each in (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))):
-        shorten(each, DEPTHS & each.to_dict().keys(), 1)
+        for name in DEPTHS & each.to_dict().keys():
+            setattr(each, name, 1)
     if getattr(config, "backbone_config", None) is not None:  # the default is from a package that may be missing
         config.backbone_config = CONFIG_MAPPING["resnet"]()
     if vars(config).get("num_key_value_heads", 0) is None:  # the default of HunYuan
@@ -172,6 +172,7 @@ def _fused_operations(cls: Any) -> list[str]:
         config.rope_parameters = dict.fromkeys(config.layer_types)
     if hasattr(config, "num_kv_shared_layers"):  # there is no earlier block to share with
         config.num_kv_shared_layers = 0
+        config.layer_types = config.layer_types[:1]
     if vars(config).get("head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):

@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, LlamaModel
 
+from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError, open_checkpoint, save_checkpoint, verify_checkpoint
 from oslo_models.checkpoint import weights_file as weights
 from oslo_models.checkpoint.manifest import sync_and_record, write_manifest
@@ -31,6 +32,7 @@ from oslo_models.cli.main import inspect_checkpoint
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.sharding.layout import Layout
 
+from support import zoo
 from support.checkpoints import (
     ALONE,
     MANIFEST,
@@ -421,7 +423,7 @@ def check_random_state(path: Path, name: str, draws: bool) -> None:
 
 def test_loading_a_complete_checkpoint_draws_no_random_numbers(pool: Pool, tmp_path: Path) -> None:
     """A script that seeds and loads then draws the same adapters as with transformers. Missing weights are drawn."""
-    transformers.LlamaForCausalLM(zoo.config("llama")).save_pretrained(tmp_path / "complete")
-    transformers.LlamaModel(zoo.config("llama")).save_pretrained(tmp_path / "headless")
+    LlamaForCausalLM(zoo.config("llama")).save_pretrained(tmp_path / "complete")
+    LlamaModel(zoo.config("llama")).save_pretrained(tmp_path / "headless")
     for folder, draws in (("complete", False), ("headless", True)):
         pool.run(2, check_random_state, tmp_path / folder, "LlamaForCausalLM", draws)
