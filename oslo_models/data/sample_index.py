@@ -97,12 +97,12 @@ def _locked(folder: Path) -> Iterator[None]:
 def _read(path: Path, split: Split, lengths: NDArray[Any]) -> Order:
     """Map a stored order. Raise ``ValueError`` if its files are incomplete or damaged."""
     samples = _samples(split, lengths)
-    shapes = Order((split.stop - split.start,), (samples + 1, 2), (samples,))  # type: ignore[arg-type]
+    shapes = {"documents": (split.stop - split.start,), "bounds": (samples + 1, 2), "shuffle": (samples,)}
     arrays = []
     try:
         sums = path / CHECKSUMS
         expected = json.loads(sums.read_bytes()) if sums.exists() else {}  # earlier releases wrote none
-        for field, shape in shapes._asdict().items():
+        for field, shape in shapes.items():
             file = path / f"{field}.npy"
             if expected and _checksum(file) != expected[field]:
                 raise ValueError(f"{file.name} has another checksum")
