@@ -69,10 +69,10 @@ class IndexedDataset:
             index = index._replace(dtype=np.dtype("<f8"))
         itemsize = index.dtype.itemsize
         end = last * index.unit + tokens * itemsize
-        if size < end:
+        if size != end:
             raise ValueError(
-                f"{data_path} has {size} bytes, but {index_path} speaks of {end}: it was cut short or belongs to "
-                "another index; preprocess the data again"
+                f"{data_path} has {size} bytes, but {index_path} speaks of {end}: it is damaged, cut short or belongs "
+                "to another index; copy both files again, or preprocess the data again"
             )
         _check_documents(index_path, index, size)
         self.dtype, self.lengths = index.dtype, index.lengths

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 CHUNK = 1 << 17
 """Documents per processing step."""
+CHECKSUMS = "checksums.json"
 
 
 class Order(NamedTuple):
@@ -63,7 +65,8 @@ def open_order(folder: Path, name: str, split: Split, lengths: NDArray[Any]) -> 
         lengths: [documents of the dataset] the number of tokens of each document.
 
     Raises:
-        ValueError: the documents have too few tokens for a sample, or the folder cannot be written.
+        ValueError: the documents have too few tokens for a sample, the folder cannot be written, or the stored order is
+            damaged.
     """
     path = folder / f"{name}_{split.key(lengths)}"
     if not path.exists():
@@ -74,9 +77,9 @@ def open_order(folder: Path, name: str, split: Split, lengths: NDArray[Any]) -> 
                     _build(folder, path, split, lengths)
         except (PermissionError, OSError) as error:
             if path.exists():
-                return _read(path)
+                return _read(path, split, lengths)
             raise ValueError(f"the index of samples cannot be written to {folder} ({error}); pass cache_dir") from error
-    return _read(path)
+    return _read(path, split, lengths)
 
 
 @contextmanager
@@ -91,9 +94,33 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _read(path: Path) -> Order:
-    arrays = (np.load(path / f"{field}.npy", mmap_mode="r").view(np.ndarray) for field in Order._fields)
+def _read(path: Path, split: Split, lengths: NDArray[Any]) -> Order:
+    """Map a stored order. Raise ``ValueError`` if its files are incomplete or damaged."""
+    samples = _samples(split, lengths)
+    shapes = {"documents": (split.stop - split.start,), "bounds": (samples + 1, 2), "shuffle": (samples,)}
+    arrays = []
+    try:
+        sums = path / CHECKSUMS
+        expected = json.loads(sums.read_bytes()) if sums.exists() else {}  # earlier releases wrote none
+        for field, shape in shapes.items():
+            file = path / f"{field}.npy"
+            if expected and _checksum(file) != expected[field]:
+                raise ValueError(f"{file.name} has another checksum")
+            arrays.append(np.load(file, mmap_mode="r").view(np.ndarray))
+            if arrays[-1].shape != shape:
+                raise ValueError(f"{file.name} has the shape {arrays[-1].shape} and not {shape}")
+    except Exception as error:  # numpy raises many kinds of errors for a damaged header
+        raise ValueError(f"{path} is damaged ({error}); delete this folder, and it is built again") from error
     return Order(*arrays)
+
+
+def _checksum(file: Path) -> int:
+    """Return the checksum of a file, in constant memory."""
+    found = 0
+    with file.open("rb") as opened:
+        while part := opened.read(1 << 20):
+            found = zlib.crc32(part, found)
+    return found
 
 
 def _build(folder: Path, path: Path, split: Split, lengths: NDArray[Any]) -> None:
@@ -117,13 +144,7 @@ def _umask(folder: Path) -> int:
 
 def build(folder: Path, split: Split, lengths: NDArray[Any]) -> None:
     """Write an order. Only the arrays of documents and of the shuffling are in memory."""
-    tokens = sum(int(part.sum(dtype=np.int64)) for part in _chunks(lengths, split.start, split.stop))
-    samples = (tokens - 1) // split.stride
-    if samples < 1:
-        raise ValueError(
-            f"documents {split.start} to {split.stop} have {tokens} tokens, less than one sample of "
-            f"{split.stride + 1}; use a smaller max_seq_length or a wider range"
-        )
+    samples = _samples(split, lengths)
     rng = np.random.RandomState(split.seed)
     small = len(lengths) <= np.iinfo(np.int32).max
     documents = np.arange(split.start, split.stop, dtype=np.int32 if small else np.int64)
@@ -134,6 +155,20 @@ def build(folder: Path, split: Split, lengths: NDArray[Any]) -> None:
     shuffle = np.arange(samples, dtype=np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64)
     rng.shuffle(shuffle)
     np.save(folder / "shuffle.npy", shuffle)
+    sums = {field: _checksum(folder / f"{field}.npy") for field in Order._fields}
+    (folder / CHECKSUMS).write_text(json.dumps(sums))
+
+
+def _samples(split: Split, lengths: NDArray[Any]) -> int:
+    """Return the number of samples of a split. Raise ``ValueError`` if there is none."""
+    tokens = sum(int(part.sum(dtype=np.int64)) for part in _chunks(lengths, split.start, split.stop))
+    samples = (tokens - 1) // split.stride
+    if samples < 1:
+        raise ValueError(
+            f"documents {split.start} to {split.stop} have {tokens} tokens, less than one sample of "
+            f"{split.stride + 1}; use a smaller max_seq_length or a wider range"
+        )
+    return samples
 
 
 def _write_bounds(path: Path, documents: NDArray[Any], lengths: NDArray[Any], stride: int, samples: int) -> None:

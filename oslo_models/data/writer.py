@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oslo_models.data.indexed_dataset import map_file, write_index
+from oslo_models.data.indexed_dataset import map_file, total, write_index
 
 
 @dataclass
@@ -33,6 +33,16 @@ class Progress:
     tokens: int = 0
     digest: str = ""
     complete: bool = False
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Read the state of an interrupted run. Raise ``ValueError`` if the file is damaged."""
+    try:
+        state: dict[str, Any] = json.loads(path.read_bytes())
+        Progress(**{name: value for name, value in state.items() if name != "settings"})
+        return {**state, "settings": dict(state["settings"])}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete {path.parent} to start over") from error
 
 
 class Output:
@@ -64,11 +74,13 @@ class Output:
             raise ValueError(f"another process is writing {self.name} (it holds {self.folder})") from None
         state = self.folder / "progress.json"
         if resume and state.exists():
-            self._resume(json.loads(state.read_text()))
+            self._resume(_read_state(state))
         else:
             state.unlink(missing_ok=True)  # before the files it describes
         self._tokens = self._open("tokens", self.progress.tokens * self.dtype.itemsize)
         self._lengths = self._open("lengths", self.progress.documents * 4)
+        if total(map_file(self.folder / "lengths", np.dtype(np.int32))) != self.progress.tokens:
+            raise ValueError(f"{self.folder / 'lengths'} is damaged; delete {self.folder} to start over")
 
     def _resume(self, state: dict[str, Any]) -> None:
         settings = state.pop("settings")

@@ -2,7 +2,8 @@
 
 Started as ``python -m oslo_models.deploy.fork_server FD MODULE...``, or a copy of the application (see `process_copy`).
 It has one thread, has not initialised CUDA and holds no process group. So a forked worker equals a new process that has
-imported the same modules. The server ends when the application closes the connection.
+imported the same modules. The server ends when the application closes the connection, or after `IDLE_SECONDS` without a
+worker. The application then starts another one.
 
 An order of the application is a length, with the file descriptors of the worker as ancillary data (see `DESCRIPTORS`),
 followed by an `Order` as JSON. On the news socket, the server sends the worker's process id with a process file
@@ -33,6 +34,8 @@ DESCRIPTORS = ("connection", "news", "stdout", "stderr")
 """The descriptors of an order: the worker's end of its connection, the news socket, and the worker's output."""
 WORKER = "oslo_models.deploy.worker"
 """The module that a forked worker runs. Imported by name, because a direct import would be circular."""
+IDLE_SECONDS = 45.0
+"""Time without workers after which the server ends, since it holds the memory of its imports."""
 USABLE, UNUSABLE = b"1", b"0"
 """The first byte from the server: whether a forked worker is equivalent to a new process."""
 
@@ -52,7 +55,7 @@ class Worker(NamedTuple):
 
 
 def serve(control: socket.socket) -> NoReturn:
-    """Fork a worker for each order until the application closes its end. Then exit after the last worker."""
+    """Fork a worker for each order until the application closes its end, or sends none. Exit after the last worker."""
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # keep descriptors of orders out of the standard streams
         pass
     os.close(free)
@@ -63,7 +66,9 @@ def serve(control: socket.socket) -> NoReturn:
     incoming.register(control, select.POLLIN)
     is_open = True
     while is_open or workers:
-        for descriptor, _ in incoming.poll():
+        events = incoming.poll(None if workers else IDLE_SECONDS * 1e3)
+        is_open = is_open and bool(events)
+        for descriptor, _ in events:
             if descriptor in workers:
                 incoming.unregister(descriptor)
                 _report_end(descriptor, workers.pop(descriptor))

@@ -75,6 +75,9 @@ class ForkServer:
 
     def __init__(self, environment: Environment, control: socket.socket, process: Server) -> None:
         self.environment, self._control, self._process = environment, control, process
+        self._is_closed = threading.Event()
+        reap = (process, self._is_closed)
+        threading.Thread(target=_reap, args=reap, daemon=True, name="oslo-deploy-reap").start()
 
     @locked_property
     def is_usable(self) -> bool:
@@ -116,11 +119,12 @@ class ForkServer:
     def close(self) -> None:
         """Let the server end after its last worker."""
         self._control.close()
-        threading.Thread(target=_reap, args=(self._process,), daemon=True, name="oslo-deploy-reap").start()
+        self._is_closed.set()
+        self._process.send_signal(signal.SIGCONT)
 
 
-def _reap(server: Server) -> None:
-    """Wait until a disconnected server has ended. Continue a stopped server, because it could not end otherwise."""
+def _reap(server: Server, is_closed: threading.Event) -> None:
+    """Wait until a server has ended. Continue a stopped server if it is disconnected, so that it can end."""
     try:
         handle = os.pidfd_open(server.pid)
     except ProcessLookupError:  # the application waits for all of its children
@@ -128,9 +132,9 @@ def _reap(server: Server) -> None:
     try:
         ended = select.poll()
         ended.register(handle, select.POLLIN)
-        server.send_signal(signal.SIGCONT)
         while not ended.poll(ANSWER_SECONDS * 1e3):
-            server.send_signal(signal.SIGCONT)
+            if is_closed.is_set():
+                server.send_signal(signal.SIGCONT)
     finally:
         os.close(handle)
     server.wait()

@@ -30,18 +30,23 @@ class ProcessCopy:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self._has_ended = False
 
     def send_signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        if not self._has_ended:  # another process may have its number by now
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        with suppress(ChildProcessError):  # the application waits for all of its children
+        try:
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return None
+        except ChildProcessError:  # the application waits for all of its children
+            return None
+        finally:
+            self._has_ended = True
 
 
 def copy_this_process(control: socket.socket, modules: Iterable[str]) -> ProcessCopy | None:

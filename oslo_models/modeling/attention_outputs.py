@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from oslo_models.distributed.autograd_collectives import gather_from
 from oslo_models.distributed.mesh import Axis
+from oslo_models.sharding.plan import Plan
 
 
 class AttentionOutputs:
@@ -22,12 +23,14 @@ class AttentionOutputs:
 
     Attributes:
         tp: the axis over which heads are sharded.
-        replicated: the names of outputs that have all heads on every rank.
+        plan: names the outputs that have all heads on every rank.
+        groups: the model's `attention_groups`.
         depth: the number of nested calls. The outermost call gathers the outputs.
     """
 
-    def __init__(self, model: nn.Module, tp: Axis, replicated: Collection[str]) -> None:
-        self.tp, self.replicated, self.depth = tp, replicated, 0
+    def __init__(self, model: Any, tp: Axis, plan: Plan) -> None:
+        self.tp, self.plan, self.depth = tp, plan, 0
+        self.groups = model.attention_groups(model.config)
         for path, module in model.named_modules():
             if isinstance(module, PreTrainedModel) and module is not model:
                 side = next((part for part in path.split(".") if part in ("encoder", "decoder")), None)
@@ -54,12 +57,16 @@ class AttentionOutputs:
         """
         if isinstance(value, ModelOutput):  # the output of one of several stacks
             return type(value)(**{inner: self.full(inner, each, given) for inner, each in value.items()})
-        if not name.endswith("attentions") or not value or {name, f"{side}_{name}"} & {*self.replicated}:
+        if (
+            not name.endswith("attentions")
+            or not value
+            or {name, f"{side}_{name}"} & {*self.plan.replicated_attentions}
+        ):
             return value
         passed = {id(leaf) for leaf in tree_leaves(given)}
         if any(id(leaf) in passed for leaf in tree_leaves(value) if leaf is not None):
             return value
-        return tree_map_only(Tensor, partial(_all_heads, self.tp), tuple(value))
+        return tree_map_only(Tensor, partial(_all_heads, self.tp, self.groups), tuple(value))
 
 
 def _enter(outputs: AttentionOutputs, *_: Any) -> None:
@@ -94,7 +101,8 @@ def _leave(
     return None
 
 
-def _all_heads(tp: Axis, weights_BHQK: Tensor) -> Tensor:
-    """Gather attention weights of all heads. Ranks may have different numbers of heads."""
-    count = torch.tensor([weights_BHQK.shape[1]], device=weights_BHQK.device)
-    return gather_from(tp, weights_BHQK, 1, gather_from(tp, count, 0, [1] * tp.size).tolist())
+def _all_heads(tp: Axis, groups: int, weights_BHQK: Tensor) -> Tensor:
+    """Gather attention weights of all heads. Ranks may have different numbers of heads in each of the groups."""
+    weights_BGHQK = weights_BHQK.unflatten(1, (groups, -1))
+    count = torch.tensor([weights_BGHQK.shape[2]], device=weights_BHQK.device)
+    return gather_from(tp, weights_BGHQK, 2, gather_from(tp, count, 0, [1] * tp.size).tolist()).flatten(1, 2)

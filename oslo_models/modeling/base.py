@@ -103,6 +103,15 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         """Return the entries of the task head that the class adds to the base model: `head_plan`."""
         return cls.head_plan
 
+    @classmethod
+    def attention_groups(cls, config: PreTrainedConfig) -> int:
+        """Return the number of query heads of each key-value head, if attention weights interleave them.
+
+        They then list the first query heads of all key-value heads, then the second ones, and so on. With 1, their
+        heads are in the order of the ranks.
+        """
+        return 1
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if any(issubclass(base, PreTrainedModel) and not issubclass(base, ParallelModel) for base in cls.__bases__):
@@ -152,7 +161,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             self.layouts = {name: self.layouts[full] for name, full in full_names.items() if full in self.layouts}
         self.sharded_layers = ShardedLayers(self) if mesh.tp.size > 1 else None
         if mesh.tp.size > 1 and plan.max_ranks() is not None:
-            self.attention_outputs = AttentionOutputs(self, mesh.tp, plan.replicated_attentions)
+            self.attention_outputs = AttentionOutputs(self, mesh.tp, plan)
 
     def _start_pipeline(self, are_random: bool) -> None:
         """Create the pipeline after the weights are loaded. This is a collective of all ranks.

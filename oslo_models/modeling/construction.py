@@ -25,7 +25,7 @@ from oslo_models.deploy import deploy
 from oslo_models.deploy.options import OF_DEPLOYMENT
 from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group, world_axis
-from oslo_models.distributed.object_exchange import agree, broadcast_object, require_equal
+from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects, require_equal
 from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.meta_device import allocate, meta_device, uninitialized_on_meta
@@ -99,6 +99,7 @@ def _from_config(
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     model.init_weights()
+    _move_random_state()
     return model, None
 
 
@@ -170,6 +171,8 @@ def _from_pretrained(
             **options,
         )
         model.to(mesh.device)
+    if any(gather_objects(mesh.world, bool(info["missing_keys"] or info["mismatched_keys"]))):
+        _move_random_state()
     if on_the_fly is not None and not as_read:
         quantize_linear_layers(model, on_the_fly, skipped)
     freeze_packed(model)
@@ -208,7 +211,14 @@ def join(
     if arguments.seed is not None:
         _set_seed(arguments.seed)
         return mesh, arguments.seed
-    return mesh, broadcast_object(mesh.world, int(torch.randint(2**62, ())))
+    generator = torch.Generator()  # a copy: loading a complete checkpoint draws nothing
+    generator.set_state(torch.get_rng_state())
+    return mesh, broadcast_object(mesh.world, int(torch.randint(2**62, (), generator=generator)))
+
+
+def _move_random_state() -> None:
+    """Advance the random state after random weights, so that the next model gets other ones."""
+    torch.randint(2**62, ())
 
 
 def _set_seed(seed: int) -> None:

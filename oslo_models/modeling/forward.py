@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from enum import Enum, auto
@@ -17,6 +18,7 @@ from transformers.utils import ModelOutput
 from oslo_models.cache_argument import NAMES
 from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
 from oslo_models.distributed.rng import synchronize
+from oslo_models.distributed.stopping import user_errors
 from oslo_models.fusion.decoding import with_own_code
 from oslo_models.fusion.lazy_logits import LazyLogits
 from oslo_models.layers.sharded_activation import gathered
@@ -217,8 +219,11 @@ def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, An
 def with_synchronized_rng(generate: Any) -> Any:
     """Wrap ``generate`` to synchronise random states, so that all ranks sample the same tokens.
 
-    If memory runs out, the caches that earlier calls left are released.
+    If user code raises on one rank, such as a streamer, the call raises on all ranks of the model. If memory runs out,
+    the caches that earlier calls left are released.
     """
+    parameters = list(inspect.signature(generate).parameters.values())[1:]
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(generate)
     def synchronized_generate(
@@ -236,17 +241,27 @@ def with_synchronized_rng(generate: Any) -> Any:
             return generate(model, *args, **kwargs)
         if model.mesh.has_experts_over_replicas and kwargs.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True  # finished replicas still compute the experts for other replicas' tokens
+        args, kwargs = args[len(names) :], {**dict(zip(names, args, strict=False)), **kwargs}
         if model.is_pipeline_parallelized():
-            given = dict(zip(("inputs", "generation_config"), args, strict=False))
-            _refuse_outputs_of_blocks(model, {**given, **kwargs})
+            _refuse_outputs_of_blocks(model, kwargs)
         model._at("generate", steps=1)
         synchronize(model.mesh.model, model.mesh.device)
         args, kwargs = _on_device(model.mesh.device, args, kwargs)
         model._compare(args, kwargs)
+        errors, streamer = user_errors(model.mesh.model, model.mesh.device, kwargs)
+        if streamer is not None:
+            kwargs["streamer"] = streamer
         with model.generating():
             if model.pipeline is not None and model.config.is_encoder_decoder and "encoder_outputs" not in kwargs:
                 kwargs["encoder_outputs"] = model.pipeline.encode(args, kwargs)
-            return generate(model, *args, **kwargs)
+            model._user_errors = errors
+            try:
+                output = generate(model, *args, **kwargs)
+            finally:
+                model._user_errors = None
+        if errors is not None:  # the streamer may have raised at its last token
+            errors.vote(torch.zeros(0, device=model.mesh.device))
+        return output
 
     return synchronized_generate
 

@@ -16,7 +16,7 @@ from oslo_models.contracts import holds
 from oslo_models.distributed.device_collectives import watched_steps
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
-from oslo_models.distributed.stopping import agreed
+from oslo_models.distributed.stopping import UserErrors, agreed
 from oslo_models.distributed.symmetric_memory import connect, disconnect
 from oslo_models.fusion.block_timing import decide_blocks
 from oslo_models.fusion.decoding import Decoders, graphs_run_in_this_thread, rounded_length, without_waiting
@@ -51,6 +51,7 @@ class FusableModel(PreTrainedModel):
     _fuses_ngrams_by_default: bool = False
     _decodes_in_graphs: bool = False
     _decoders: Decoders | None = None
+    _user_errors: UserErrors | None = None
 
     def fuse(
         self,
@@ -315,12 +316,12 @@ class FusableModel(PreTrainedModel):
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
         """Override transformers' method: the ranks agree on criteria that may differ between them."""
         criteria = super()._get_stopping_criteria(*args, **kwargs)
-        return criteria if self.mesh is None else agreed(criteria, self.mesh.model)
+        return criteria if self.mesh is None else agreed(criteria, self.mesh.model, self._user_errors)
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)
         if self._fuses_ngrams and all(holds(each, "n-grams are blocked by transformers") for each in _NGRAMS):
             in_place = not (generation_config.output_logits and generation_config.return_dict_in_generate)
             encoder_ids = kwargs.get("encoder_input_ids", args[1] if len(args) > 1 else None)
-            return fuse_processors(processors, encoder_ids, in_place)
-        return processors
+            processors = fuse_processors(processors, encoder_ids, in_place)
+        return processors if self._user_errors is None else self._user_errors.processors(processors)

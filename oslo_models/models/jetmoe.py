@@ -113,6 +113,10 @@ class JetMoeParallel(LlamaParallel):
     }
 
     @classmethod
+    def attention_groups(cls, config: Any) -> int:
+        return int(config.num_experts_per_tok)
+
+    @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
         own = EvenSplit(config.num_key_value_heads, config.kv_channels)  # each has one query head per chosen expert
         experts = "self_attention.experts"

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 _MOST_PENDING = 16
-"""Limit of pending tokens without text from a slow tokenizer. The limit keeps decoding linear."""
+"""Limit of pending tokens without text. The limit keeps decoding linear."""
 _CONTEXT = 8
 """Number of prompt tokens to decode together with an answer. A character has at most four tokens."""
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
-class TokenDecoder(Protocol):
-    """Decodes tokens one by one."""
-
-    def step(self, token: int) -> str:
-        """Return the text that a token completes; empty while a character is incomplete."""
 
 
 def prompt_context(tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
@@ -45,44 +39,38 @@ def decode_after(tokenizer: Any, context: Sequence[int], tokens: Sequence[int], 
     return whole[sum(takewhile(bool, same)) :]
 
 
-def token_decoder(tokenizer: Any, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> TokenDecoder:
-    """Return a decoder for any transformers tokenizer. It returns the text after the context."""
-    if hasattr(tokenizer, "_tokenizer"):
-        return _FastDecoder(tokenizer._tokenizer, skip_special_tokens, context)
-    return _SlowDecoder(tokenizer, skip_special_tokens, context)
+class TokenDecoder:
+    """Decodes tokens one by one, with any transformers tokenizer.
 
+    Decodes a window of the last tokens with and without the new tokens, and returns the difference. Unlike the
+    ``DecodeStream`` of tokenizers, it accepts tokens that change the text before them, such as a part of a character
+    after other byte tokens.
 
-class _FastDecoder:
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool, context: Sequence[int]) -> None:
-        from tokenizers.decoders import DecodeStream
+    Args:
+        context: tokens before the first. The text begins after them.
+    """
 
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(list(context), skip_special_tokens=skip_special_tokens)
-
-    def step(self, token: int) -> str:
-        return self._stream.step(self._tokenizer, token) or ""
-
-
-class _SlowDecoder:
-    """Decodes a window of the last tokens with and without the new tokens, and returns the difference."""
-
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool, context: Sequence[int]) -> None:
-        self._tokenizer, self._skips = tokenizer, skip_special_tokens
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
+        # transformers' wrapper takes longer than the tokenizer itself, and adds nothing without this option
+        direct = hasattr(tokenizer, "_tokenizer") and not tokenizer.clean_up_tokenization_spaces
+        decode = tokenizer._tokenizer.decode if direct else tokenizer.decode
+        self._decode: Callable[[list[int]], str] = partial(decode, skip_special_tokens=skip_special_tokens)
         self._ids = list(context)
         self._passed = len(context)  # number of tokens in the window that have been returned as text
+        self._before = self._decode(self._ids)
 
     def step(self, token: int) -> str:
+        """Return the text that a token completes; empty while a character is incomplete."""
         self._ids.append(token)
-        before, now = self._decode(self._ids[: self._passed]), self._decode(self._ids)
+        now = self._decode(self._ids)
         pending = len(self._ids) - self._passed
-        if pending < _MOST_PENDING and (len(now) <= len(before) or now.endswith(_INCOMPLETE)):
+        if pending < _MOST_PENDING and (len(now) <= len(self._before) or now.endswith(_INCOMPLETE)):
             return ""
+        text = now[len(self._before) :]
         del self._ids[: self._passed]
         self._passed = len(self._ids)
-        return now[len(before) :]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
+        self._before = self._decode(self._ids)
+        return text
 
 
 class StopAutomaton:

@@ -13,7 +13,7 @@ from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.decoding import Decoding, Scored
 from oslo_models.server.answers import Answer, TokenScore
 from oslo_models.server.response_items import ReasoningText, ResponseItems, ToolCall
-from oslo_models.server.text import StopAutomaton, StopStrings, decode_after, token_decoder
+from oslo_models.server.text import StopAutomaton, StopStrings, TokenDecoder, decode_after
 from oslo_models.server.token_texts import TokenTexts
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class TokenReader:
         items = source.items(job) if job.chat and not job.forced_tool else None
         self._parser = items if items is not None and items.parses else None
         skips = job.skip_special_tokens and self._parser is None
-        self._decoder = token_decoder(source.tokenizer, skips, job.context)
+        self._decoder = TokenDecoder(source.tokenizer, skips, job.context)
         self._stops, self._seen = StopStrings(job.stops or _NO_STOPS), ""
         self._tokens, self._tools, self._offset = 0, 0, 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")

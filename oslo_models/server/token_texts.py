@@ -27,7 +27,10 @@ class TokenText(NamedTuple):
 
 
 class TokenTexts:
-    """Looks up tokens of one tokenizer. Unlike ``decode``, it keeps leading spaces and parts of characters."""
+    """Looks up tokens of one tokenizer. Unlike ``decode``, it keeps leading spaces and parts of characters.
+
+    A token that only the model has, in a padded vocabulary, has an empty text.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +48,8 @@ class TokenTexts:
         found = self._found.get(token)
         if found is None:
             data = self._added.get(token)
-            data = self._bytes_of(token) if data is None else data
+            if data is None:  # models may have more rows of logits than the tokenizer has tokens
+                data = b"" if self._tokenizer.convert_ids_to_tokens(token) is None else self._bytes_of(token)
             try:
                 text = data.decode()
             except UnicodeDecodeError:

@@ -8,7 +8,7 @@ checked because an unrelated list may have the same length by chance.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -34,6 +34,24 @@ def _computed_lists(kind: type) -> tuple[str, ...]:
     """Return the names of properties that may compute layer lists."""
     found = {name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, property)}
     return tuple(sorted(name for name in found if is_layer_list(name) and name != "per_layer_config"))
+
+
+def shorten(config: Any, depths: Collection[str], least: int) -> None:
+    """Reduce a configuration to its first blocks, with at least one block of each kind.
+
+    Args:
+        depths: the attributes that may state a number of blocks.
+        least: the smallest number of blocks.
+    """
+    counts = {name: count for name in depths if isinstance(count := getattr(config, name, None), int)}
+    lists = {name: values for count in set(counts.values()) for name, values in layer_lists(config, count).items()}
+    kinds = [list(values) for values in lists.values() if all(isinstance(each, str) for each in values)]
+    blocks = max(least, 1 + max((values.index(kind) for values in kinds for kind in set(values)), default=0))
+    for name in lists.keys() & vars(config).keys():
+        setattr(config, name, list(lists[name][:blocks]))
+    for name, count in counts.items():
+        if count > blocks:
+            setattr(config, name, blocks)
 
 
 @contextmanager

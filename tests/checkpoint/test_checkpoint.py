@@ -21,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, LlamaModel
 
+from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError, open_checkpoint, save_checkpoint, verify_checkpoint
 from oslo_models.checkpoint import weights_file as weights
 from oslo_models.checkpoint.manifest import sync_and_record, write_manifest
@@ -31,6 +32,7 @@ from oslo_models.cli.main import inspect_checkpoint
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.sharding.layout import Layout
 
+from support import zoo
 from support.checkpoints import (
     ALONE,
     MANIFEST,
@@ -408,3 +410,20 @@ def test_later_format_versions_are_rejected(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "format_version": 4}))
     with pytest.raises(CheckpointError, match=r"format version 4 .* reads versions 1 to 3"):
         open_checkpoint(tmp_path)
+
+
+def check_random_state(path: Path, name: str, draws: bool) -> None:
+    cls: Any = registry.find(name)
+    for tp, pp in ((2, 1), (1, 2)):
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        cls.from_pretrained_with_parallel(path, tp, pp)
+        assert torch.equal(torch.get_rng_state(), before) != draws, (tp, pp)
+
+
+def test_loading_a_complete_checkpoint_draws_no_random_numbers(pool: Pool, tmp_path: Path) -> None:
+    """A script that seeds and loads then draws the same adapters as with transformers. Missing weights are drawn."""
+    LlamaForCausalLM(zoo.config("llama")).save_pretrained(tmp_path / "complete")
+    LlamaModel(zoo.config("llama")).save_pretrained(tmp_path / "headless")
+    for folder, draws in (("complete", False), ("headless", True)):
+        pool.run(2, check_random_state, tmp_path / folder, "LlamaForCausalLM", draws)

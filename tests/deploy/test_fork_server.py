@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from oslo_models.deploy import fork_server, forking, process_executor
+from oslo_models.deploy import fork_server, forking, process_copy, process_executor
 
 from support import ROOT, faults
 from support.faults import gone
@@ -127,6 +127,23 @@ def test_workers_survive_the_server_that_forked_them(stand: faults.Stand) -> Non
     stand.model.restart()
     assert parent(stand.pids[0]) not in (server, os.getpid(), 1)
     stand.answers()
+
+
+def test_server_without_workers_ends_and_is_no_zombie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the memory of its imports, so it does not outlive the last model by more than a minute."""
+    assert fork_server.IDLE_SECONDS < 60
+    monkeypatch.setattr(fork_server, "IDLE_SECONDS", 0.2)
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        fork_server.serve(theirs)
+    theirs.close()
+    server = forking.ForkServer({}, ours, process_copy.ProcessCopy(pid))
+    assert server.is_usable in (True, False)  # the test process has threads
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    with pytest.raises(ConnectionError), socket.socket() as connection:
+        server.fork(connection, {})  # the caller starts another server
+    server.close()
 
 
 def test_server_of_another_environment_is_replaced_and_ends_with_its_workers(

@@ -102,10 +102,13 @@ def test_gathered_logits_are_differentiable(pool: Pool, variant: str, seed: int)
 
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize(
-    "variant", [*zoo.FOUNDING, "gpt2-cross", "bert-decoder", "prophetnet", "bigbird_pegasus-sparse"]
+    "variant", [*zoo.FOUNDING, "gpt2-cross", "bert-decoder", "prophetnet", "bigbird_pegasus-sparse", "jetmoe"]
 )
 def test_output_attentions_and_hidden_states_are_full(pool: Pool, variant: str, seed: int) -> None:
-    """On four ranks, with six heads split unevenly; gradients pass through these outputs too."""
+    """On four ranks, with six heads split unevenly; gradients pass through these outputs too.
+
+    JetMoE has three key-value heads, which two ranks share, and lists its query heads in groups.
+    """
     names = zoo.heads(variant) if variant in zoo.FOUNDING else [zoo.base(variant), zoo.lm_head(variant)]
     steps = []
     for name in names:
@@ -119,7 +122,8 @@ def test_output_attentions_and_hidden_states_are_full(pool: Pool, variant: str, 
         kinds = {path.split(".")[0] for path in steps[-1].outputs}
         assert any(kind.endswith("attentions") for kind in kinds), kinds
         assert any(kind.endswith("hidden_states") for kind in kinds), kinds
-    pool.run(4, check_differentiable, steps, 4, "eager")
+    count = 2 if variant == "jetmoe" else 4
+    pool.run(count, check_differentiable, steps, count, "eager")
 
 
 Case = tuple[str, PreTrainedConfig, dict[str, Tensor], dict[str, Any], list[Tensor]]

@@ -259,9 +259,11 @@ def test_auxiliary_loss_on_stages_is_the_mean_of_those_of_micro_batches(
 
 
 @pytest.mark.stacks
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("model_type", ["dbrx", "jetmoe"])
 def test_auxiliary_loss_of_experts_that_are_not_stacked_matches_on_stages(
-    pool: Pool, seed: int, model_type: str
+    pool: Pool, seed: int, model_type: str, tp: int
 ) -> None:
     """JetMoE has two routers per block; these types name both coefficients differently."""
     recorded = zoo.original(zoo.main_head(model_type))._can_record_outputs or {}
@@ -271,7 +273,7 @@ def test_auxiliary_loss_of_experts_that_are_not_stacked_matches_on_stages(
     if model_type == "dbrx":
         changes = {"n_layers": 2, "ffn_config": {**zoo.MORE["dbrx"]["ffn_config"], "moe_loss_weight": 0.5}}
     given = case_with_auxiliary_loss(model_type, seed, 2, **changes)
-    pool.run(2, step_on_stages, given, 1, 2, {"micro_batch_size": 2})
+    pool.run(2 * tp, step_on_stages, given, tp, 2, {"micro_batch_size": 2})
 
 
 @pytest.mark.zoo

@@ -7,6 +7,8 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.generation.streamers import BaseStreamer
 
 from oslo_models import registry
 from oslo_models.cache_argument import generation_name
@@ -325,6 +328,27 @@ class Clock(transformers.StoppingCriteria):
         return torch.full((len(input_ids),), stops)
 
 
+class BrokenStreamer(BaseStreamer):
+    """Raises at a call."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def put(self, value: torch.Tensor) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise KeyError("the streamer breaks")
+
+
+def break_at(calls: Iterator[int], at: int, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    if next(calls) == at:
+        raise KeyError("the processor breaks")
+    return scores
+
+
 def check_stops(tp: int, pp: int) -> None:
     cls: Any = registry.find("LlamaForCausalLM")
     model = cls.from_config_with_parallel(zoo.config("llama"), tp, pp, seed=0, timeout=20).eval()
@@ -339,6 +363,15 @@ def check_stops(tp: int, pp: int) -> None:
         error = KeyError if model.mesh.model.rank == rank else RuntimeError
         with pytest.raises(error, match=r"clock|has raised on another rank"):
             model.generate(ids, max_new_tokens=9, stopping_criteria=[Clock(rank, 9, True)])
+        for at in (0, 1, 3, 4):  # the prompt, a token, the last token, the end
+            streamer = BrokenStreamer(at) if model.mesh.model.rank == rank else None
+            with pytest.raises(error, match=r"streamer (breaks|has raised|.*another rank)|another rank, \d"):
+                model.generate(ids[:1], max_new_tokens=3, do_sample=False, streamer=streamer)
+        calls = iter(range(99))
+        breaks = partial(break_at, calls, 2 if model.mesh.model.rank == rank else 99)
+        with pytest.raises(error, match=r"processor breaks|another rank, \d"):
+            model.generate(ids, max_new_tokens=9, num_beams=2, logits_processor=[breaks])
+        assert model.generate(ids, None, [breaks], max_new_tokens=2).shape == (2, 8)
     lengths = {model.generate(ids, max_new_tokens=20, max_time=0.01 * i).shape[1] for i in range(6)}
     assert pipelines.gather_from_all_ranks(lengths) == [lengths, lengths]
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.modeling.derived.derivation import Call, kind_of, templates
-from oslo_models.sharding.layer_lists import layer_lists
+from oslo_models.sharding.layer_lists import shorten
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 _WIDTHS = ("hidden", "intermediate", "embd", "d_model", "ffn", "inner", "d_ff", "d_kv", "head_dim")
@@ -100,19 +100,7 @@ def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 def _cut(config: Any) -> None:
     """Reduce the number of blocks, keeping all block types, and the vocabulary size."""
-    lists = {
-        name: value
-        for depth in {getattr(config, name, None) for name in _DEPTHS}
-        for name, value in (layer_lists(config, depth) if isinstance(depth, int) else {}).items()
-    }
-    kinds = [value for value in lists.values() if all(isinstance(each, str) for each in value)]
-    firsts = [list(value).index(kind) for value in kinds for kind in set(value)]
-    blocks = max(_BLOCKS, 1 + max(firsts, default=0))
-    for name in lists.keys() & vars(config).keys():
-        setattr(config, name, lists[name][:blocks])
-    for name in _DEPTHS:
-        if isinstance(getattr(config, name, None), int) and getattr(config, name) > blocks:
-            setattr(config, name, blocks)
+    shorten(config, _DEPTHS, _BLOCKS)
     special = [
         value for key, value in vars(config).items() if key.endswith("_token_id") and isinstance(value, (int, list))
     ]
