@@ -67,7 +67,7 @@ def parse(task: str, argv: Sequence[str]) -> Recipe:
             config[key] = str(value).lower()
             continue
         check_value(key, value, hints[key], actions[key].choices)
-    defaults = {key: action.default for key, action in actions.items()}
+    defaults = vars(parser.parse_args([]))
     parser.set_defaults_with_config(**config)
     namespace, unknown = parser.parse_known_args(list(flags))
     if unknown:

@@ -53,7 +53,7 @@ def check_record(recipe: Recipe, sizes: Sizes, folder: Path) -> None:
         key = changed[0]
         raise ValueError(
             f"output_dir={folder}: {checkpoint} belongs to a recipe with {key}={before.get(key)}, and this one has "
-            f"{key}={now.get(key)}; give another output_dir, or resume_from_checkpoint: true to continue it, or false to "
+            f"{key}={now.get(key)}; give another output_dir, or resume_from_checkpoint: true to continue, false to "
             "start over"
         )
 
