@@ -33,6 +33,9 @@ def check_values(recipe: Recipe) -> None:
     for name in NOT_NEGATIVE:
         if isinstance(value := keys.get(name), (int, float)) and value < 0:
             raise ValueError(f"{name}={value}: give a number of at least 0")
+    for name in ("use_peft", "load_in_4bit", "load_in_8bit"):
+        if keys[name] and recipe.task == "pretrain":
+            raise ValueError(f"{name}=true: pretrain trains all weights; leave it out, or use oslo-models sft")
     for name in ("load_in_4bit", "load_in_8bit"):
         if keys[name] and not keys["use_peft"]:
             raise ValueError(f"{name}=true: quantised weights are frozen; add use_peft: true to train an adapter")

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -38,19 +39,22 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(f"ended by {self.signal.name}")
 
 
-def launch(module: str, arguments: Sequence[str], sizes: Sizes, endpoint: str | None, logs: Path) -> None:
+def launch(module: str, arguments: Sequence[str], sizes: Sizes, endpoint: str | None, folder: Path) -> None:
     """Run ``python -m module`` on each device of this machine, and wait for all.
 
-    The output of rank 0 appears here. Each other rank writes to a file in ``logs``.
+    The output of rank 0 appears here. Each other rank writes to files in a new folder in ``folder``, which stays if a
+    rank fails.
 
     Raises:
         RanksFailed: a rank failed; all others of this machine have ended.
         Interrupted: a signal arrived; all ranks of this machine have ended.
     """
     command, *rest = python_module(module, *arguments)
+    folder.mkdir(parents=True, exist_ok=True)
+    logs = mkdtemp(prefix="rank-logs-", dir=folder)
     alone = sizes.nnodes == 1
     quiet = {rank: Std.ALL for rank in range(sizes.devices) if rank or not alone}
-    logs_specs = DefaultLogsSpecs(str(logs), redirects=quiet, tee={} if alone else {0: Std.ALL})
+    logs_specs = DefaultLogsSpecs(logs, redirects=quiet, tee={} if alone else {0: Std.ALL})
     config = LaunchConfig(
         min_nodes=sizes.nnodes,
         max_nodes=sizes.nnodes,
@@ -68,6 +72,7 @@ def launch(module: str, arguments: Sequence[str], sizes: Sizes, endpoint: str | 
     except ChildFailedError as error:
         raise RanksFailed(_describe(*_root_cause(error.failures))) from error
     except SignalException as error:
+        shutil.rmtree(logs, ignore_errors=True)
         raise Interrupted(error.sigval) from error
     shutil.rmtree(logs, ignore_errors=True)
 

@@ -38,7 +38,7 @@ def run(task: str, argv: Sequence[str]) -> None:
     from oslo_models.recipes.launching import launch
 
     size = ["--tensor_parallel_size", str(sizes.tensor), "--devices", str(sizes.devices)]
-    launch(WORKER, [task, *argv, *size], sizes, recipe.parallel.rdzv_endpoint, output_folder(recipe) / "logs")
+    launch(WORKER, [task, *argv, *size], sizes, recipe.parallel.rdzv_endpoint, output_folder(recipe))
 
 
 def check(task: str, argv: Sequence[str]) -> tuple[Recipe, Sizes]:

@@ -39,11 +39,13 @@ def choose_sizes(given: ParallelArguments, cls: Any, config: Any, gpus: int) -> 
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "devices", "nnodes"):
         if (value := getattr(given, name)) is not None and value < 1:
             raise ValueError(f"{name}={value}: it counts processes; give an integer of at least 1")
-    if gpus and (given.devices or 0) > gpus:
-        raise ValueError(f"devices={given.devices}: this machine has {gpus} GPUs; give at most {gpus}")
     nnodes, pipeline = given.nnodes, given.pipeline_parallel_size
-    least = (given.tensor_parallel_size or 1) * pipeline
-    devices = given.devices or (gpus and max(gpus // least * least, min(gpus, least))) or -(-least // nnodes)
+    devices = given.devices or _default_devices((given.tensor_parallel_size or 1) * pipeline, nnodes, gpus)
+    if gpus and devices > gpus:
+        raise ValueError(
+            f"devices={devices}: this machine has {gpus} GPUs; give at most {gpus}, and a tensor_parallel_size of at "
+            f"most {gpus * nnodes}"
+        )
     tensor = given.tensor_parallel_size or _choose_tensor_parallel_size(cls, config, devices * nnodes // pipeline or 1)
     if devices * nnodes % (tensor * pipeline):
         raise ValueError(
@@ -54,6 +56,13 @@ def choose_sizes(given: ParallelArguments, cls: Any, config: Any, gpus: int) -> 
     sizes = Sizes(tensor, pipeline, given.expert_parallel_size, devices, nnodes)
     check_sizes(sizes, cls, config)
     return sizes
+
+
+def _default_devices(least: int, nnodes: int, gpus: int) -> int:
+    """Return all GPUs of this machine that whole replicas of ``least`` ranks can use; on CPUs, one replica."""
+    if gpus and nnodes > 1:
+        return gpus
+    return max(gpus // least, 1) * least if gpus else -(-least // nnodes)
 
 
 def _choose_tensor_parallel_size(cls: Any, config: Any, processes: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoProcessor, set_seed
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 
 from oslo_models.distributed.mesh import start_process_group, world_axis
@@ -34,8 +34,7 @@ def train(recipe: Recipe, sizes: Sizes, cls: Any) -> None:
     set_seed(args.seed)
     model = _load_model(recipe, sizes, cls)
     trainer = _make_trainer(recipe, model)
-    for shown in (ProgressCallback, PrinterCallback):
-        trainer.remove_callback(shown)
+    trainer.remove_callback(ProgressCallback)  # ours follows
     tokens = recipe.script.max_length * trainer.get_total_train_batch_size(args) if recipe.task == "pretrain" else None
     trainer.add_callback(Progress(tokens, folder))
     checkpoint = _checkpoint(args, folder, world)

@@ -22,7 +22,7 @@ from support.pool import Pool
 from support.reference import TOLERANCE
 from support.waiting import wait_until
 
-LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "down_proj"]}
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
     "dpo": ("dpo", {"beta": 0.5}),
@@ -108,7 +108,7 @@ def test_killed_interrupted_and_continued(pool: Pool, tmp_path: Path, seed: int,
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "oslo-models serve" in out and "A.from_pretrained" in out and f"{steps}/{steps}" in err
-    assert not (tmp_path / "out/logs").exists() or not any((tmp_path / "out/logs").iterdir())
+    assert len(list((tmp_path / "out").glob("rank-logs-*"))) == 1, "only the failed run keeps the output of its ranks"
     again = recipes.write_recipe(tmp_path, "sft", seed, **{**keys, "output_dir": str(tmp_path / "whole")})
     pool.run(2, run_plainly, [str(again)], env=True)
     assert_equal(recipes.saved(tmp_path / "out"), recipes.saved(tmp_path / "whole"), 0.0)
@@ -122,7 +122,7 @@ def test_pretraining_equals_transformers(
     monkeypatch.chdir(tmp_path)
     recipes.write_model(tmp_path, seed)
     data = recipes.write_datasets(tmp_path, seed)
-    keys = {"data": data, "data_weights": [0.7, 0.3], "max_length": 8, "max_grad_norm": 0.5, "seed": seed % 1000}
+    keys = {"data": data, "data_weights": [0.7, 0.3], "max_length": 8, "max_grad_norm": 0.5}
     recipe = recipes.write_recipe(tmp_path, "pretrain", seed, **keys, **sizes, micro_batch_size=2)
     recipes.train_by_transformers(tmp_path, keys)
     pool.run(2, recipes.run_on_rank, "pretrain", [str(recipe)], env=True)
