@@ -27,9 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 2 for an error of the user, 1 for an internal error (one line on stderr gives the reason).
     """
     parser = make_parser()
-    args, args.rest = parser.parse_known_args(argv)
-    if args.rest and args.command not in recipes.SUMMARIES:
-        parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.command not in recipes.SUMMARIES:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
     if args.command is None:
         parser.print_help()
         return 0

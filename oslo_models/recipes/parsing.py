@@ -152,7 +152,7 @@ def _make_parser(dataclass_types: Sequence[Any]) -> Any:
     """Return TRL's parser. It raises ``ValueError`` where the original prints its usage and exits."""
     from trl import TrlParser
 
-    class Parser(TrlParser):  # type: ignore[misc]
+    class Parser(TrlParser):
         def error(self, message: str) -> NoReturn:
             match = re.fullmatch(r"argument --(\w+)\S*: (?:invalid \w+ value: (.*)|(.*))", message, re.DOTALL)
             if match is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,9 +95,10 @@ def joined_world() -> int | None:
     """
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return int(os.environ["WORLD_SIZE"])
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if tasks is not None and int(tasks[0]) > 1:
         raise ValueError(
-            "SLURM started several processes without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: export them, or "
+            f"SLURM started {tasks[0]} processes on this machine without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: export them, or "
             "start one process a machine, with nnodes and rdzv_endpoint"
         )
     return None

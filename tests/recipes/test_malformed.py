@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("trl", reason="recipes are TRL's")
 
@@ -123,6 +122,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(path: Path, changes: dict[str, Any]) -> None:
+    import yaml
+
     good = {"model_name_or_path": "model", "dataset_name": "rows.jsonl", "output_dir": "out", "bf16": False}
     keys = {**good, **changes}
     missing = [key for key in ("model_name_or_path", "dataset_name") if keys[key] is None]

@@ -36,7 +36,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "case", [each if each in ("sft", "dpo") else pytest.param(each, marks=pytest.mark.zoo) for each in RECIPES]
 )
 def test_recipe_trains_as_by_trl(case: str, pool: Pool, tmp_path: Path, seed: int, monkeypatch: Any) -> None:
-    """Losses, all other logged numbers and the saved weights equal those of TRL's command on one process."""
+    """Losses, all other logged numbers and the saved weights equal the results of TRL's command on one process."""
     from datasets import load_dataset
 
     task, keys = RECIPES[case]
