@@ -98,7 +98,7 @@ def joined_world() -> int | None:
     tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if tasks is not None and int(tasks[0]) > 1:
         raise ValueError(
-            f"SLURM started {tasks[0]} processes on this machine without RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: export them, or "
-            "start one process a machine, with nnodes and rdzv_endpoint"
+            f"SLURM started {tasks[0]} processes on this machine without RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT: export them, or start one process a machine, with nnodes and rdzv_endpoint"
         )
     return None
