@@ -97,7 +97,7 @@ def _root_cause(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailur
 def _describe(rank: int, failure: ProcessFailure) -> str:
     """Return one sentence about a failure, and where to read more."""
     more: Any = failure.message
-    text = more["message"] if isinstance(more, dict) else str(more)
+    text = " ".join(str(more["message"] if isinstance(more, dict) else more).split())
     where = f"rank {rank} on {socket.gethostname()} (pid {failure.pid})"
     if failure.exitcode < 0:
         hint = "; the system may have run out of memory" if -failure.exitcode == signal.SIGKILL else ""

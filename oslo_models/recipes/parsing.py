@@ -67,6 +67,8 @@ def parse(task: str, argv: Sequence[str]) -> Recipe:
             config[key] = str(value).lower()
             continue
         check_value(key, value, hints[key], actions[key].choices)
+        if isinstance(value, str) and actions[key].nargs == "+" and not key.startswith("lora_"):
+            config[key] = [value]  # peft reads a word or a pattern itself
     defaults = vars(parser.parse_args([]))
     parser.set_defaults_with_config(**config)
     namespace, unknown = parser.parse_known_args(list(flags))

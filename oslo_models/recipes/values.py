@@ -61,6 +61,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return value in get_args(hint)
     if origin is list:
         inner = get_args(hint)
+        if isinstance(value, str) and inner == (str,):  # such as lora_target_modules: all-linear
+            return True
         return isinstance(value, list) and all(not inner or _fits_element(each, inner[0]) for each in value)
     if origin is dict or origin is Mapping:
         return isinstance(value, Mapping) or _is_json_object(value)
