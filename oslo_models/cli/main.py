@@ -13,7 +13,7 @@ from textwrap import dedent
 from typing import Any
 
 from oslo_models._version import __version__
-from oslo_models.cli import demo, preprocess, serve
+from oslo_models.cli import demo, preprocess, recipes, serve
 
 # torch takes seconds to import: only the functions that need it do so, and --help stays instant.
 
@@ -27,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 2 for an error of the user, 1 for an internal error (one line on stderr gives the reason).
     """
     parser = make_parser()
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.command not in recipes.SUMMARIES:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
     if args.command is None:
         parser.print_help()
         return 0
@@ -65,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
               oslo-models reshard checkpoint/ tp4/ --tensor-parallel-size 4
               oslo-models recover checkpoint/        finish a save that was interrupted
               oslo-models preprocess wiki.txt --tokenizer gpt2 --output data/wiki   texts -> a dataset of tokens
+              oslo-models sft recipe.yaml            fine-tune with a recipe of TRL, over the devices of this machine
               oslo-models serve gpt2 --tensor-parallel-size 2   over HTTP, with OpenAI's endpoints
 
             `oslo-models COMMAND --help` shows the options of a command. In Python:
@@ -77,9 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
-    def add(name: str, run: object, summary: str, text: str) -> argparse.ArgumentParser:
+    def add(name: str, run: object, summary: str, text: str, **options: Any) -> argparse.ArgumentParser:
         raw = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=summary, description=dedent(text), formatter_class=raw)
+        command = commands.add_parser(name, help=summary, description=dedent(text), formatter_class=raw, **options)
         command.set_defaults(run=run)
         return command
 
@@ -163,6 +167,10 @@ def make_parser() -> argparse.ArgumentParser:
     texts = add("preprocess", preprocess.run, "turn texts into a dataset of tokens", preprocess.DESCRIPTION)
     texts.epilog = preprocess.EPILOG
     preprocess.add_arguments(texts)
+
+    for task, summary in recipes.SUMMARIES.items():
+        usage = f"oslo-models {task} RECIPE.yaml [--key value ...]"
+        add(task, recipes.run, summary, recipes.DESCRIPTIONS[task], usage=usage, allow_abbrev=False)
 
     served = add("serve", _serve, "answer over HTTP, as OpenAI's API does", serve.DESCRIPTION)
     _add_sizes(served)

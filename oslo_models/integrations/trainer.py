@@ -238,7 +238,7 @@ class ParallelTrainerMixin(_Base):
         """Train as transformers does. ``resume_from_checkpoint=True`` takes the last complete checkpoint."""
         if self._parallel is not None and resume_from_checkpoint is True:
             world = self._mesh.world
-            last = _last_complete(Path(self.args.output_dir)) if world.rank == 0 else None
+            last = last_complete_checkpoint(Path(self.args.output_dir)) if world.rank == 0 else None
             resume_from_checkpoint = broadcast_object(world, last)
             if resume_from_checkpoint is None:
                 raise ValueError(f"{self.args.output_dir} has no complete checkpoint to resume from")
@@ -305,7 +305,7 @@ def _is_complete(checkpoint: Path) -> bool:
     return True
 
 
-def _last_complete(directory: Path) -> str | None:
+def last_complete_checkpoint(directory: Path) -> str | None:
     """Return the complete checkpoint with the highest step."""
     steps = {}
     for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):

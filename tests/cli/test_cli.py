@@ -36,7 +36,10 @@ def split(pool: Pool, tmp_path: Path) -> Path:
     return tmp_path / "split"
 
 
-@pytest.mark.parametrize("command", ["", "demo", "list", "inspect", "merge", "reshard", "preprocess", "serve"])
+COMMANDS = ["", "demo", "list", "inspect", "merge", "reshard", "preprocess", "serve", "sft", "pretrain"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_imports_no_torch(command: str) -> None:
     code = "import sys; from oslo_models.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     arguments = [command, "--help"] if command else []

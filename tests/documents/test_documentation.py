@@ -96,7 +96,7 @@ def test_named_modules_exist(page: str) -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    listed = set(re.findall(r"([\w/]+\.md)$", navigation, flags=re.M))
+    listed = set(re.findall(r"([\w/-]+\.md)$", navigation, flags=re.M))
     assert listed == {str(path.relative_to(ROOT / "docs")) for path in PAGES if path.parent != ROOT}
 
 

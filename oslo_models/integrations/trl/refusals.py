@@ -38,13 +38,13 @@ def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
                 f"{mesh.pp.size} only the last stage has them: load the model with pipeline_parallel_size=1 and a "
                 f"larger tensor_parallel_size{instead}"
             )
-        for what, (given, advice) in _refused(args).items():
+        for what, (given, advice) in refused_options(args).items():
             if given:
                 raise ValueError(f"{what} of TRL's {trainer} does not work with a sharded model: {advice}")
     require_equal(mesh.world, {name: getattr(args, name, None) for name in _COMPARED}, f"arguments of {trainer}")
 
 
-def _refused(args: Any) -> dict[str, tuple[Any, str]]:
+def refused_options(args: Any) -> dict[str, tuple[Any, str]]:
     """Return unsupported arguments by name, each with a flag (given or not) and advice for the error message."""
 
     def given(name: str) -> Any:

@@ -1,0 +1,184 @@
+"""Answers the mistakes of a recipe before processes start. A message names the key, its value and the remedy."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from oslo_models import registry
+from oslo_models.recipes.parsing import Recipe
+
+POSITIVE = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r"),
+    *("max_length", "max_prompt_length", "max_completion_length", "num_generations", "micro_batch_size"),
+)
+NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "lora_dropout", "num_train_epochs")
+PACKAGES = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes"}
+
+
+def check_values(recipe: Recipe) -> None:
+    """Check the numbers and options of a recipe, with the keys in its namespace only.
+
+    Raises:
+        ValueError: a value is out of range, or does not work with parallel models.
+        ImportError: a package is missing.
+    """
+    keys = vars(recipe.namespace)
+    for name in POSITIVE:
+        if isinstance(value := keys.get(name), (int, float)) and value < 1:
+            raise ValueError(f"{name}={value}: give an integer of at least 1")
+    for name in NOT_NEGATIVE:
+        if isinstance(value := keys.get(name), (int, float)) and value < 0:
+            raise ValueError(f"{name}={value}: give a number of at least 0")
+    for name in ("use_peft", "load_in_4bit", "load_in_8bit"):
+        if keys[name] and recipe.task == "pretrain":
+            raise ValueError(f"{name}=true: pretrain trains all weights; leave it out, or use oslo-models sft")
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if keys[name] and not keys["use_peft"]:
+            raise ValueError(f"{name}=true: quantised weights are frozen; add use_peft: true to train an adapter")
+    for name, package in PACKAGES.items():
+        if keys[name] and importlib.util.find_spec(package) is None:
+            raise ImportError(f"{name}=true: it needs {package}; run pip install {package}")
+    if keys["fuse"] and (keys["load_in_4bit"] or keys["load_in_8bit"]):
+        raise ValueError("fuse=true: quantised weights cannot be fused; leave fuse out")
+    if recipe.task != "pretrain" and keys["pipeline_parallel_size"] > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={keys['pipeline_parallel_size']}: TRL computes its losses from the logits, which "
+            "only the last stage has; use tensor_parallel_size instead"
+        )
+    if keys["nnodes"] > 1 and not keys["rdzv_endpoint"] and "RANK" not in os.environ:
+        raise ValueError(f"nnodes={keys['nnodes']}: the machines need a place to meet; add rdzv_endpoint: HOST:PORT")
+    for name in ("deepspeed", "fsdp", "parallelism_config"):
+        if keys.get(name):
+            raise ValueError(f"{name}={keys[name]!r}: the model is sharded by tensor_parallel_size; leave {name} out")
+    if keys["use_cpu"] and gpu_count():
+        raise ValueError("use_cpu=true: this machine has GPUs; start the command with CUDA_VISIBLE_DEVICES= (empty)")
+    _check_output(recipe)
+
+
+def check_training(recipe: Recipe) -> None:
+    """Check training arguments: options that do not work with sharded models, and trackers.
+
+    Raises:
+        ValueError: an option is refused, or a tracker is unknown or not installed.
+    """
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    if recipe.task != "pretrain":
+        from oslo_models.integrations.trl.refusals import refused_options
+
+        for what, (given, advice) in refused_options(recipe.training).items():
+            if given:
+                raise ValueError(f"{what}: it does not work with a sharded model: {advice}")
+    for tracker in recipe.training.report_to:
+        if tracker not in INTEGRATION_TO_CALLBACK:
+            hint = registry.did_you_mean(tracker, INTEGRATION_TO_CALLBACK)
+            raise ValueError(f"report_to={tracker}: transformers has no such tracker{hint}")
+        if tracker not in get_available_reporting_integrations():
+            raise ValueError(f"report_to={tracker}: it is not installed; run pip install {tracker}")
+
+
+def model_class(recipe: Recipe) -> tuple[Any, Any]:
+    """Return the class of this library and the configuration of the recipe's model.
+
+    Raises:
+        ValueError: no model is named, or its architecture is not supported.
+        OSError: the model does not exist.
+    """
+    from transformers import AutoConfig
+
+    keys = vars(recipe.namespace)
+    key = "config_name" if keys.get("config_name") else "model_name_or_path"
+    name = keys[key]
+    if not name:
+        more = ", or config_name for a new model" if recipe.task == "pretrain" else ""
+        raise ValueError(f"model_name_or_path: it is missing; give a folder or a name on the hub{more}")
+    if key == "config_name" and keys["model_name_or_path"]:
+        raise ValueError(f"config_name={name}: model_name_or_path={keys['model_name_or_path']} has one; leave one out")
+    if name.startswith((".", "/", "~")) and not Path(name).exists():
+        raise FileNotFoundError(f"{key}={name}: there is no such folder; a path is relative to {Path.cwd()}")
+    options = {} if key == "config_name" else {"revision": keys["model_revision"]}
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=keys.get("trust_remote_code", False), **options)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{key}={name}: its configuration cannot be read: {reason[:300]}") from error
+    names = config.architectures or [_causal_class(config)]
+    try:
+        return registry.find(names[0]), config
+    except AttributeError as error:
+        raise ValueError(f"{key}={name}: {error}") from error
+
+
+def reward_functions(recipe: Recipe) -> list[Any]:
+    """Return the reward functions and models of a recipe of ``grpo``, found as TRL finds them.
+
+    Raises:
+        ValueError: a reward is unknown, or none is given.
+    """
+    from trl import rewards
+
+    names = recipe.namespace.reward_funcs or []
+    if recipe.namespace.reward_model_name_or_path:
+        names = [*names, recipe.namespace.reward_model_name_or_path]
+    if not names:
+        raise ValueError("reward_funcs: it is missing; give names of TRL's rewards, or import paths such as my.reward")
+    known = {
+        "accuracy_reward": rewards.accuracy_reward,
+        "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
+        "think_format_reward": rewards.think_format_reward,
+        "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(
+            max_completion_len=1280, soft_punish_cache=256
+        ),
+    }
+    model = recipe.namespace.reward_model_name_or_path
+    found = [model] if model else []  # TRL puts it first
+    return found + [known[name] if name in known else _imported(name, known) for name in names if name != model]
+
+
+def _imported(name: str, known: dict[str, Any]) -> Any:
+    """Import a reward function from the working directory or an installed package."""
+    module, _, function = name.rpartition(".")
+    hint = registry.did_you_mean(name, known)
+    if not module:
+        raise ValueError(f"reward_funcs={name}: TRL has no such reward{hint}; it has {', '.join(known)}")
+    path = Path(*module.split(".")).with_suffix(".py")
+    try:
+        if path.is_file():
+            spec = importlib.util.spec_from_file_location(module, path)
+            assert spec is not None and spec.loader is not None
+            loaded = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(loaded)
+        else:
+            loaded = importlib.import_module(module)
+        return getattr(loaded, function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"reward_funcs={name}: it cannot be imported: {error}") from error
+
+
+def _check_output(recipe: Recipe) -> None:
+    folder = Path(recipe.namespace.output_dir or "trainer_output").expanduser()
+    parents = [each for each in (folder, *folder.parents) if each.exists()]
+    if not parents[0].is_dir():
+        raise ValueError(f"output_dir={folder}: {parents[0]} is a file; give a folder")
+    if not os.access(parents[0], os.W_OK):
+        raise ValueError(f"output_dir={folder}: {parents[0]} cannot be written to; give another folder")
+
+
+def _causal_class(config: Any) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, f"{config.model_type} for text")
+
+
+def gpu_count() -> int:
+    """Return the number of GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

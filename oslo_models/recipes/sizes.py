@@ -1,0 +1,104 @@
+"""Chooses and checks the parallel sizes of a recipe and the number of its processes."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from oslo_models.config.arguments import Arguments
+from oslo_models.recipes.keys import ParallelArguments
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Parallel sizes, the processes on each machine and the machines."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+    devices: int
+    nnodes: int
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas of the model."""
+        return self.devices * self.nnodes // (self.tensor * self.pipeline)
+
+
+def choose_sizes(given: ParallelArguments, cls: Any, config: Any, gpus: int) -> Sizes:
+    """Return the sizes of a recipe. A size that is not given follows from the devices and the limits of the model.
+
+    Args:
+        cls: the class of the model.
+        gpus: GPUs of this machine.
+
+    Raises:
+        ValueError: the sizes do not fit the model or the processes.
+    """
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "devices", "nnodes"):
+        if (value := getattr(given, name)) is not None and value < 1:
+            raise ValueError(f"{name}={value}: it counts processes; give an integer of at least 1")
+    nnodes, pipeline = given.nnodes, given.pipeline_parallel_size
+    devices = given.devices or _default_devices((given.tensor_parallel_size or 1) * pipeline, nnodes, gpus)
+    if gpus and devices > gpus:
+        raise ValueError(
+            f"devices={devices}: this machine has {gpus} GPUs; give at most {gpus}, and a tensor_parallel_size of at "
+            f"most {gpus * nnodes}"
+        )
+    tensor = given.tensor_parallel_size or _choose_tensor_parallel_size(cls, config, devices * nnodes // pipeline or 1)
+    if devices * nnodes % (tensor * pipeline):
+        raise ValueError(
+            f"tensor_parallel_size={tensor}: with pipeline_parallel_size={pipeline} it does not divide "
+            f"the {devices * nnodes} processes of devices={devices} and nnodes={nnodes}; set devices to a multiple of "
+            f"{tensor * pipeline}"
+        )
+    sizes = Sizes(tensor, pipeline, given.expert_parallel_size, devices, nnodes)
+    check_sizes(sizes, cls, config)
+    return sizes
+
+
+def _default_devices(least: int, nnodes: int, gpus: int) -> int:
+    """Return all GPUs of this machine that whole replicas of ``least`` ranks can use; on CPUs, one replica."""
+    if gpus and nnodes > 1:
+        return gpus
+    return max(gpus // least, 1) * least if gpus else -(-least // nnodes)
+
+
+def _choose_tensor_parallel_size(cls: Any, config: Any, processes: int) -> int:
+    """Return the largest divisor of the processes over which the layers can be sharded.
+
+    A planner that knows the memory of the devices belongs here.
+    """
+    plan = cls.plan(config)
+    limit = 1 if plan.single_rank_reason else plan.max_ranks() or processes
+    return max(size for size in range(1, processes + 1) if processes % size == 0 and size <= limit)
+
+
+def check_sizes(sizes: Sizes, cls: Any, config: Any) -> None:
+    """Raise ``ValueError`` if the model cannot be divided into these sizes."""
+    arguments = Arguments(
+        tensor_parallel_size=sizes.tensor,
+        pipeline_parallel_size=sizes.pipeline,
+        expert_parallel_size=sizes.expert,
+    )
+    arguments.check({})
+    arguments.check_config(cls, config)
+
+
+def joined_world() -> int | None:
+    """Return the number of processes if a launcher has started this one; ``None`` otherwise.
+
+    Raises:
+        ValueError: SLURM started this process as one of several, without torch's variables.
+    """
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return int(os.environ["WORLD_SIZE"])
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if tasks is not None and int(tasks[0]) > 1:
+        raise ValueError(
+            f"SLURM started {tasks[0]} processes on this machine without RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT: export them, or start one process a machine, with nnodes and rdzv_endpoint"
+        )
+    return None

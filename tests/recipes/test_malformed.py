@@ -1,0 +1,179 @@
+"""Mistakes in recipes: one line that names key, value and remedy, exit status 2, and no process is started."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="recipes are TRL's")
+
+from oslo_models.cli.main import main
+from oslo_models.recipes import launching
+
+from support.trainers import fresh_accelerate
+from support.trl_trainers import tiny_config
+
+NONE: dict[str, Any] = {}
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "unknown key": ("sft", {"learning_rat": 1e-4}, r"learning_rat: .*no such key; did you mean learning_rate\?"),
+    "key of the batch": ("sft", {"per_device_batch_size": 2}, "did you mean per_device_(train|eval)_batch_size"),
+    "strange key": ("sft", {"qqqq": 1}, "qqqq: .*no such key; `trl sft --help`"),
+    "key of accelerate": ("sft", {"num_processes": 2}, "num_processes: leave it out.*devices"),
+    "key of another command": ("sft", {"reward_funcs": ["a"]}, "reward_funcs: oslo-models sft has no such key"),
+    "word for a number": ("sft", {"learning_rate": "fast"}, "learning_rate: 'fast' is a string; give a number"),
+    "list for a number": ("sft", {"learning_rate": [1]}, r"learning_rate: \[1\] is a list; give a number"),
+    "negative number": ("sft", {"learning_rate": -1.0}, "learning_rate=-1.0: give a number of at least 0"),
+    "fraction of a step": ("sft", {"max_steps": 2.5}, "max_steps: 2.5 is a number; give an integer"),
+    "word for an integer": ("sft", {"max_steps": "many"}, "max_steps: 'many' is a string; give an integer"),
+    "boolean for an integer": ("sft", {"max_steps": True}, "max_steps: True is a boolean; give an integer"),
+    "empty batch": ("sft", {"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: .* at least 1"),
+    "word for a boolean": ("sft", {"bf16": "maybe"}, "bf16: 'maybe' is a string; give true or false"),
+    "mapping for a boolean": ("sft", {"packing": {"a": 1}}, "packing: .* is a mapping; give true or false"),
+    "no without quotes": ("sft", {"eval_strategy": False}, 'eval_strategy: False is not one of no, .*write "no" with'),
+    "unknown choice": ("sft", {"eval_strategy": "sometimes"}, "eval_strategy: 'sometimes' is not one of no, steps"),
+    "unknown schedule": ("sft", {"lr_scheduler_type": "cosin"}, "lr_scheduler_type: 'cosin' is not one of .*cosine"),
+    "unknown optimizer": ("sft", {"optim": "adam"}, "optim: 'adam' is not one of adamw_torch"),
+    "unknown type": ("sft", {"dtype": "bf16"}, "dtype: 'bf16' is not one of auto, bfloat16"),
+    "number for a string": ("sft", {"output_dir": 7}, 'output_dir: 7 is a number; give a str.*; write "7" with quotes'),
+    "mapping for a list": ("sft", {"lora_target_modules": {"q": 1}}, "lora_target_modules: .*list of strings"),
+    "number for a mapping": ("sft", {"lr_scheduler_kwargs": 3}, "lr_scheduler_kwargs: 3 is a number; give a mapping"),
+    "no value": ("sft", {"max_steps": None}, "max_steps: it has no value; give an integer, or leave the key out"),
+    "environment": ("sft", {"env": 3}, "env: 3 is no mapping"),
+    "output is a file": ("sft", {"output_dir": "rows.jsonl/out"}, "output_dir=rows.jsonl/out: .* is a file; give"),
+    "no model": ("sft", {"model_name_or_path": None}, "model_name_or_path: it is missing; give a folder or a name"),
+    "model not there": ("sft", {"model_name_or_path": "./gone"}, "model_name_or_path=./gone: there is no such folder"),
+    "model without files": ("sft", {"model_name_or_path": "empty"}, "model_name_or_path=empty: its configuration"),
+    "unknown architecture": ("sft", {"model_name_or_path": "strange"}, "strange: oslo_models has no MambooForCausalLM"),
+    "no rows": ("sft", {"dataset_name": None}, "dataset_name: it is missing; give a name on the hub, a folder"),
+    "rows not there": ("sft", {"dataset_name": "gone.jsonl"}, "dataset_name=gone.jsonl: there is no such file"),
+    "damaged rows": ("sft", {"dataset_name": "damaged.jsonl"}, "dataset_name=damaged.jsonl: it cannot be loaded: .*J"),
+    "other columns": ("sft", {"dataset_name": "others.jsonl"}, "it has the columns question; sft needs text, or mess"),
+    "unknown split": ("sft", {"dataset_train_split": "trian"}, "dataset_train_split=trian: .* has the splits train;"),
+    "no test split": ("sft", {"eval_strategy": "steps"}, "dataset_test_split=test: .* has the splits train; name one"),
+    "files of a mixture": (
+        "sft",
+        {"dataset_name": None, "datasets": [{"path": "json", "data_files": "gone.json"}]},
+        r"datasets\[0\].data_files=gone.json: there is no such file",
+    ),
+    "too many ranks": ("sft", {"tensor_parallel_size": 9}, "tensor_parallel_size=9 is more than .*; use 1 to"),
+    "no ranks": ("sft", {"tensor_parallel_size": 0}, "tensor_parallel_size=0: .*integer of at least 1"),
+    "word for ranks": ("sft", {"tensor_parallel_size": "two"}, "tensor_parallel_size: 'two' is a string; give an int"),
+    "devices left over": (
+        "sft",
+        {"tensor_parallel_size": 2, "devices": 3},
+        "tensor_parallel_size=2: .* does not divide the 3 processes of devices=3 .*; set devices to a multiple of 2",
+    ),
+    "stages": ("sft", {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: .*; use tensor_parallel_size instead"),
+    "hosts without a place": ("sft", {"nnodes": 2}, "nnodes=2: .*add rdzv_endpoint: HOST:PORT"),
+    "four bits in full": ("sft", {"load_in_4bit": True}, "load_in_4bit=true: .*add use_peft: true"),
+    "four and eight bits": ("sft", {"load_in_4bit": True, "load_in_8bit": True, "use_peft": True}, "bit"),
+    "DeepSpeed": ("sft", {"deepspeed": "zero.json"}, "deepspeed='zero.json': .* leave deepspeed out"),
+    "unknown tracker": ("sft", {"report_to": "tensorbord"}, "report_to=tensorbord: .* did you mean tensorboard"),
+    "offloading": ("sft", {"activation_offloading": True}, "activation_offloading=True: .*use gradient_checkpointing"),
+    "rows of DPO": ("dpo", {"dataset_name": "rows.jsonl"}, "it has the columns .*; dpo needs chosen and rejected"),
+    "no rewards": ("grpo", NONE, "reward_funcs: it is missing; give names of TRL's rewards"),
+    "unknown reward": ("grpo", {"reward_funcs": ["acuracy_reward"]}, "acuracy_reward: .* did you mean accuracy_reward"),
+    "reward not there": ("grpo", {"reward_funcs": ["gone.reward"]}, "reward_funcs=gone.reward: it cannot be imported"),
+    "no generations": ("grpo", {"num_generations": 0}, "num_generations=0: give an integer of at least 1"),
+    "no data": ("pretrain", NONE, "data: it is missing; give datasets of `oslo-models preprocess`"),
+    "data not there": ("pretrain", {"data": ["gone"]}, "data=gone: there is no file gone.bin; `oslo-models"),
+    "two models": ("pretrain", {"config_name": "model"}, "config_name=model: .*leave one out"),
+    "another recipe": ("sft", {"output_dir": "trained"}, "checkpoint-2 belongs to a recipe with max_steps=9, .*None"),
+}  # fmt: skip
+FLAGS: dict[str, tuple[list[str], str]] = {
+    "no recipe": (["gone.yaml"], "recipe gone.yaml: there is no such file"),
+    "no YAML": (["broken.yaml"], "recipe broken.yaml: it is not YAML: .*write one `key: value` a line"),
+    "a list": (["list.yaml"], "recipe list.yaml: it holds no keys"),
+    "unknown flag": (["good.yaml", "--tensor_parallel", "2"], "tensor_parallel: .* did you mean tensor_parallel_size"),
+    "hyphens": (["good.yaml", "--learning-rat", "2"], "learning_rat: .* did you mean learning_rate"),
+    "two recipes": (["good.yaml", "other.yaml"], "other.yaml: it belongs to no key; write oslo-models sft RECIPE.yaml"),
+    "value of a flag": (["good.yaml", "--max_steps", "x"], "max_steps: 'x' is a string; give an integer"),
+    "flag without a value": (["good.yaml", "--max_steps"], "max_steps: expected one argument"),
+    "choice of a flag": (["good.yaml", "--optim", "adam"], "optim: invalid choice: 'adam' .choose from"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipes")
+    tiny_config().save_pretrained(folder / "model")
+    strange = json.loads((folder / "model/config.json").read_text()) | {"architectures": ["MambooForCausalLM"]}
+    model = json.loads((folder / "model/config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (folder / "model/config.json").write_text(json.dumps(model))
+    (folder / "strange").mkdir()
+    (folder / "strange/config.json").write_text(json.dumps(strange))
+    (folder / "empty").mkdir()
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "w3", "completion": " w4"}) + "\n")
+    (folder / "others.jsonl").write_text(json.dumps({"question": "w3"}) + "\n")
+    (folder / "damaged.jsonl").write_text('{"text": "w3"}\n{"text": ')
+    (folder / "broken.yaml").write_text("learning_rate: [1")
+    (folder / "list.yaml").write_text("- 1")
+    checkpoint = folder / "trained/checkpoint-2"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    (folder / "trained/recipe.yaml").write_text("max_steps: 9\n")
+    write(folder / "good.yaml", NONE)
+    return folder
+
+
+def write(path: Path, changes: dict[str, Any]) -> None:
+    import yaml
+
+    good = {"model_name_or_path": "model", "dataset_name": "rows.jsonl", "output_dir": "out", "bf16": False}
+    keys = {**good, **changes}
+    missing = [key for key in ("model_name_or_path", "dataset_name") if keys[key] is None]
+    path.write_text(yaml.safe_dump({key: value for key, value in keys.items() if key not in missing}))
+
+
+@pytest.fixture(autouse=True)
+def alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Work in the folder of the recipes, and forbid processes."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(launching, "launch", lambda *args: pytest.fail("processes were started"))
+    yield
+    fresh_accelerate()
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Return the line that refuses the arguments."""
+    capsys.readouterr()
+    assert main(argv) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"oslo-models {argv[0]}: ")]
+    assert len(lines) == 1 and "internal" not in lines[0], lines
+    return lines[0].removeprefix(f"oslo-models {argv[0]}: error: ")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mistake_in_a_recipe_is_answered_by_one_line(
+    case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, changes, message = CASES[case]
+    if task == "pretrain":
+        changes = {**changes, "dataset_name": None}
+    write(folder / "recipe.yaml", changes)
+    assert_matches(message, refusal(capsys, task, "recipe.yaml"))
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_mistake_in_flags_is_answered_by_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags, message = FLAGS[case]
+    assert_matches(message, refusal(capsys, "sft", *flags))
+
+
+def test_good_recipe_reaches_the_launcher(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(launching, "launch", lambda *args: calls.append(args))
+    assert main(["sft", "good.yaml", "--devices", "2"]) == 0
+    module, arguments, sizes, endpoint, _ = calls[0]
+    assert (sizes.tensor, sizes.pipeline, sizes.devices, endpoint) == (2, 1, 2, None)
+    assert arguments[:4] == ["sft", "good.yaml", "--devices", "2"] and module == "oslo_models.recipes.worker"
+
+
+def assert_matches(message: str, line: str) -> None:
+
+    assert re.search(message, line), line

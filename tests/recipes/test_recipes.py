@@ -1,0 +1,178 @@
+"""Recipes of TRL on two ranks: results of TRL's own command, and runs that are killed, interrupted and continued."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="recipes are TRL's")
+
+from support import ROOT, recipes
+from support.pool import Pool
+from support.reference import TOLERANCE
+from support.waiting import wait_until
+
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.0}
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {}),
+    "dpo": ("dpo", {"beta": 0.5}),
+    "sft, LoRA": ("sft", LORA),
+    "sft, packed": ("sft", {"packing": True, "packing_strategy": "wrapped", "max_length": 8}),
+    "grpo": ("grpo", {"reward_funcs": ["own_rewards.unlike"], "max_completion_length": 4, "num_generations": 4}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [each if each in ("sft", "dpo") else pytest.param(each, marks=pytest.mark.zoo) for each in RECIPES]
+)
+def test_recipe_trains_as_by_trl(case: str, pool: Pool, tmp_path: Path, seed: int, monkeypatch: Any) -> None:
+    """Losses, all other logged numbers and the saved weights equal the results of TRL's command on one process."""
+    from datasets import load_dataset
+
+    task, keys = RECIPES[case]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # TRL's command adds the working directory
+    (tmp_path / "own_rewards.py").write_text("from support.trl_trainers import unlike_words as unlike\n")
+    recipes.write_model(tmp_path, seed)
+    recipe = recipes.write_recipe(tmp_path, task, seed, **keys)
+    splits = load_dataset("json", data_files=str(tmp_path / f"{task}.jsonl"))
+    recipes.run_trl(task, recipe, tmp_path / "trl", splits)
+    pool.run(2, recipes.run_on_rank, task, [str(recipe)], env=True)
+    expected, found = recipes.logged(tmp_path / "trl", 4), recipes.logged(tmp_path / "out", 4)
+    assert len(expected) == 4 and [each.keys() for each in found] == [each.keys() for each in expected]
+    for own, right in zip(found, expected, strict=True):
+        for key in own.keys() - {"step_time"}:
+            assert abs(own[key] - right[key]) <= TOLERANCE * max(1.0, abs(right[key])), (key, own, right)
+    assert_equal(recipes.saved(tmp_path / "out"), recipes.saved(tmp_path / "trl"), TOLERANCE)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "## Recipe" in card and "tensor_parallel_size: 2" in card and "oslo-models serve" in card
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert (found[name] - tensor).abs().max() <= tolerance, name
+
+
+def test_killed_interrupted_and_continued(pool: Pool, tmp_path: Path, seed: int, warm_launchers: None) -> None:
+    """A killed rank is named once. Ctrl-C ends all ranks. The same command then continues to the same weights."""
+    steps = 40
+    recipes.write_model(tmp_path, seed)
+    keys = {"max_steps": steps, "tensor_parallel_size": 2, "gradient_accumulation_steps": 1, "save_total_limit": 3}
+    recipe = recipes.write_recipe(tmp_path, "sft", seed, **keys)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    }
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "import sys; from oslo_models.cli.main import main; sys.exit(main())"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen([*command, "sft", str(recipe)], cwd=tmp_path, env=environment, text=True, **pipes)  # type: ignore[call-overload]
+
+    def saved_steps() -> list[int]:
+        states = (tmp_path / "out").glob("checkpoint-*/trainer_state.json")
+        return sorted(int(each.parent.name.rpartition("-")[2]) for each in states)
+
+    process = start()
+    wait_until(lambda: saved_steps() or process.poll() is not None)
+    killed = second_rank(process)
+    os.kill(killed, signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    assert err.count(f"(pid {killed}) was ended by SIGKILL") == err.count("rank 1 on") == 1, err
+    assert "Traceback" not in err and "from the start" in out and saved_steps()[-1] < steps
+
+    process, before = start(), saved_steps()[-1]
+    wait_until(lambda: saved_steps()[-1] > before or process.poll() is not None)
+    ranks, began = children_of(process), time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and "ended by SIGINT; the same command continues" in err, err
+    assert "Traceback" not in err and re.search(rf"continues from \S*checkpoint-{before}\b", out)
+    wait_until(lambda: not any(Path(f"/proc/{each}").exists() for each in ranks), began + 30 - time.monotonic())
+
+    process = start()
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "oslo-models serve" in out and "A.from_pretrained" in out and f"{steps}/{steps}" in err
+    assert len(list((tmp_path / "out").glob("rank-logs-*"))) == 1, "only the failed run keeps the output of its ranks"
+    again = recipes.write_recipe(tmp_path, "sft", seed, **{**keys, "output_dir": str(tmp_path / "whole")})
+    pool.run(2, run_plainly, [str(again)], env=True)
+    assert_equal(recipes.saved(tmp_path / "out"), recipes.saved(tmp_path / "whole"), 0.0)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp=2", "pp=2"])
+def test_pretraining_equals_transformers(
+    sizes: dict[str, int], pool: Pool, tmp_path: Path, seed: int, monkeypatch: Any
+) -> None:
+    """A checkpoint trains on a blend of two datasets as by transformers' Trainer on one process."""
+    monkeypatch.chdir(tmp_path)
+    recipes.write_model(tmp_path, seed)
+    data = recipes.write_datasets(tmp_path, seed)
+    keys = {"data": data, "data_weights": [0.7, 0.3], "max_length": 8, "max_grad_norm": 0.5}
+    recipe = recipes.write_recipe(tmp_path, "pretrain", seed, **keys, **sizes, micro_batch_size=2)
+    recipes.train_by_transformers(tmp_path, keys)
+    pool.run(2, recipes.run_on_rank, "pretrain", [str(recipe)], env=True)
+    expected, found = recipes.logged(tmp_path / "plain", 4), recipes.logged(tmp_path / "out", 4)
+    for own, right in zip(found, expected, strict=True):
+        for key in ("loss", "grad_norm", "learning_rate"):
+            assert abs(own[key] - right[key]) <= TOLERANCE * max(1.0, abs(right[key])), (key, own, right)
+    assert_equal(recipes.saved(tmp_path / "out"), recipes.saved(tmp_path / "plain"), TOLERANCE)
+
+
+def test_first_failure_is_named() -> None:
+    """Ranks that lost their connection, or that the launcher has ended, are not the cause."""
+    launching = pytest.importorskip("oslo_models.recipes.launching")
+
+    def failure(rank: int, exitcode: int, message: str, timestamp: int) -> Any:
+        made = launching.ProcessFailure(rank, 100 + rank, exitcode, "no file")
+        made.message, made.timestamp = message, timestamp
+        return rank, made
+
+    lost = failure(0, 1, "RankFailedError: rank 1 died", 1)
+    ended = failure(2, -signal.SIGTERM, "Signal 15 (SIGTERM) received by PID 102", 1)
+    own = failure(1, 1, "ValueError: too long", 3)
+    killed = failure(3, -signal.SIGKILL, "Signal 9 (SIGKILL) received by PID 103", 5)
+    assert launching._root_cause(dict([lost, ended, own])) == own
+    assert launching._root_cause(dict([ended, lost, own, killed])) == killed
+    assert launching._root_cause(dict([ended, lost])) == lost
+    assert re.fullmatch(r"rank 1 on \S+ \(pid 101\) failed: ValueError: too long", launching._describe(*own))
+    assert "rank 3 on" in (text := launching._describe(*killed)) and "SIGKILL; the system may have run out" in text
+
+
+def run_plainly(argv: list[str]) -> None:
+    """Train on this rank as a program would."""
+    from oslo_models.recipes.run import run
+
+    from support.trainers import fresh_accelerate
+
+    fresh_accelerate()
+    run("sft", argv)
+
+
+def children_of(launcher: subprocess.Popen[str]) -> list[int]:
+    """Return the process ids of the ranks that a launcher has started."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(file.read_text().rpartition(")")[2].split()[1]) == launcher.pid:
+                found.append(int(file.parent.name))
+    return found
+
+
+def second_rank(launcher: subprocess.Popen[str]) -> int:
+    """Return the process id of rank 1, which writes to a file."""
+    return next(each for each in children_of(launcher) if os.readlink(f"/proc/{each}/fd/1").endswith("/1/stdout.log"))
