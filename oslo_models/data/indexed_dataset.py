@@ -71,7 +71,7 @@ class IndexedDataset:
         end = last * index.unit + tokens * itemsize
         if size < end:
             raise ValueError(
-                f"{data_path} has {size} bytes, but {index_path} speaks of {end}: it was cut short or belongs to "
+                f"{data_path} has {size} bytes, but {index_path} expects {end}: it was cut short or belongs to "
                 "another index; preprocess the data again"
             )
         _check_documents(index_path, index, size)
