@@ -25,8 +25,8 @@ class _Auto:
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Raise ``TypeError``: call `from_pretrained_with_parallel` on these auto classes."""
         raise TypeError(
-            f"{cls.__name__}.from_pretrained is that of transformers: call from_pretrained_with_parallel for a sharded "
-            f"model, or transformers.{cls.__name__}.from_pretrained for a full one"
+            f"{cls.__name__}.from_pretrained is transformers' own method: call from_pretrained_with_parallel for a "
+            f"sharded model, or transformers.{cls.__name__}.from_pretrained for a full one"
         )
 
     @classmethod

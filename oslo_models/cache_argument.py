@@ -97,7 +97,7 @@ def _refuse_caches(method: Callable[..., Any], arguments: Mapping[str, Any]) -> 
         if isinstance(value, _cache_class()):
             raise TypeError(
                 f"{method.__qualname__} got a cache as {name}, which is not among its parameters "
-                f"{', '.join(_parameters(method))}: pass it by the name that is"
+                f"{', '.join(_parameters(method))}: pass it as one of them"
             )
 
 

@@ -54,7 +54,7 @@ def chunked_reader(reader: CheckpointReader, chunks: Mapping[str, Sequence[str]]
         rows, left = divmod(stored.shape[0], len(names))
         if left:
             raise CheckpointError(
-                f"{source} in {reader.directory} has {stored.shape[0]} rows, and is {len(names)} tensors of equal size "
+                f"{source} in {reader.directory} has {stored.shape[0]} rows, but is {len(names)} tensors of equal size "
                 f"in the model ({', '.join(names)}): copy or save the checkpoint again"
             )
         for index, name in enumerate(names):

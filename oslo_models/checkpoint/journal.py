@@ -171,7 +171,7 @@ def _opened(directory: Path) -> Iterator[_Journal | None]:
             stack.callback(os.close, fd)
         except (FileNotFoundError, NotADirectoryError) as error:
             if os.path.lexists(directory / JOURNAL) and isinstance(error, NotADirectoryError):
-                raise _refused(directory, "", "it is a link or a file, and no folder") from error
+                raise _refused(directory, "", "it is a link or a file, not a folder") from error
             yield None
             return
         except OSError as error:

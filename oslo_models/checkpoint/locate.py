@@ -80,8 +80,8 @@ def _complete_grid(directory: Path, names: Iterable[str]) -> Grid:
     grid = _grid(names)
     if of_replicas := [name for name in grid.values() if (split_position(name) or (0,))[-1]]:
         raise FileNotFoundError(
-            f"{directory} holds experts over replicas ({of_replicas[0]}), which nothing but {MANIFEST} describes, and "
-            "that is missing: copy it there, or save the model again where it can be loaded"
+            f"{directory} holds experts over replicas ({of_replicas[0]}), and {MANIFEST}, which describes them, is "
+            "missing: copy it there, or save the model again where it can be loaded"
         )
     tp, pp = (max((position[axis] for position in grid), default=-1) + 1 for axis in (0, 1))
     absent = (f"tp={t} pp={p}" for t in range(tp) for p in range(pp) if (t, p) not in grid)
@@ -89,7 +89,7 @@ def _complete_grid(directory: Path, names: Iterable[str]) -> Grid:
     if missing:
         raise FileNotFoundError(
             f"the split files in {directory} are of a {tp} x {pp} grid (tp x pp), in which {', '.join(missing)} are "
-            "missing; copy them there, or remove the split files if others are meant"
+            "missing; copy them there, or remove the split files to load others"
         )
     return grid
 

@@ -77,10 +77,10 @@ def _check_files(path: Path, files: Any) -> None:
         raise CheckpointError(f"{path}: expected the record of its files, found {type(files).__name__}")
     for name, record in files.items():
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise CheckpointError(f"{path}: {name!r} leads out of its folder; the manifest is not one of a save")
+            raise CheckpointError(f"{path}: {name!r} leads out of its folder; no save wrote this manifest")
         numbers = [record.get(key) for key in ("size", "crc32")] if isinstance(record, dict) else [None]
         if not all(type(number) is int and number >= 0 for number in numbers):
-            raise CheckpointError(f"{path}: the record of {name!r} is {record!r:.80}, and not its size and checksum")
+            raise CheckpointError(f"{path}: the record of {name!r} is {record!r:.80}, not its size and checksum")
 
 
 def _content_checksum(manifest: Mapping[str, Any]) -> int:

@@ -110,8 +110,8 @@ def _stored_tensors(
         return _stored_by_manifest(reader, reader.manifest)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(
-            f"{reader.directory / MANIFEST} describes tensors that its files cannot have ({error!r:.200}); it is not "
-            "the manifest of a save: copy it again, or remove it"
+            f"{reader.directory / MANIFEST} describes tensors that its files cannot have ({error!r:.200}); no save "
+            "wrote this manifest: copy it again, or remove it"
         ) from error
 
 
@@ -125,7 +125,7 @@ def _stored_by_manifest(reader: CheckpointReader, manifest: Mapping[str, Any]) -
         files = [reader.files[reader.grid[t, entry["stages"][0]]] for t in range(len(ranges) or 1)]
         dtype = getattr(torch, entry["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{entry['dtype']!r} is no type of numbers")
+            raise TypeError(f"{entry['dtype']!r} is not a numeric dtype")
         stored[name] = StoredTensor(layout, dtype, files)
     return stored
 
@@ -156,8 +156,8 @@ def _stored_without_manifest(
         if layout is None or shapes != expected:
             raise CheckpointError(
                 f"{', '.join(str(file.path) for file in files)}: expected {name} with shapes "
-                f"{expected or 'of one sharded tensor'}, found {shapes}; the files are of another model than "
-                f"config.json says, or were not saved together"
+                f"{expected or 'of one sharded tensor'}, found {shapes}; the files belong to another model than "
+                "config.json, or were not saved together"
             )
         files = files[: len(layout.ranges) or 1]
         stored[name] = StoredTensor(layout, files[0].views[name].dtype, files)

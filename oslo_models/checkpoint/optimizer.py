@@ -71,7 +71,7 @@ def save_optimizer(
                 torch.load(staging / name, weights_only=True, mmap=True)
             except pickle.UnpicklingError as error:
                 names = ", ".join(content["state"])
-                raise ValueError(f"the state ({names}) holds what cannot be read back: {error}") from error
+                raise ValueError(f"the state ({names}) holds values that cannot be read back: {error}") from error
             record = sync_and_record(staging / name)
         records = dict(gather_objects(world, (name, record)))
         with agree(world, f"writing the manifest of {target}"):
@@ -262,23 +262,23 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
     if experts != mesh.expert_parallel_size:
         raise ValueError(
             f"the optimizer state in {directory} was saved with expert_parallel_size={experts}, and this run has "
-            f"{mesh.expert_parallel_size}: optimizer states are not resharded, so go on with the size of before, or "
-            "load only the model and begin with a new optimizer"
+            f"{mesh.expert_parallel_size}: optimizer states are not resharded, so keep the earlier size, or load only "
+            "the model and start with a new optimizer"
         )
     if saved != own:
         raise ValueError(
             f"the optimizer state in {directory} was saved with tensor_parallel_size={saved['tp']}, "
             f"pipeline_parallel_size={saved['pp']} and {saved['dp']} replicas, and this run has {own['tp']}, "
-            f"{own['pp']} and {own['dp']}: optimizer states are not resharded, so go on with the sizes of before, or "
-            "load only the model and begin with a new optimizer"
+            f"{own['pp']} and {own['dp']}: optimizer states are not resharded, so keep the earlier sizes, or load only "
+            "the model and start with a new optimizer"
         )
     kind = _kind(optimizer)
     if manifest["optimizer"] != kind:
         raise ValueError(f"the optimizer state in {directory} is one of {manifest['optimizer']}, not of {kind}")
     if manifest["model"] is not None and manifest["model"] != _model_checksum(directory):
         raise CheckpointError(
-            f"the optimizer state in {directory} was saved with another checkpoint of the model than the one that is "
-            "there now; save both in turn, the optimizer last, into a new directory each time"
+            f"the optimizer state in {directory} belongs to another checkpoint of the model; save the model, then the "
+            "optimizer, into a new directory each time"
         )
 
 
@@ -286,13 +286,13 @@ def _read(directory: Path, manifest: Mapping[str, Any], name: str) -> dict[str, 
     """Load one file. Raise ``CheckpointError`` if it is missing or differs from its record in the manifest."""
     path, record = current_files(directory).get(name), manifest["files"].get(name)
     if path is None or record is None:
-        raise CheckpointError(f"{directory / name} is missing: copy it there, or go on from another checkpoint")
+        raise CheckpointError(f"{directory / name} is missing: copy it there, or resume from another checkpoint")
     with open(path, "rb") as file:
         size, crc32 = os.fstat(file.fileno()).st_size, file_checksum(file.fileno())
         if (size, crc32) != (record["size"], record["crc32"]):
             raise CheckpointError(
                 f"{path}: expected {record['size']} bytes with CRC-32 {record['crc32']:08x}, found {size} bytes with "
-                f"CRC-32 {crc32:08x}: the file is damaged or of another save; go on from another checkpoint"
+                f"CRC-32 {crc32:08x}: the file is damaged or belongs to another save; resume from another checkpoint"
             )
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return content

@@ -101,7 +101,7 @@ def _eod(tokenizer: Any, token: str | None) -> int | None:
         return None
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     if token not in vocabulary:
-        raise ValueError(f"--eod {token!r} is no token of the tokenizer")
+        raise ValueError(f"--eod {token!r} is not a token of the tokenizer")
     return vocabulary[token]
 
 

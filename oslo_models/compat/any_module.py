@@ -41,7 +41,7 @@ def initialize_module(model: Any, arguments: Arguments, inputs: Any, world: Axis
         if arguments.pipeline_parallel_size > 1:
             raise ValueError(
                 f"pipeline_parallel_size={arguments.pipeline_parallel_size}: the plan of a {type(model).__name__} is "
-                "derived, and says nothing of blocks; use tensor_parallel_size"
+                "derived and does not name its blocks; use tensor_parallel_size"
             )
         arguments.check({})
         plan = derive_for_model(model, inputs)

@@ -99,7 +99,7 @@ def initialize(
     with agree(world, "dividing the model"):  # on the meta device first, so that an error leaves the model unchanged
         mapping = WeightMapping(cls, model.config, {}, mesh, arguments.blocks_per_stage)
         if differing := sorted(tensors.keys() ^ mapping.state.keys()):
-            raise ValueError(f"the model is not as its configuration makes one; it differs in: {differing}")
+            raise ValueError(f"the model differs from its configuration in: {differing}")
     _shard(model, cls, mesh, arguments)
     apply_sections(sections, model)
     return model
@@ -137,7 +137,7 @@ def check_tp_mapping(mapping: Mapping[Any, Any] | None, model: PreTrainedModel) 
         names = (entry.name,) if isinstance(entry.name, str) else entry.name
         for name in names if type(entry).__name__ != "Update" else ():
             if not any(end.endswith(f".{name}") for end in ends):
-                raise ValueError(f"tp_mapping names {name!r}, which {type(model).__name__} has not")
+                raise ValueError(f"tp_mapping names {name!r}, which {type(model).__name__} lacks")
 
 
 def has_plan(cls: type[Any]) -> bool:
@@ -165,7 +165,7 @@ def zoo_class(model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any
     if not is_full(model) or hasattr(type(model), "tensor_parallel_config"):
         raise RuntimeError(f"this {type(model).__name__} is already sharded: model.deparallelize() makes it full again")
     if hasattr(model, "_engine"):
-        raise RuntimeError(f"this {type(model).__name__} is served by workers: model.cpu() brings its weights back")
+        raise RuntimeError(f"this {type(model).__name__} is served by workers: model.cpu() returns its weights")
     if adapters := list(getattr(model, "peft_config", ())):
         raise ValueError(
             f"the model has the adapters {adapters}: shard it without them and add or load them afterwards, or merge "

@@ -64,7 +64,7 @@ def check_sections(sections: Mapping[str, Mapping[str, Any]], model: Any, tensor
             raise ValueError("contiguous_checkpointing needs partitioned_checkpointing")
     kernels = sections.get(FUSION, {}).get("custom_cuda_kernels") or []
     if "FusedRMSNorm" in kernels and not any("RMSNorm" in name or "T5LayerNorm" in name for name in _layers(model)):
-        raise ValueError(f"custom_cuda_kernels has 'FusedRMSNorm', and a {type(model).__name__} has no such norm")
+        raise ValueError(f"custom_cuda_kernels has 'FusedRMSNorm', but a {type(model).__name__} has no RMS norm")
 
 
 def _layers(model: Any) -> set[str]:

@@ -77,9 +77,7 @@ def parallelize(
     """
     if num_gpus is None:
         if plan is not None or custom_policies is not None:
-            raise ValueError(
-                "plan= and custom_policies= are for num_gpus=, with which this is parallelformers' function"
-            )
+            raise ValueError("plan= and custom_policies= need num_gpus=, which selects parallelformers' function")
         return _parallelize_as_oslo(model, seed=seed, **options)
     policies: tuple[type, ...] = ()
     if custom_policies is not None:
@@ -91,7 +89,7 @@ def parallelize(
         plan.check_ranks(model.config, num_gpus)
     cls = zoo_class(model, plan=plan)
     if unknown := options.keys() - {*_ARGUMENTS, *_SERVING}:
-        raise ValueError(f"parallelize has no arguments {sorted(unknown)}; it may be given {[*_ARGUMENTS, *_SERVING]}")
+        raise ValueError(f"parallelize has no argument {sorted(unknown)}; it may be given {[*_ARGUMENTS, *_SERVING]}")
     _check_processes(fp16, backend, init_method, daemon)
     refuse_layers_of_libraries(model)
     check_not_quantized(

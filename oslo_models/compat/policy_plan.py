@@ -99,7 +99,7 @@ class PlanOfPolicies:
                         divisors = ", ".join(str(n) for n in range(1, split.count + 1) if split.count % n == 0)
                         raise ValueError(
                             f"num_gpus={count} does not divide the {split.count} heads of {name}, as the policy "
-                            f"presumes; use {divisors}"
+                            f"requires; use {divisors}"
                         )
         for policy in self.policies:
             local, full = policy.replace_arguments(config, count), policy.replace_arguments(config, 1)
@@ -162,7 +162,7 @@ class _Block:
                 return path, None
             names = [name for name, _ in self.block.named_parameters()]
             hint = did_you_mean(_path(name), names) or f"; its parameters: {', '.join(names)}"
-            raise ValueError(f"{self.name}: {group} names {name}, which is no tensor of a layer there{hint}")
+            raise ValueError(f"{self.name}: {group} names {name}, which is not a tensor of a layer there{hint}")
         return path, module
 
     def _entry(self, kind: Any, path: str, module: Any, layer: Any, is_attention: bool) -> Replicated:
@@ -195,8 +195,8 @@ class _Block:
             if isinstance(count, int) and count > 0 and size % count == 0:
                 return EvenSplit(count, size // count)
         raise ValueError(
-            f"{self.name}: how many heads the {size} features of {path} belong to is not known: let replace_arguments "
-            "return it, as num_heads of the attention"
+            f"{self.name}: how many heads the {size} features of {path} belong to is unknown: return it from "
+            "replace_arguments, as num_heads of the attention"
         )
 
     def _check_replacement(self, group: str, path: str, layer: Any) -> None:
@@ -209,7 +209,7 @@ class _Block:
                 )
         elif getattr(replacement, "__name__", None) not in _REPLACEMENTS:
             raise ValueError(
-                f"{self.name}: replace={replacement!r} of {path} is not known; use one of {', '.join(_REPLACEMENTS)}"
+                f"{self.name}: replace={replacement!r} of {path} is unknown; use one of {', '.join(_REPLACEMENTS)}"
             )
 
     def _has(self, owner: str, attribute: str) -> bool:

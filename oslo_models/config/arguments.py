@@ -99,7 +99,7 @@ class Arguments:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.share_logits and self.gather_logits is False:
-            raise ValueError("share_logits=True needs logits, which gather_logits=False leaves out; pass one of them")
+            raise ValueError("share_logits=True needs the logits that gather_logits=False leaves out; pass one of them")
         if not isinstance(self.plan, (Plan, type(None))) and not callable(self.plan) and self.plan != "derive":
             raise ValueError(
                 f'plan must be a Plan, a function from a configuration to one or "derive", got {self.plan!r:.100}'
@@ -137,7 +137,7 @@ class Arguments:
         if self.expert_parallel_size > 1 and not plan.has_experts():
             raise ValueError(
                 f"expert_parallel_size={self.expert_parallel_size} is for mixtures of experts, and {cls.__name__} has "
-                "none that can be divided: leave it at 1"
+                "no experts to divide: leave it at 1"
             )
         if (quantization := quantization_of(config)) is not None:
             check_quantization(quantization, self.dequantize)
@@ -145,7 +145,7 @@ class Arguments:
         if size is None:
             return
         if vocab is None or config.get_text_config() is not config:  # a nested vocab_size is not resized
-            raise ValueError(f"resize_token_embeddings={size} was passed, and a {name} has no vocab_size; leave it out")
+            raise ValueError(f"resize_token_embeddings={size} was passed, but a {name} has no vocab_size; leave it out")
         check_size("resize_token_embeddings", size, vocab, "vocab_size=")
 
 
@@ -176,7 +176,7 @@ def _check_quantization_config(config: Any) -> None:
         what = "FqnToConfig" if kind == "FqnToConfig" else "include_input_output_embeddings=True"
         raise ValueError(
             f"TorchAoConfig with {what} is not supported: all linear layers of the blocks are quantised in the same "
-            "way, but for those in modules_to_not_convert"
+            "way, except modules_to_not_convert"
         )
 
 

@@ -61,10 +61,10 @@ def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) 
         try:
             found = Path(snapshot_download(str(name), allow_patterns=["*.json", *patterns], **hub))
         except Exception as error:
-            raise OSError(f"{name} is neither a directory nor a model that the hub gives: {error}") from error
+            raise OSError(f"{name} is neither a directory nor a model on the hub: {error}") from error
         if any(any(found.glob(pattern)) for pattern in patterns):
             return found
-    raise OSError(f"{name} on the hub holds no weights in a format that is read here (safetensors or .bin)")
+    raise OSError(f"{name} on the hub holds no weights in a supported format (safetensors or .bin)")
 
 
 def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> PreTrainedConfig:

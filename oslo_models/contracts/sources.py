@@ -200,4 +200,4 @@ def _version_in(folder: Folder, package: str) -> str:
         is_constant = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
         if is_constant and "__version__" in dict(_bound([statement])):
             return str(statement.value.value)  # type: ignore[attr-defined]
-    raise ValueError(f"{folder} does not tell the version of {package}")
+    raise ValueError(f"{folder} does not state the version of {package}")

@@ -40,7 +40,7 @@ class DatasetBlender(Dataset[Any]):
         self._shares = _shares(self._lengths if weights is None else weights)
         for number, (share, length) in enumerate(zip(self._shares, self._lengths, strict=True)):
             if share and not length:
-                raise ValueError(f"dataset {number} has a weight and no samples; leave it out or give it the weight 0")
+                raise ValueError(f"dataset {number} has a weight but no samples; leave it out or give it the weight 0")
         self._places: tuple[NDArray[Any], NDArray[Any]] | None = None
 
     def _blended(self) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -93,7 +93,7 @@ def _shares(weights: Sequence[float]) -> list[int]:
     except (TypeError, ValueError, OverflowError):  # not a number, NaN, infinity
         exact = []
     if min(exact, default=-1) < 0 or not any(exact):
-        raise ValueError(f"weights={list(weights)} are not numbers of at least 0, one of them more than that")
+        raise ValueError(f"weights={list(weights)} are not numbers of at least 0, at least one of them positive")
     if all(weight.denominator == 1 for weight in exact) and sum(exact) < PRECISION:
         return [int(weight) for weight in exact]
     total = sum(exact)

@@ -172,8 +172,8 @@ class DatasetForCausalLM(Dataset[Any]):
         """
         if state != self.state_dict():
             raise ValueError(
-                f"{self.name} has other samples, or in another order, than the dataset of the saved state: the data, "
-                "the weights, max_seq_length or the seed are different"
+                f"{self.name} has other samples than the dataset of the saved state, or another order: the data, the "
+                "weights, max_seq_length or the seed differ"
             )
 
 

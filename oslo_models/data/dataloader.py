@@ -56,7 +56,7 @@ class InfiniteDataLoader:
             batch = next(self._iterator, _END)
         if batch is _END:
             if self.batches == 0:
-                raise ValueError("the loader gives no batch: its dataset is empty, or too small for a full batch")
+                raise ValueError("the loader has no batch: its dataset is empty, or smaller than a batch")
             self.epoch, self.batches = self.epoch + 1, 0
             self._begin()
             return next(self)

@@ -71,8 +71,8 @@ class IndexedDataset:
         end = last * index.unit + tokens * itemsize
         if size != end:
             raise ValueError(
-                f"{data_path} has {size} bytes, but {index_path} speaks of {end}: it is damaged, cut short or belongs "
-                "to another index; copy both files again, or preprocess the data again"
+                f"{data_path} has {size} bytes, but {index_path} expects {end}: it is damaged, cut short or belongs to "
+                "another index; copy both files again, or preprocess the data again"
             )
         _check_documents(index_path, index, size)
         self.dtype, self.lengths = index.dtype, index.lengths

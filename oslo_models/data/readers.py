@@ -78,8 +78,8 @@ def _texts(
         except ValueError as error:
             message = f"{path}, {name} {number}: {error}"
             if on_error == "stop":
-                raise ValueError(f"{message}; {SKIPPING} leaves such {name}s out") from None
-            warnings.warn(f"left out: {message}", stacklevel=2)
+                raise ValueError(f"{message}; {SKIPPING} skips such {name}s") from None
+            warnings.warn(f"skipped: {message}", stacklevel=2)
         else:
             yield text
 
@@ -88,9 +88,9 @@ def _json_text(key: str, line: bytes) -> str:
     try:
         found = json.loads(_decoded(line.removeprefix(codecs.BOM_UTF8)))
     except RecursionError:
-        raise ValueError("no JSON (nested too deeply)") from None
+        raise ValueError("not JSON (nested too deeply)") from None
     except ValueError as error:
-        raise ValueError(f"no JSON ({error})") from None
+        raise ValueError(f"not JSON ({error})") from None
     if not isinstance(found, dict) or key not in found:
         there = f"its keys are {', '.join(map(repr, found))}" if isinstance(found, dict) else "it is no object"
         raise ValueError(f"no key {key!r}: {there}")
@@ -101,7 +101,7 @@ def _text_of_key(key: str, value: Any) -> str:
     if isinstance(value, UnicodeDecodeError):
         raise value
     if not isinstance(value, str):
-        raise ValueError(f"the value of {key!r} is {type(value).__name__} and not a text")
+        raise ValueError(f"the value of {key!r} is {type(value).__name__} instead of a text")
     return value
 
 
@@ -158,7 +158,7 @@ def _open(path: Path) -> Any:
     if path.suffix not in COMPRESSED:
         return path.open("rb")
     if not path.stat().st_size:
-        raise EOFError("it is empty, which no compressed file is")
+        raise EOFError("it is empty, but a compressed file is not")
     return gzip.open(path) if path.suffix == ".gz" else io.BufferedReader(_ZstdFile(path))
 
 
@@ -256,7 +256,7 @@ def _check_column(path: Path, key: str, schema: Any) -> None:
         "string_view",
         "null",
     ):
-        raise ValueError(f"{path}: the column {key!r} is of type {kind} and not of texts; convert it to string")
+        raise ValueError(f"{path}: the column {key!r} has the type {kind} instead of text; convert it to string")
 
 
 def _values(column: Any) -> list[Any]:
@@ -297,5 +297,5 @@ def texts_of(iterable: Iterable[Any], key: str) -> Iterator[str]:
         text = item.get(key) if isinstance(item, dict) else item
         if not isinstance(text, str):
             of = f" of {key!r}" if isinstance(item, dict) else ""
-            raise ValueError(f"document {number}{of} is {type(text).__name__} and not a text")
+            raise ValueError(f"document {number}{of} is {type(text).__name__} instead of a text")
         yield text

@@ -52,7 +52,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
     ) -> None:
         if mpu is not None:
             if num_replicas is not None or rank is not None:
-                raise ValueError("mpu says num_replicas and rank: give either mpu or these")
+                raise ValueError("mpu states num_replicas and rank: pass either mpu or these")
             num_replicas, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
         distributed = dist.is_available() and dist.is_initialized()
         if num_replicas is None:

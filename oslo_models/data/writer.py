@@ -86,7 +86,7 @@ class Output:
         settings = state.pop("settings")
         if different := sorted(key for key in self._settings if self._settings[key] != settings.get(key)):
             raise ValueError(
-                f"{self.folder} was begun with another {' and '.join(different)}; delete it or pass resume=False to "
+                f"{self.folder} was started with another {' and '.join(different)}; delete it or pass resume=False to "
                 "start over"
             )
         self.progress = Progress(**state)
@@ -104,7 +104,7 @@ class Output:
         path = self.folder / name
         path.touch()
         if path.stat().st_size < size:
-            raise ValueError(f"{path} is shorter than its progress says; delete {self.folder} to start over")
+            raise ValueError(f"{path} is shorter than its record of progress; delete {self.folder} to start over")
         os.truncate(path, size)
         return path.open("ab")
 

@@ -52,13 +52,13 @@ def check_prompt(given: Mapping[str, Any], positions: int | None, skeleton: Call
     if 0 in shape:
         what = "prompts" if shape[0] == 0 else "tokens"
         raise ValueError(
-            f"{name} has no {what}: its shape is {shape}. Pass at least one token for each prompt; to generate from "
-            "nothing, the beginning-of-text token, tokenizer.bos_token_id"
+            f"{name} has no {what}: its shape is {shape}. Pass at least one token for each prompt; to generate without "
+            "a prompt, pass the beginning-of-text token, tokenizer.bos_token_id"
         )
     if isinstance(mask, Tensor) and mask.dim() == 2 and tuple(mask.shape) != shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}, and {name} has {shape}: they have to be equal, with a 1 "
-            "for each token and a 0 for each padding. Without padding, leave the mask out"
+            f"attention_mask has shape {tuple(mask.shape)}, and {name} has {shape}: they have to be equal, with 1 for "
+            "each token and 0 for padding. Without padding, leave the mask out"
         )
     if positions and shape[1] > positions and _has_table(skeleton(), positions):
         raise ValueError(
@@ -89,8 +89,8 @@ def check_importable(method: str, args: tuple[Any, ...], kwargs: Mapping[str, An
         names = _of_script(value)
         if names:
             raise ValueError(
-                f"{name} of {method} cannot be sent to the workers: it has {', '.join(names)} of the script itself "
-                f"({SCRIPT}), which they cannot import. Move it into a module, such as a file beside the script"
+                f"{name} of {method} cannot be sent to the workers: it holds {', '.join(names)} of the script itself "
+                f"({SCRIPT}), which workers cannot import. Move it into a module, such as a file beside the script"
             )
 
 

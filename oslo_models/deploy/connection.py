@@ -61,7 +61,7 @@ class WorkerConnection:
         """Receive the next message.
 
         Raises:
-            EOFError: the other end was closed.
+            EOFError: the other end closed the connection.
         """
         return self._read(int.from_bytes(self._read(_LENGTH_BYTES), "little"))
 
@@ -69,7 +69,7 @@ class WorkerConnection:
         data = b""
         while len(data) < size:  # once, unless a signal interrupts
             if not (more := self._socket.recv(size - len(data), socket.MSG_WAITALL)):
-                raise EOFError("the other end was closed")
+                raise EOFError("the other end closed the connection")
             data += more
         return data
 

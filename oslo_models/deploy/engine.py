@@ -122,7 +122,7 @@ class Engine:
         except (OSError, ValueError):
             if self._loading is executor:  # no thread has closed it: a signal handler raised this
                 raise
-            raise EngineError("the workers were ended while the model was loaded") from None
+            raise EngineError("the workers ended while the model was loaded") from None
 
     def restart(self, restore: Callable[[], object] = lambda: None) -> None:
         """End the workers and start new ones.

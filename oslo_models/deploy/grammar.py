@@ -42,7 +42,7 @@ class Vocabulary:
             ValueError: the tokenizer is slow, or there is no end token.
         """
         if not hasattr(tokenizer, "backend_tokenizer"):
-            raise ValueError(f"structured output needs a fast tokenizer, and {type(tokenizer).__name__} is none")
+            raise ValueError(f"structured output needs a fast tokenizer, and {type(tokenizer).__name__} is not one")
         if not ends:
             raise ValueError("structured output needs a model with an end token (eos_token_id)")
         backend = json.loads(tokenizer.backend_tokenizer.to_str())

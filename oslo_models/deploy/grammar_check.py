@@ -52,7 +52,7 @@ def check_size(kind: str, source: Any) -> None:
     limits = ((size, MOST_BYTES, "bytes"), (depth, MOST_DEPTH, "levels"))
     for found, most, what in (*limits, (rules, MOST_RULES, "rules"), (parts, MOST_PARTS, "parts")):
         if found > most:
-            raise ValueError(f"the {kind} for structured output has {found} {what}, and may have {most}; simplify it")
+            raise ValueError(f"the {kind} for structured output has {found} {what}, more than {most}; simplify it")
 
 
 def _measure(kind: str, source: Any) -> tuple[int, int, int, int]:

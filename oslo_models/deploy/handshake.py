@@ -32,8 +32,8 @@ def check_secret(name: str, secret: object) -> None:
     if not isinstance(secret, str) or len(secret.strip()) < LEAST:
         what = f"{len(secret.strip())} characters" if isinstance(secret, str) else type(secret).__name__
         raise ValueError(
-            f"{name} must be a string of at least {LEAST} characters, equal on all hosts, such as what "
-            f"`openssl rand -hex 32` prints; got {what}"
+            f"{name} must be a string of at least {LEAST} characters, equal on all hosts, such as the output of "
+            f"`openssl rand -hex 32`; got {what}"
         )
 
 
@@ -78,7 +78,8 @@ def connect(address: str | tuple[str, int], secret: str | None) -> socket.socket
             made.close()
         where = f"the socket {address[1:]} of this host" if isinstance(address, str) else ":".join(map(str, address))
         raise ConnectionError(
-            f"the application is not at {where}, as the store of the launcher has it: {error}. Processes on several "
+            f"the application is not at {where}, the address in the store of the launcher: {error}. Processes on "
+            "several "
             "hosts need an equal deploy_secret=; if they have, another program writes to the store"
         ) from error
     return made
@@ -102,7 +103,7 @@ def require_same_user(connected: socket.socket) -> None:
     data = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     if uid != os.geteuid():
-        raise HandshakeError(f"process {pid} of user {uid} is at the other end, and not one of user {os.geteuid()}")
+        raise HandshakeError(f"process {pid} of user {uid} is at the other end, not a process of user {os.geteuid()}")
 
 
 def accept(connected: socket.socket, secret: str) -> None:
@@ -145,7 +146,7 @@ def _handshake(connected: socket.socket, secret: str, address: tuple[str, int], 
         if own == b"accepts":
             connected.sendall(response(own))
     except TimeoutError as error:
-        raise HandshakeError(f"the other end did not prove itself within {TIMEOUT:g} s") from error
+        raise HandshakeError(f"the other end did not authenticate within {TIMEOUT:g} s") from error
     finally:
         connected.settimeout(None)
 
@@ -157,6 +158,6 @@ def _read(connected: socket.socket, deadline: float) -> bytes:
             raise TimeoutError
         connected.settimeout(left)
         if not (more := connected.recv(_SIZE - len(data))):
-            raise HandshakeError("the other end was closed before it had proved itself")
+            raise HandshakeError("the other end closed the connection before it had proved itself")
         data += more
     return data

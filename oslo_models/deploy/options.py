@@ -124,7 +124,7 @@ class DeployOptions:
                 )
             torchrun.spans_hosts(self.deploy_secret)
         if chosen != "process" and (self.master_addr, self.master_port) != (None, None):
-            raise ValueError(f"master_addr and master_port are for workers on this host, not for those of {chosen}")
+            raise ValueError(f"master_addr and master_port are for workers on this host, not for workers of {chosen}")
         if chosen == "process" and 0 < devices < ranks:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
             raise ValueError(

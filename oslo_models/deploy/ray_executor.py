@@ -88,7 +88,7 @@ class RayExecutor:
     def _place(self, count: int, stages: int, resource: str) -> None:
         if not self._group.wait(PLACEMENT_TIMEOUT):
             raise ValueError(
-                f"Ray found no {stages} places with {count // stages} {resource}s on one host each within "
+                f"Ray found no {stages} placements with {count // stages} {resource}s on one host each within "
                 f"{PLACEMENT_TIMEOUT:g} s; "
                 f"the cluster has {ray.cluster_resources().get(resource, 0):g}, of which "
                 f"{ray.available_resources().get(resource, 0):g} are free"
@@ -117,7 +117,7 @@ class RayExecutor:
 
     def _wait_ready(self, timeout: float) -> list[Any]:
         if self._closed.is_set() or not ray.is_initialized():
-            raise OSError("the actors were ended")
+            raise OSError("the actors ended")
         ready, _ = ray.wait(list(self._pending), timeout=timeout)
         return ready
 

@@ -93,7 +93,7 @@ class RemoteModule:
         """Return copies of all full weights in host memory. Raise ``RuntimeError`` without ``gather=True``."""
         _require(gather, "state_dict")
         if args or kwargs:
-            raise TypeError("state_dict of a deployed model takes no argument but gather")
+            raise TypeError("state_dict of a deployed model takes only the argument gather")
         state = FullState(self._engine)
         return dict(state.gather(name for name, held in state.tensors.items() if held.is_saved))
 

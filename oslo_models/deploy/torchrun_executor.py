@@ -68,7 +68,7 @@ def spans_hosts(secret: str | None) -> bool:
         raise ValueError(
             f"the launcher started {world} processes, {local} of them on this host: pass deploy_secret=, a string of "
             f"at least {handshake.LEAST} characters that is equal on all hosts and known to nobody else, such as "
-            "Path('secret').read_text() after `openssl rand -hex 32 > secret`. Without it, whoever reaches "
+            "Path('secret').read_text() after `openssl rand -hex 32 > secret`. Without it, anybody who reaches "
             "MASTER_ADDR:MASTER_PORT could run code in the workers"
         )
     return secret is not None and local != world
@@ -250,7 +250,9 @@ def _launcher_processes(secret: str | None) -> _LauncherProcesses:
             created.append(_LauncherProcesses(secret))
     (others,) = created
     if others.secret != secret:
-        raise ValueError("deploy_secret is not that of the model deployed before, to which the other processes belong")
+        raise ValueError(
+            "deploy_secret differs from the secret of the model deployed before, to which the other processes belong"
+        )
     return others
 
 

@@ -59,7 +59,7 @@ def _verified(rank: int, data: bytes) -> Any:
     signature, pickled = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
     if not hmac.compare_digest(signature, _signature(rank, pickled)):
         raise ForgedObjectError(
-            f"an object that should come from rank {rank} was not signed by it: another program writes"
+            f"an object that should come from rank {rank} was not signed by that rank: another program writes"
         )
     return pickle.loads(pickled)
 

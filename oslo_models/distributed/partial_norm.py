@@ -60,8 +60,8 @@ class PartialNorm(Tensor):
             raise RuntimeError(
                 "the norm of a gradient, or of a tied weight that counts on another stage, was used as a number on one "
                 "pipeline stage: a sum of such norms would lack the other stages. Use model.clip_grad_norm_(...) or "
-                "torch.nn.utils.clip_grad_norm_(model.parameters(), ...), whose norms are those of the full model on "
-                "every stage, or take the norm of what full_tensor() returns"
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), ...), which return the norm of the full model on "
+                "every stage, or take the norm of full_tensor()"
             )
         with torch._C.DisableTorchFunctionSubclass():
             local = self.as_subclass(Tensor)

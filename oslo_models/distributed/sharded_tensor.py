@@ -445,7 +445,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     if torch.is_grad_enabled() and shard.requires_grad:
         return _norm_with_graph(shard, float(order), kwargs)
     if order <= 0:
-        raise ValueError(f"the norm of order {order} of a shard ({shard.sharding}) cannot be put together from parts")
+        raise ValueError(f"the norm of order {order} of a shard ({shard.sharding}) cannot be computed from parts")
     sharding, order = shard.sharding, float(order)
     dtype = kwargs.get("dtype") or shard.dtype
     parts = [torch.linalg.vector_norm(part, order, dtype=dtype) for part in sharding.counted(local_tensor(shard))]
@@ -590,8 +590,8 @@ def _copied(operand: Any, shard: Shard | WeightView) -> Any:
         return operand
     if shard.sharding.layout.overlaps:  # the sum would count copies of an element repeatedly
         raise RuntimeError(
-            f"a tensor with gradients meets a shard ({shard.sharding}) with copies on several ranks: pass what "
-            "full_tensor() returns"
+            f"a tensor with gradients meets a shard ({shard.sharding}) with copies on several ranks: pass its "
+            "full_tensor()"
         )
     return copy_to(shard.sharding.axis, operand)
 
@@ -619,7 +619,8 @@ def _require_one_layout(func: Any, given: Sequence[Any]) -> None:
         if one is two or one.layout == two.layout or not (one.is_part or two.is_part) or computes_in_layer(one):
             continue
         raise RuntimeError(
-            f"{_name(func)} would combine elements of other places: {one} and {two}. Pass what full_tensor() returns"
+            f"{_name(func)} would combine elements of different places: {one} and {two}. Pass the result of "
+            "full_tensor()"
         )
 
 

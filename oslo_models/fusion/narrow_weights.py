@@ -62,15 +62,15 @@ def check_narrow(weights: str, device: torch.device, dtype: torch.dtype, backend
     """Raise ``ValueError`` if ``fuse(weights=...)`` cannot be used with a model."""
     if weights not in DTYPES:
         raise ValueError(
-            f"weights={weights!r} is none of {', '.join(map(repr, DTYPES))}; None keeps those of the model"
+            f"weights={weights!r} is none of {', '.join(map(repr, DTYPES))}; None keeps the model's weights"
         )
     if device.type != "cpu" or backend != "torch":
         raise ValueError(
-            f"weights={weights!r} is for models on a CPU (backend='torch'), and this one is on {device} with "
+            f"weights={weights!r} is for models on a CPU (backend='torch'), but this one is on {device} with "
             f"backend={backend!r}: load it with quantization_config=TorchAoConfig(...)"
         )
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"weights={weights!r} computes in float32, and the model is in {dtype}")
+        raise ValueError(f"weights={weights!r} computes in float32, but the model is in {dtype}")
     if why := why_not():
         raise ValueError(f"weights={weights!r} needs a compiled kernel: {why}")
 

@@ -143,7 +143,9 @@ def choose_backend(backend: str, device: torch.device) -> str:
     if backend == "auto":
         return "torch" if missing["triton"] else "triton"
     if missing.get(backend):
-        raise ValueError(f"backend={backend!r} cannot be used: {missing[backend]}; backend='auto' takes what can")
+        raise ValueError(
+            f"backend={backend!r} cannot be used: {missing[backend]}; backend='auto' picks an available one"
+        )
     return backend
 
 

@@ -82,7 +82,7 @@ class Accelerator(accelerate.Accelerator):
         if self.mesh is not None and self.mesh.dp.ranks != model.mesh.dp.ranks:
             raise ValueError(
                 f"this rank has the replicas {self.mesh.dp.ranks} of one model and {model.mesh.dp.ranks} of another: "
-                "give the models the same tensor_parallel_size and pipeline_parallel_size"
+                "pass the same tensor_parallel_size and pipeline_parallel_size for all models"
             )
         if self.parallel_model is None or not evaluation_mode:
             self.parallel_model = model
@@ -106,7 +106,7 @@ class Accelerator(accelerate.Accelerator):
             what = "parallelism_config" if state.parallelism_config is not None else state.distributed_type.value
             raise ValueError(
                 f"the model is distributed already (tensor_parallel_size={mesh.tp.size}, pipeline_parallel_size="
-                f"{mesh.pp.size}), and accelerate is configured to do that too, by {what}: leave that out, or, with "
+                f"{mesh.pp.size}), and {what} configures accelerate to distribute it again: leave it out, or, with "
                 "both sizes 1, use accelerate's own Accelerator"
             )
 
@@ -175,7 +175,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a data loader with the same batches in the same order on all ranks of a replica."""
         if self.mesh is not None and super().dispatch_batches:
-            raise ValueError("dispatch_batches=True gives another part of a batch to each rank: leave it out")
+            raise ValueError("dispatch_batches=True gives each rank another part of a batch: leave it out")
         if self.mesh is None or getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         sampler = get_sampler(data_loader)

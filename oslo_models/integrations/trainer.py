@@ -75,7 +75,7 @@ class ParallelTrainerMixin(_Base):
             raise TypeError(
                 f"TRL's {of_trl} reads the weight of the LM head, of which this rank has a shard: derive "
                 f"{type(self).__name__} from oslo_models.integrations.SFTTrainer, DPOTrainer or GRPOTrainer, which "
-                "know it, in place of ParallelTrainerMixin"
+                "support this, in place of ParallelTrainerMixin"
             )
 
     @property
@@ -252,7 +252,7 @@ class ParallelTrainerMixin(_Base):
         with agree(self._mesh.world, f"resuming from {folder}"):
             if not _is_complete(folder):
                 raise ValueError(
-                    f"{folder} is no complete checkpoint, as it has no valid {STATE}: the save may have been "
+                    f"{folder} is not a complete checkpoint: it has no valid {STATE}, so the save may have been "
                     "interrupted; resume_from_checkpoint=True takes the last complete one"
                 )
             if not (folder / with_variant(MANIFEST, OPTIMIZER)).is_file():

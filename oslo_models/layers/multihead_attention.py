@@ -62,7 +62,7 @@ class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
                 self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal=True says what attn_mask is: pass attn_mask too")
+            raise RuntimeError("is_causal=True describes attn_mask: pass attn_mask too")
         batched, first = query.dim() == 3, self.batch_first
         with without_override():
             own = self._projected([copy_to(self.tp, x) for x in (query, key, value)])

@@ -31,8 +31,8 @@ class VocabParallel(Replicated):
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         if shape[0] < n:
             raise ValueError(
-                f"a vocabulary of {shape[0]} tokens cannot be sharded over tensor_parallel_size={n} ranks, as some of "
-                f"them would have none: use at most {shape[0]}"
+                f"a vocabulary of {shape[0]} tokens cannot be sharded over tensor_parallel_size={n} ranks, since some "
+                f"ranks would have none: use at most {shape[0]}"
             )
         return Layout.sharded(shape, 0, (EvenSplit(shape[0]),), n)
 

@@ -96,7 +96,7 @@ def _leave(
     if isinstance(output, tuple) and (module.config.output_attentions if wanted is None else wanted):
         raise ValueError(
             f"output_attentions=True of a {type(module).__name__} inside of a tensor-parallel model needs "
-            "return_dict=True: a tuple does not tell which outputs are attention weights"
+            "return_dict=True: a tuple does not show which outputs are attention weights"
         )
     return None
 

@@ -96,7 +96,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     @classmethod
     def plan(cls, config: PreTrainedConfig) -> Plan:
         """Return the sharding plan of the architecture."""
-        raise TypeError(f"{cls.__name__} states no plan")
+        raise TypeError(f"{cls.__name__} has no plan")
 
     @classmethod
     def head_entries(cls, config: PreTrainedConfig) -> Entries:

@@ -97,8 +97,8 @@ def call_with_full_outputs(model: Any, name: str, args: tuple[Any, ...], kwargs:
     """
     if model.is_pipeline_parallelized() and name not in WITHOUT_WEIGHTS:
         raise ValueError(
-            f"{name} cannot run on {model._size('pp')} pipeline stages, through which only calls of the model and "
-            "generate pass: use pipeline_parallel_size=1, and tensor_parallel_size for the memory"
+            f"{name} cannot run on {model._size('pp')} pipeline stages, which support only forward calls and generate: "
+            "use pipeline_parallel_size=1, and tensor_parallel_size for the memory"
         )
     args, kwargs = _on_device(model.mesh.device, args, kwargs)
     model._at(name, steps=1)
@@ -109,8 +109,8 @@ def call_with_full_outputs(model: Any, name: str, args: tuple[Any, ...], kwargs:
         return type(output)(**_gather_fields(model, output, kwargs))
     if isinstance(output, (nn.Module, Iterator, Coroutine)) and output is not model:
         raise TypeError(
-            f"{name} returns a {type(output).__name__}, which cannot be sent to the application; cpu() loads the full "
-            "model there"
+            f"{name} returns a {type(output).__name__}, which cannot be sent to the application; call cpu() to load "
+            "the full model there"
         )
     return tree_map_only(ShardedLogits, lambda logits: logits.full(), output)
 

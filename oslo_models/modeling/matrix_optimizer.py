@@ -55,8 +55,8 @@ def _distribute(params: list[ShardedParameter]) -> list[_Matrix]:
     for param in params:
         if param.sharding.mesh.is_over_replicas(param.sharding.layout):
             raise ValueError(
-                f"{param.sharding.name} is sharded over several replicas, and matrix_optimizer gathers those of one: "
-                "optimize model.expert_parameters() by an optimizer that works element by element, such as AdamW"
+                f"{param.sharding.name} is sharded over several replicas, but matrix_optimizer gathers within one "
+                "replica: give model.expert_parameters() an optimizer that works element by element, such as AdamW"
             )
     loads, owners = [0] * tp.size, {}
     for param in sorted(params, key=lambda param: -_elements(param)):

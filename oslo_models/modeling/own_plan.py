@@ -65,7 +65,7 @@ def _given(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> tuple[Pl
     """
     found = plan(config) if callable(plan) else plan
     if not isinstance(found, Plan):
-        raise ValueError(f"plan={plan!r} returned {found!r:.100} for a {type(config).__name__}, which is no Plan")
+        raise ValueError(f"plan={plan!r} returned {found!r:.100} for a {type(config).__name__}, which is not a Plan")
     prefix = f"{cls.base_model_prefix}."
     names = [*found.blocks, *found.embed, *found.head]
     if prefix == "." or not any(name.startswith(prefix) for name in names):

@@ -20,7 +20,7 @@ def check_combination(settings: Mapping[str, Any] | None, on_the_fly: Any, dequa
     """Raise ``ValueError`` if weights that stay quantised would be quantised again."""
     if settings is not None and on_the_fly is not None and not dequantize:
         raise ValueError(
-            "the weights of the checkpoint are quantised already, and stay so: leave out quantization_config, or pass "
+            "the weights of the checkpoint are already quantised: leave out quantization_config, or pass "
             "dequantize=True to quantise them again in its way"
         )
 
@@ -41,8 +41,8 @@ def packing_reader(
     linear = _linear_layers(mapping, reader.weights, key_mapping)
     if others := [name for name in reader.weights if name not in linear]:
         raise ValueError(
-            f"{others[0]} in {reader.directory} is quantised and is not the weight of a linear layer (of experts, the "
-            "model stacks the weights), so it cannot stay so: pass dequantize=True to load plain weights"
+            f"{others[0]} in {reader.directory} is quantised but is not the weight of a linear layer (the model stacks "
+            "the weights of experts), so it cannot stay quantised: pass dequantize=True to load plain weights"
         )
     computed = str(settings.get("bnb_4bit_compute_dtype") or "").removeprefix("torch.")
     compute_dtype = getattr(torch, computed) if computed else None

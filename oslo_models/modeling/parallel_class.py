@@ -26,7 +26,7 @@ def parallel_class(cls: type[Any], plan: PlanLike) -> Any:
         ValueError: ``cls`` is not a subclass of ``PreTrainedModel``, or ``plan`` is not a plan.
     """
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        raise ValueError(f"a parallel class is made of a subclass of transformers' PreTrainedModel, not of {cls!r}")
+        raise ValueError(f"a parallel class needs a subclass of transformers' PreTrainedModel, not {cls!r}")
     if plan == "derive":
         if issubclass(cls, ParallelModel):
             return cls  # the class already has a plan

@@ -68,8 +68,8 @@ def _require_no_parameters(path: str, module: nn.Module) -> None:
     if own and inner and not isinstance(inner[0], VocabParallelEmbedding):
         raise RuntimeError(
             f"{path} is now a {type(module).__module__}.{type(module).__qualname__} with parameters of its own "
-            f"({own[0]}) around a sharded layer, whose features are divided over the ranks: nothing would combine what "
-            "the ranks compute with them. Use an adapter of peft (get_peft_model), wrap a whole block, or use "
+            f"({own[0]}) around a sharded layer, whose features are divided over the ranks: their results would stay "
+            "separate on each rank. Use an adapter of peft (get_peft_model), wrap a whole block, or use "
             "tensor_parallel_size=1 (pipeline stages may remain)"
         )
 

@@ -176,7 +176,7 @@ class SavableModel(PreTrainedModel):
             return None
         if self.is_model_parallelized():
             raise RuntimeError(
-                "this rank holds a part of the model only: call save_pretrained_with_parallel(directory) on every "
+                "this rank holds only a part of the model: call save_pretrained_with_parallel(directory) on every "
                 "rank, with save_with_merging=True for a checkpoint that transformers loads"
             )
         return super().save_pretrained(*args, **kwargs)

@@ -300,8 +300,8 @@ def _refuse_deepspeed() -> None:
     """Raise ``ValueError`` if a ``DeepSpeedEngine`` is being constructed around experts over replicas."""
     if object_under_construction("DeepSpeedEngine") is not None:
         raise ValueError(
-            "DeepSpeed would broadcast and average the experts of this model, which are different ones on each "
-            "replica: use an expert_parallel_size that divides tensor_parallel_size, or DistributedDataParallel"
+            "DeepSpeed would broadcast and average the experts of this model, but each replica has different experts: "
+            "use an expert_parallel_size that divides tensor_parallel_size, or DistributedDataParallel"
         )
 
 

@@ -32,7 +32,7 @@ class DenseExperts(Experts):
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         if self.groups > n:
             raise ValueError(
-                f"expert_parallel_size={self.groups} sends tokens to the experts of other replicas, and each of these "
+                f"expert_parallel_size={self.groups} sends tokens to the experts of other replicas, but each of these "
                 f"experts computes every token: use at most tensor_parallel_size={n}"
             )
         return super().layout(leaf, shape, n)

@@ -164,8 +164,8 @@ class GlobalMeanLoss(TorchFunctionMode):
         )
         if counted not in self._replay or weight is not None or (lengths and func is not F.ctc_loss):
             raise ValueError(
-                f"{self._name} computes {func.__name__} of targets that are not made of its labels alone, so the share "
-                "of a micro-batch in the loss of the batch is not known: call model.set_micro_batch_size with the "
+                f"{self._name} computes {func.__name__} of targets that depend on more than its labels, so the share "
+                "of a micro-batch in the loss of the batch is unknown: call model.set_micro_batch_size with the "
                 "rows of the batch"
             )
         full = self._replay[counted]

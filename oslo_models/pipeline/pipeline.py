@@ -131,8 +131,8 @@ class Pipeline:
         if self.runner.abandoned:
             self.runner.abandoned = False
             raise RuntimeError(
-                "the loop over the micro-batches of the last batch was left before its end, so its gradients are of no "
-                "use: set them to zero and go on with another batch"
+                "the loop over the micro-batches of the last batch was left before its end, so its gradients are "
+                "incomplete: set them to zero and continue with another batch"
             )
         self.mesh.world.set_phase(f"beginning of the loop over micro-batches, stage {self.stage.index}", steps=1)
         deepspeed = DeepSpeedAdapter.find(self.model)

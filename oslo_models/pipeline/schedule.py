@@ -203,7 +203,7 @@ class Schedule:
     def _backward(self, i: int, grad: Tensor) -> None:
         """Receive, run and send the backward of micro-batch ``i``. ``grad`` is the gradient of its loss."""
         if i != self.backwards:
-            raise RuntimeError(f"backward of micro-batch {i} was called, and that of {self.backwards} is next")
+            raise RuntimeError(f"backward of micro-batch {i} was called, but micro-batch {self.backwards} is next")
         self._set_phase(f"backward of micro-batch {i}")
         micro_batch = self.in_flight.pop(i)
         outputs: list[Tensor] = list(micro_batch.outgoing.values())
@@ -326,8 +326,8 @@ class Schedule:
         self.runner.abandoned = bool(gave_up)
         if gave_up and not abandoned:
             raise OtherStageError(
-                f"stage {gave_up} left the loop over micro-batches before its end; the gradients of this batch are of "
-                "no use: set them to zero and go on with another batch"
+                f"stage {gave_up} left the loop over micro-batches before its end; the gradients of this batch are "
+                "incomplete: set them to zero and continue with another batch"
             )
 
     @staticmethod

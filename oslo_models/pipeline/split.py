@@ -69,9 +69,9 @@ def split_stage(
     stacks = _stacks(plan, prefix, blocks, stage_of, index)
     if not all(stack.name for stack in stacks) and "labels" in inspect.signature(type(model).forward).parameters:
         raise ValueError(
-            f"pipeline_parallel_size={count}: the blocks of {type(model).__name__} are not inside of a base model, "
-            "whose first output would be the hidden states that stages exchange. Put the modules before the head into "
-            "a model of their own, with base_model_prefix as the name of its attribute, as transformers does"
+            f"pipeline_parallel_size={count}: the blocks of {type(model).__name__} are not inside a base model that "
+            "returns hidden states. Put the modules before the head into a base model, and name its attribute in "
+            "base_model_prefix, as transformers does"
         )
     for each in stacks:
         hidden_size(model, each.blocks)  # raises if the size is unknown
@@ -129,14 +129,14 @@ def _check_starts(name: str, starts: Sequence[int], count: int, blocks_per_stage
     if count > len(starts):
         raise ValueError(
             f"pipeline_parallel_size={count}: a stage of {name} can only begin with block "
-            f"{' or '.join(map(str, starts))}, as the others read what the block before them has computed; use "
+            f"{' or '.join(map(str, starts))}, since the others read results of the block before them; use "
             f"{f'1 to {len(starts)}' if len(starts) > 1 else 1}"
         )
     firsts = [] if blocks_per_stage is None else [sum(blocks_per_stage[:stage]) for stage in range(count)]
     if wrong := sorted({*firsts} - {*starts}):
         raise ValueError(
             f"blocks_per_stage={list(blocks_per_stage or ())}: a stage would begin with block {wrong[0]} of {name}, "
-            f"which reads what the block before it has computed; let stages begin with some of the blocks {starts}"
+            f"which reads results of the block before it; let stages begin with some of the blocks {starts}"
         )
 
 

@@ -132,6 +132,6 @@ def hidden_size(model: Any, blocks: str) -> int:
     if found is None:
         raise ValueError(
             f"pipeline stages need the width of hidden states, and {type(model.config).__name__} has no hidden_size: "
-            'add attribute_map = {"hidden_size": ...} to it, with the name that it has there'
+            'add attribute_map = {"hidden_size": ...} to it, with the name of its width'
         )
     return int(found)

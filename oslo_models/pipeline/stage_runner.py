@@ -115,8 +115,8 @@ class StageRunner:
             wanted = getattr(self.model.config, "output_router_logits", False)
         if wanted and not self.stage.records_routers:
             raise ValueError(
-                f"output_router_logits=True: the auxiliary loss of {type(self.model).__name__} would lack the routers "
-                "of the other pipeline stages; use pipeline_parallel_size=1, or leave it out"
+                f"output_router_logits=True: the auxiliary loss of {type(self.model).__name__} would leave out the "
+                "routers of the other pipeline stages; use pipeline_parallel_size=1, or leave it out"
             )
         if wanted and not self._routers:
             raise ValueError(
@@ -124,8 +124,8 @@ class StageRunner:
             )
         if wanted and given:
             raise ValueError(
-                "output_router_logits=True with encoder_outputs: on pipeline stages, the auxiliary loss would lack the "
-                "routers of the encoder; leave one of them out"
+                "output_router_logits=True with encoder_outputs: on pipeline stages, the auxiliary loss would leave "
+                "out the routers of the encoder; leave one of them out"
             )
         last = len(self.stage.stacks) + len(self._returned) + stage
         return [*started, *self._returned, *(number for number in self._routers if wanted and number <= last)]

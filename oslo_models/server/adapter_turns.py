@@ -75,7 +75,7 @@ class AdapterTurns:
             if not call.begun:
                 self._waiting.remove(call)
                 self._admit()
-                raise CallCancelled("nobody waits for the answer")
+                raise CallCancelled("the client has left")
 
     def _admit(self) -> None:
         """Start the next calls. The caller holds the lock."""

@@ -22,16 +22,16 @@ def parse_adapters(given: Sequence[str], models: Sequence[str]) -> dict[str, Pat
         FileNotFoundError: a directory has no adapter saved by ``peft``.
     """
     if given and len(models) > 1:
-        raise ValueError(f"--adapter is for a server of one model, not of {len(models)}: start a server for each")
+        raise ValueError(f"--adapter needs a server of one model, not of {len(models)}: start a server for each model")
     found: dict[str, Path] = {}
     for each in given:
         name, separator, path = each.partition("=")
         if not (name and separator and path):
-            raise ValueError(f"--adapter {each}: give it as NAME=PATH")
+            raise ValueError(f"--adapter {each}: pass it as NAME=PATH")
         if name in found or name in models:
-            raise ValueError(f"--adapter {each}: the name {name!r} is taken; requests choose by it, so use another")
+            raise ValueError(f"--adapter {each}: the name {name!r} is taken; requests choose by name, so use another")
         if not (Path(path) / "adapter_config.json").is_file():
-            raise FileNotFoundError(f"--adapter {each}: {path} is no directory with the adapter_config.json of peft")
+            raise FileNotFoundError(f"--adapter {each}: {path} is not a directory with the adapter_config.json of peft")
         found[name] = Path(path)
     return found
 
@@ -61,13 +61,13 @@ def _check_adapter(kind: type[Any], config: Any, folder: Path) -> None:
     adapter: Any = PeftConfig.from_pretrained(str(folder))
     if adapter.peft_type != PeftType.LORA:
         raise ValueError(
-            f"it is of the kind {adapter.peft_type.value}; LoRA can be chosen by request. Merge it instead"
+            f"it has the type {adapter.peft_type.value}, but requests can choose LoRA only. Merge it instead"
         )
     weights = load_peft_weights(str(folder), device="cpu")
     if others := sorted(name for name in weights if "lora_" not in name):
         raise ValueError(
-            f"it has {others[0]}, which would stay in the model for requests of others (modules_to_save, bias=, saved "
-            "embeddings); train it without that, or merge it and serve the result"
+            f"it has {others[0]}, which would stay in the model for other requests (modules_to_save, bias=, saved "
+            "embeddings); train it without them, or merge it and serve the result"
         )
     with torch.device("meta"):
         model = kind._from_config(copy.deepcopy(config))

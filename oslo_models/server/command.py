@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     secret = None if args.deploy_secret_file is None else Path(args.deploy_secret_file).read_text().strip()
     adapters = parse_adapters(args.adapter, args.models)
     if len(set(args.models)) < len(args.models):
-        raise ValueError(f"the same model is named twice: {', '.join(args.models)}")
+        raise ValueError(f"a model is named twice: {', '.join(args.models)}")
     if adapters:
         config = _config_of(args.models[0])
         check_adapters(_kind(config, args).class_for(config), config, adapters)

@@ -56,7 +56,7 @@ def read_embedding_config(name: str, pooling: str | None = None) -> EmbeddingCon
     kinds = {str(module.get("type")).rpartition(".")[2]: module for module in modules}
     if pooling is None and (unknown := sorted(set(kinds) - set(_MODULES))):
         raise ValueError(
-            f"{name}: modules.json has {', '.join(unknown)}, which the server does not compute; pass a pooling for "
+            f"{name}: modules.json has {', '.join(unknown)}, which the server does not support; pass a pooling for "
             "vectors without it"
         )
     stated = _read(name, f"{kinds.get('Pooling', {}).get('path', '1_Pooling')}/config.json")
@@ -82,7 +82,7 @@ def _pooling(name: str, stated: dict[str, Any]) -> str:
     found = [_MODES.get(mode, {"lasttoken": "last"}.get(mode, mode)) for mode in modes] or ["mean"]
     if len(found) > 1 or found[0] not in POOLINGS:
         raise ValueError(
-            f"{name}: its pooling is {' with '.join(modes)}, which the server does not compute; pass one of "
+            f"{name}: its pooling is {' with '.join(modes)}, which the server does not support; pass one of "
             f"{', '.join(POOLINGS)} for other vectors"
         )
     return found[0]

@@ -55,7 +55,9 @@ class GenerationDefaults:
         self._config = config
         for name, neutral in _REFUSED.items():
             if (value := self._value(name)) is not None and value not in neutral:
-                raise ValueError(f"the model's generation_config has {name}={value!r}, which the server cannot do")
+                raise ValueError(
+                    f"the model's generation_config has {name}={value!r}, which the server does not support"
+                )
         self._replaced = {name: value for name, value in _REPLACED.items() if self._value(name) not in (None, value)}
         stops = self._value("stop_strings") or []
         self.stops = [stops] if isinstance(stops, str) else list(stops)

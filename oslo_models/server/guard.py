@@ -76,8 +76,8 @@ def require_sendable(api_key: str | None) -> None:
     """Raise ``ValueError`` for a key that is empty or cannot be sent in a header. The message omits the key."""
     if api_key is not None and not (isinstance(api_key, str) and api_key.strip()):
         raise ValueError(
-            "the API key is empty, so that everybody could use the server: pass a key (a file or variable that it is "
-            "from may be empty or missing), or none at all for a server that is open on purpose"
+            "the API key is empty, which would open the server to everybody: pass a key (its file or variable may be "
+            "empty or missing), or pass none for an open server"
         )
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
         raise ValueError("the API key has characters other than printable ASCII without spaces, such as a line's end")
@@ -130,7 +130,7 @@ class Guard:
         """Raise for a request that the access rules forbid."""
         host = re.sub(r":\d*$", "", headers.get(b"host", "")).strip("[]").lower()
         if self._hosts is not None and host not in self._hosts and scope["path"] not in PROBES:
-            raise RequestError(400, "this server is not called so; it has --allowed-hosts for names like that", "host")
+            raise RequestError(400, "this server does not have this name; --allowed-hosts adds names", "host")
         if self.access.api_keys is None:
             if scope["path"] not in PROBES:
                 self._check_origin(host, headers)

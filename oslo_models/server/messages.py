@@ -45,13 +45,13 @@ def _content(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"{place} is {type(content).__name__} and neither a text nor a list of parts")
+        raise ValueError(f"{place} is {type(content).__name__}, neither a text nor a list of parts")
     texts = []
     for part in content:
         if isinstance(part, dict) and part.get("type") not in _TEXT:
             raise ValueError(f"{place} of type {part['type']!r} is not supported; this server takes text")
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise ValueError(f"{place} has a part that is no text")
+            raise ValueError(f"{place} has a part that is not text")
         texts.append(part["text"])
     return " ".join(texts)
 
@@ -67,8 +67,8 @@ def _call(call: Any, place: str) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place}.function.arguments is no JSON ({error})") from None
+            raise ValueError(f"{place}.function.arguments is not JSON ({error})") from None
     if not isinstance(arguments, dict):
-        raise ValueError(f"{place}.function.arguments is no JSON object")
+        raise ValueError(f"{place}.function.arguments is not a JSON object")
     function["arguments"] = arguments
     return dict(made)

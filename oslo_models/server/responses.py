@@ -71,7 +71,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         kinds = ("input_text", "output_text", "text")
         if not all(isinstance(part, dict) and part.get("type") in kinds for part in content):
-            raise ValueError("input: the content of a message is text; other kinds are not supported by this server")
+            raise ValueError("input: this server supports text as the content of a message")
         content = [{"type": "text", "text": part.get("text")} for part in content]
     return {"role": item.get("role"), "content": content}
 

@@ -95,7 +95,7 @@ class Request(BaseModel):
     @classmethod
     def _without_no_ops(cls, body: Any) -> Any:
         if isinstance(body, dict) and len(body) > len(cls.model_fields) + len(_NO_OPS) + FEW:
-            raise ValueError(f"the body has {len(body)} fields, and this server knows {len(cls.model_fields)} of them")
+            raise ValueError(f"the body has {len(body)} fields, but this server has {len(cls.model_fields)} fields")
         _require_text(body)
         if not isinstance(body, dict):
             return body
@@ -187,7 +187,7 @@ def _require_text(body: Any) -> None:
             left += [(place, item) for item in value]
         elif isinstance(value, str) and not _is_text(value):
             where = f"the value of {place!r}" if isinstance(place, str) and _is_text(place) else "a key"
-            raise ValueError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff by itself), which is no text")
+            raise ValueError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff alone), which is not text")
 
 
 def _is_text(value: str) -> bool:
@@ -268,7 +268,7 @@ class ChatRequest(Generation):
                 raise ValueError(f"tool_choice names no tool of the request; it has {names}")
             return str(wanted)
         if wanted != "required" or not names:
-            raise ValueError("tool_choice is none of none, auto, required (with tools) and {function: {name: ...}}")
+            raise ValueError("tool_choice must be none, auto, required (with tools) or {function: {name: ...}}")
         return ""
 
     @property
@@ -290,7 +290,7 @@ class ChatRequest(Generation):
             raise ValueError("this model has no chat template; use /v1/completions")
         reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"enable_thinking"}
         if taken := sorted(reserved & set(self.chat_template_kwargs)):
-            raise ValueError(f"chat_template_kwargs cannot set {taken}; it has variables of the template")
+            raise ValueError(f"chat_template_kwargs cannot set {taken}; it sets variables of the template")
         messages = template_messages(self.messages, tokenizer.chat_template)
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message needs add_generation_prompt=false")
@@ -300,7 +300,7 @@ class ChatRequest(Generation):
             encoded = tokenizer.apply_chat_template(messages, **options, **self.chat_template_kwargs)
         except (LookupError, TypeError, AttributeError) as error:
             # templates raise these errors for messages that they do not expect
-            raise ValueError(f"messages: the chat template cannot write them ({error})") from error
+            raise ValueError(f"messages: the chat template failed ({error})") from error
         return [encoded["input_ids"]]
 
     @property

@@ -139,7 +139,7 @@ class Service:
             raise RequestError(404, message, "model_not_found", "model")
         if generates not in (None, served.generates):
             does = "generates text" if served.generates else "makes embeddings"
-            raise RequestError(400, f"the model {served.name!r} {does}, and nothing else", None, "model")
+            raise RequestError(400, f"the model {served.name!r} only {does}", None, "model")
         return served
 
     async def _respond(self, request: CompletionRequest | ChatRequest) -> Response:

@@ -21,7 +21,7 @@ def of_format(wanted: dict[str, Any] | None) -> list[tuple[str, Any]]:
     schema = schema if schema is not None else wanted.get("schema")
     if kind == "json_schema" and isinstance(schema, dict):
         return [("json", schema)]
-    raise ValueError("response_format: its type is none of text, json_object and json_schema, or it has no schema")
+    raise ValueError("response_format: its type must be text, json_object or json_schema, with a schema")
 
 
 def of_structured(wanted: dict[str, Any] | None) -> list[tuple[str, Any]]:

@@ -112,7 +112,7 @@ class TokenReader:
 
     def put(self, value: torch.Tensor | Scored) -> None:
         if self._cancellation.cancelled:
-            raise CallCancelled("nobody waits for the answer")
+            raise CallCancelled("the client has left")
         if self.waiting:
             self.waiting = False
             self._source.metrics.observe("queue_seconds", time.monotonic() - self._times[0])
@@ -122,7 +122,7 @@ class TokenReader:
             self._source.metrics.observe("time_to_first_token_seconds", self._times[1] - self._times[0])
         tokens = [value.token] if isinstance(value, Scored) else value.tolist()
         if len(tokens) > 1:
-            raise RuntimeError(f"an answer is one row of tokens, and the call computes {len(tokens)} rows")
+            raise RuntimeError(f"an answer is one row of tokens, but the call computes {len(tokens)} rows")
         for token in tokens:
             self._tokens += 1
             if token in self._job.stop_tokens:

@@ -97,8 +97,8 @@ def check_groups(groups: int, experts: int, n: int) -> None:
         raise ValueError(f"expert_parallel_size={groups} is more than {experts}, the number of experts")
     if groups > n:
         raise ValueError(
-            f"expert_parallel_size={groups} divides experts over the ranks of several replicas, and no token is sent "
-            f"to other replicas by layers of this kind: use at most tensor_parallel_size={n}"
+            f"expert_parallel_size={groups} divides experts over the ranks of several replicas, but layers of this "
+            f"kind send no token to other replicas: use at most tensor_parallel_size={n}"
         )
 
 

@@ -131,7 +131,7 @@ def test_optimizer_state_of_another_mesh_is_rejected(pool: Pool, tmp_path: Path)
     for sizes in ((1, 2), (1, 1)):
         for error in pool.run(2, load_at, tmp_path, *sizes, expect=ValueError):
             assert "tensor_parallel_size=2, pipeline_parallel_size=1 and 1 replicas" in str(error)
-            assert "go on with the sizes of before" in str(error)
+            assert "keep the earlier sizes" in str(error)
 
 
 def damage_on_one_rank(folder: Path) -> None:

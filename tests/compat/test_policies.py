@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "unknown sum": (
         policy(NotePolicy, mlp_out=lambda: [linear("down", replace=torch.nn.Linear)]),
-        "is not known; use one of AllReduceLinear, AllReduceConv1D",
+        "is unknown; use one of AllReduceLinear, AllReduceConv1D",
     ),
     "no sum": (policy(LouderPolicy, attn_out=lambda: [linear("attention.out")]), "give AllReduceLinear or"),
     "reversed": (

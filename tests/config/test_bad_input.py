@@ -339,7 +339,7 @@ def test_mismatched_shapes_are_rejected_unless_ignored(pool: Pool, saved: Path) 
     [
         ("/no/such/directory", "there is no directory /no/such/directory"),
         ("./nowhere", "there is no directory"),
-        ("no-such-model", "neither a directory nor a model that the hub gives"),
+        ("no-such-model", "neither a directory nor a model on the hub"),
     ],
 )
 def test_missing_checkpoint_is_named(pool: Pool, name: str, message: str) -> None:

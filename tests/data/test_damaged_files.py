@@ -88,7 +88,7 @@ def test_columns_that_are_no_texts_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     for column in ([b"x"], [1], [["x"]], [{"a": "x"}]):
         parquet.write_table(pyarrow.table({"text": column}), path)
-        with pytest.raises(ValueError, match=r"column 'text' is of type .* not of texts"):
+        with pytest.raises(ValueError, match=r"column 'text' has the type .* instead of text"):
             read(path, on_error="skip")
     for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())):
         parquet.write_table(pyarrow.table({"text": pyarrow.array(["a", "b"], kind)}), path)
@@ -102,11 +102,11 @@ RECORDS: dict[str, tuple[str, bytes, str]] = {
     "a surrogate in bytes": (
         ".jsonl",
         b'{"text": "a\\n"}\n{"text": "\xed\xa0\x80"}\n{"text": "c\\n"}\n',
-        "line 2: no JSON",
+        "line 2: not JSON",
     ),
-    "deep JSON": (".jsonl", b'{"text": "a\\n"}\n' + DEEP + b'\n{"text": "c\\n"}\n', "line 2: no JSON"),
-    "a cut line": (".jsonl", b'{"text": "a\\n"}\n{"text": "c\\n"}\n{"text": "d', "line 3: no JSON"),
-    "a long number": (".jsonl", b'{"text": "a\\n"}\n{"n": ' + b"9" * 9999 + b'}\n{"text": "c\\n"}', "line 2: no JSON"),
+    "deep JSON": (".jsonl", b'{"text": "a\\n"}\n' + DEEP + b'\n{"text": "c\\n"}\n', "line 2: not JSON"),
+    "a cut line": (".jsonl", b'{"text": "a\\n"}\n{"text": "c\\n"}\n{"text": "d', "line 3: not JSON"),
+    "a long number": (".jsonl", b'{"text": "a\\n"}\n{"n": ' + b"9" * 9999 + b'}\n{"text": "c\\n"}', "line 2: not JSON"),
 }
 
 
@@ -115,9 +115,9 @@ def test_records_that_cannot_be_read_are_named_and_can_be_skipped(what: str, tmp
     ending, data, message = RECORDS[what]
     path = tmp_path / f"a{ending}"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=f"a{ending}, {message}.*on_error='skip' leaves such lines out"):
+    with pytest.raises(ValueError, match=f"a{ending}, {message}.*on_error='skip' skips such lines"):
         read(path)
-    with pytest.warns(UserWarning, match=f"left out: .*a{ending}, {message}"):
+    with pytest.warns(UserWarning, match=f"skipped: .*a{ending}, {message}"):
         assert read(path, on_error="skip") == ["a\n", "c\n"]
 
 

@@ -206,11 +206,11 @@ def test_preprocess_reads_rows_and_hugging_face_datasets(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "x"', "no JSON"),
+        ('{"text": "x"', "not JSON"),
         ('{"texts": "x", "n": 1}', "no key 'text': its keys are 'texts', 'n'"),
         ('["text"]', "no key 'text': it is no object"),
         ('{"text": 3}', "the value of 'text' is int"),
-        (b'{"text": "\xff"}', "no JSON"),
+        (b'{"text": "\xff"}', "not JSON"),
     ],
 )
 def test_bad_jsonl_line_is_named(line: str | bytes, message: str, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_bad_jsonl_line_is_named(line: str | bytes, message: str, tmp_path: Path
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n' + bad + b'\n{"text": "b"}\n')
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 3: {message}.*on_error='skip'"):
         list(DatasetPreprocessor.open_jsonl(tmp_path / "a.jsonl", "text"))
-    with pytest.warns(UserWarning, match=rf"left out: .*a\.jsonl, line 3: {message}"):
+    with pytest.warns(UserWarning, match=rf"skipped: .*a\.jsonl, line 3: {message}"):
         assert list(open_jsonl(tmp_path / "a", "text", on_error="skip")) == ["a", "b"]
 
 
@@ -321,9 +321,9 @@ def test_preprocess_rejects_resuming_with_other_arguments(tmp_path: Path) -> Non
             ValueError, match=r"a\.partial holds the first \d+ documents of another input.*resume=False"
         ):
             made.preprocess(changed, name, 0)
-    with pytest.raises(ValueError, match="begun with another dtype and eod"):
+    with pytest.raises(ValueError, match="started with another dtype and eod"):
         DatasetPreprocessor(tokenizer(), eod_token_id=5, num_workers=0, dtype="int32").preprocess(others, name, 0)
-    with pytest.raises(ValueError, match="begun with another tokenizer"):
+    with pytest.raises(ValueError, match="started with another tokenizer"):
         DatasetPreprocessor(tokenizer(vocabulary=400), num_workers=0).preprocess(others, name, 0)
     assert not name.with_suffix(".idx").exists()
     made.preprocess(others, name, 0)

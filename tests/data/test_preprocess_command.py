@@ -28,14 +28,14 @@ def test_preprocess_command_writes_a_dataset(folder: Path, capsys: pytest.Captur
     common = ["preprocess", *inputs, "-o", str(folder / "out")]
     assert cli.main([*common, "-t", str(folder / "tokenizer")]) == 2
     error = capsys.readouterr().err
-    assert "a.jsonl, line 2: no JSON" in error and "Traceback" not in error
+    assert "a.jsonl, line 2: not JSON" in error and "Traceback" not in error
     assert not (folder / "out.idx").exists()
     for name, eod in (("tokenizer", []), ("tokenizer/tokenizer.json", ["--eod", "self"])):
         command = [*common, "-t", str(folder / name), "--skip-malformed", "--restart", "--chunk-size", "2", *eod]
         assert cli.main(command) == 0
         shown = capsys.readouterr()
-        left_out = [line for line in shown.err.splitlines() if "left out: " in line]
-        assert len(left_out) == 1 and "a.jsonl, line 2: no JSON" in left_out[0] and "UserWarning" not in shown.err
+        left_out = [line for line in shown.err.splitlines() if "skipped: " in line]
+        assert len(left_out) == 1 and "a.jsonl, line 2: not JSON" in left_out[0] and "UserWarning" not in shown.err
         texts = ["def one", "", "return two", "three\n", "\n", "four"]
         right = expected(texts, tokenizer(), tokenizer().get_vocab()["self"] if eod else 0)
         assert [found.tolist() for found in IndexedDataset(folder / "out")] == right

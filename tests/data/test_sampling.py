@@ -258,7 +258,7 @@ def test_infinite_loader_resumes_without_loading_past_samples() -> None:
 
 def test_infinite_loader_rejects_an_empty_loader() -> None:
     for loader in (DataLoader([], 2), DataLoader([1], 2, drop_last=True), []):
-        with pytest.raises(ValueError, match="gives no batch"):
+        with pytest.raises(ValueError, match="has no batch"):
             next(InfiniteDataLoader(loader))
 
 

@@ -329,7 +329,7 @@ def test_a_handshake_ends_in_time_whatever_trickles_in(monkeypatch: pytest.Monke
         threading.Thread(target=trickle, daemon=True).start()
         accepted, _ = listener.accept()
         began = time.monotonic()
-        with pytest.raises(handshake.HandshakeError, match="did not prove itself"):
+        with pytest.raises(handshake.HandshakeError, match="did not authenticate"):
             handshake.accept(accepted, SECRET)
         assert time.monotonic() - began < 2
 

@@ -389,6 +389,6 @@ def test_channel_is_read_in_order_and_settles(tmp_path: Path) -> None:
     assert read == steps
     leader.publish(Step(1))
     assert not leader.settles(0.05)
-    with pytest.raises(ValueError, match="longer than"):
+    with pytest.raises(ValueError, match="exceeds the"):
         follower.receive()
         leader.publish(Step(1, tokens=list(range(1000))))

@@ -113,7 +113,7 @@ def test_unsupported_parallelformers_arguments_are_rejected() -> None:
     model = hf.GPT2Model(zoo.config("gpt2"))
     for options, message in (
         ({"num_gpus": 7}, "tensor_parallel_size=7 is more than num_attention_heads=6"),
-        ({"num_gpus": 2, "colour": "red"}, r"parallelize has no arguments \['colour'\]"),
+        ({"num_gpus": 2, "colour": "red"}, r"parallelize has no argument \['colour'\]"),
         ({"num_gpus": 2, "backend": "mpi"}, "backend='mpi': .* workers use 'gloo'"),
         ({"num_gpus": 2, "init_method": "fork"}, "fresh processes"),
         ({"num_gpus": 2, "daemon": False}, "end with the application"),

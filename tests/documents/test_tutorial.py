@@ -254,7 +254,7 @@ def test_architectures_of_the_tutorial_match_one_process(pool: Pool, seed: int) 
         ({"kernel_fusion": {"colour": "red"}}, r"unknown keys \['kernel_fusion.colour'\]; kernel_fusion may have"),
         ({"kernel_fusion": {"enable": 1}}, "kernel_fusion.enable must be true or false, got 1"),
         ({"kernel_fusion": {"custom_cuda_kernels": ["Fast"]}}, r"must be a list of \['FusedNoRepeatNGram'"),
-        ({"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"]}}, "a GPT2Model has no such norm"),
+        ({"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"]}}, "a GPT2Model has no RMS norm"),
         ({"activation_checkpointing": {"partitioned_checkpointing": True}}, "needs a tensor_parallel_size of at"),
         ({"activation_checkpointing": {"contiguous_checkpointing": True}}, "needs partitioned_checkpointing"),
         ({"model_parallelism": {"enable": "yes"}}, "enable must be true or false"),

@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a parameter of a layer": (
         lambda: peft.LoraConfig(target_modules=[], target_parameters=["q_proj.weight"]),
-        "those of stacked experts, and .*q_proj is a .*: name it in target_modules",
+        "name stacked experts, but .*q_proj is a .*: name it in target_modules",
     ),
     "IA3 on the head": (
         lambda: peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),

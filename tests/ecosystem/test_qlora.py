@@ -142,7 +142,7 @@ def _use(directory: Path, tp: int, pp: int, dtype: torch.dtype) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(ValueError, match="quantised already, and stay so: leave out quantization_config"):
+    with pytest.raises(ValueError, match="already quantised: leave out quantization_config"):
         cls.from_pretrained_with_parallel(
             directory / "quantised", tp, pp, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True)
         )

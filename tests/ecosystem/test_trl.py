@@ -116,7 +116,12 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "offloading": ("SFTTrainer", 1, {"activation_offloading": True}, "activation_offloading=True.*checkpointing=True"),
     "Liger": ("SFTTrainer", 1, {"use_liger_kernel": True}, "use_liger_kernel=True.*fuse"),
     "float32 head": ("GRPOTrainer", 1, {**SAMPLED, "cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
-    "groups": ("GRPOTrainer", 1, {**SAMPLED, "per_device_train_batch_size": 2}, "is 2, which is no multiple of the 4"),
+    "groups": (
+        "GRPOTrainer",
+        1,
+        {**SAMPLED, "per_device_train_batch_size": 2},
+        "is 2, which is not a multiple of the 4",
+    ),
     "rows in memory": ("DPOTrainer", 1, {"precompute_ref_log_probs": True}, "train dataset, which is in memory"),
 }
 

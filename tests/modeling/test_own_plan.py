@@ -179,7 +179,7 @@ def test_invalid_plans_are_refused(tmp_path: Path) -> None:
         ValueError, match='plan must be a Plan, a function from a configuration to one or "derive", got 7'
     ):
         oslo_models.initialize(model, sizes, plan=7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="returned 'no' for a NoteConfig, which is no Plan"):
+    with pytest.raises(ValueError, match="returned 'no' for a NoteConfig, which is not a Plan"):
         oslo_models.initialize(model, sizes, plan=lambda config: "no")  # type: ignore[arg-type,return-value]
     wrong = Plan(embed={"tokens": Replicated()}, blocks={"blocks": {"up": ColumnParallel(), "middle": Norm()}}, head={})
     with pytest.raises(ValueError, match=r"parameters that no entry names: \['model.positions.weight'") as raised:
@@ -187,7 +187,7 @@ def test_invalid_plans_are_refused(tmp_path: Path) -> None:
     assert "entries that name nothing: ['model.blocks.0.middle', 'model.blocks.1.middle']" in str(raised.value)
     with pytest.raises(ValueError, match="tensor_parallel_size=7 is more than num_heads=6 of NoteConfig"):
         oslo_models.tensor_parallel(model, ["cpu"] * 7, plan=plan_of_lm)
-    with pytest.raises(ValueError, match="a subclass of transformers' PreTrainedModel, not of"):
+    with pytest.raises(ValueError, match="a subclass of transformers' PreTrainedModel, not "):
         parallel_class(torch.nn.Linear, plan_of_lm)
     assert type(model) is NoteForCausalLM
 

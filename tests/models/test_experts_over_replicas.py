@@ -166,7 +166,7 @@ def refuse_wrappers() -> None:
             FullyShardedDataParallel(module, device_id=torch.device("cpu"))
     with pytest.raises(ValueError, match="ZeroRedundancyOptimizer would overwrite the experts"):
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="sharded over several replicas, and matrix_optimizer"):
+    with pytest.raises(ValueError, match="sharded over several replicas, but matrix_optimizer"):
         model.matrix_optimizer(torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match=r"expert_parallel_size=3 divides the experts over groups of 3 replicas"):
         cls.from_config_with_parallel(zoo.config("mixtral"), expert_parallel_size=3)

@@ -553,7 +553,7 @@ def refuse_routers_of_one_stage(name: str, variant: str) -> None:
     ids = torch.ones(1, 4, dtype=torch.long)
     with torch.no_grad():
         list(model(input_ids=ids, labels=ids, output_router_logits=False))
-        with pytest.raises(ValueError, match=r"would lack the routers of the other pipeline stages"):
+        with pytest.raises(ValueError, match=r"would leave out the routers of the other pipeline stages"):
             list(model(input_ids=ids, labels=ids, output_router_logits=True))
 
 

@@ -120,5 +120,5 @@ def test_sharing_options_are_checked() -> None:
     for name in ("share_loss", "share_logits"):
         with pytest.raises(ValueError, match=f"{name} must be True or False, got 'yes'"):
             GPT2LMHeadModel.from_config_with_parallel(config, **{name: "yes"})
-    with pytest.raises(ValueError, match="share_logits=True needs logits, which gather_logits=False leaves out"):
+    with pytest.raises(ValueError, match="share_logits=True needs the logits that gather_logits=False leaves out"):
         GPT2LMHeadModel.from_config_with_parallel(config, share_logits=True, gather_logits=False)

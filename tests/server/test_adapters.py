@@ -172,8 +172,8 @@ def refusals(folder: Path, base: Any) -> dict[str, tuple[list[str], str]]:
     ).save_pretrained(folder / "ia3")
     fits = f"{folder / 'first'}"
     return {
-        "no path": (["first"], "give it as NAME=PATH"),
-        "missing": ([f"x={folder / 'none'}"], "no directory with the adapter_config.json"),
+        "no path": (["first"], "pass it as NAME=PATH"),
+        "missing": ([f"x={folder / 'none'}"], "not a directory with the adapter_config.json"),
         "twice": ([f"x={fits}", f"x={fits}"], "the name 'x' is taken"),
         "as the model": ([f"{folder / 'base'}={fits}"], "is taken"),
         "architecture": ([f"x={folder / 'other'}"], "does not fit this gpt2 model: Target modules"),

@@ -383,14 +383,14 @@ def test_templates_get_every_field_of_a_message() -> None:
     [
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "tool_calls[0].function.arguments is no JSON",
+            "tool_calls[0].function.arguments is not JSON",
         ),
         ({"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, "tool_calls[0].function.arguments"),
         ({"tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}, "tool_calls[0].function.arguments"),
         ({"tool_calls": [{"function": "f"}]}, "tool_calls[0] has no function"),
         ({"tool_calls": "f"}, "tool_calls is not a list"),
         ({"function_call": {"name": "f"}}, "function_call is not supported"),
-        ({"content": ["x"]}, "content has a part that is no text"),
+        ({"content": ["x"]}, "content has a part that is not text"),
         ({"content": 5}, "content is int"),
     ],
 )

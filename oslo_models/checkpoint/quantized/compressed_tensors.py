@@ -124,4 +124,4 @@ class CompressedTensorsWeight(QuantizedWeight):
         for scheme in groups:
             if scheme.weights is not None and is_match(layer, linear, scheme.targets):
                 return scheme
-        raise CheckpointError(f"{layer} has scales, and no group of quantization_config names it")
+        raise CheckpointError(f"{layer} has scales, but no group of quantization_config names it")

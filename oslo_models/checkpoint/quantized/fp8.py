@@ -27,7 +27,7 @@ class Fp8Weight(QuantizedWeight):
         super().__init__(*args)
         scales, shape = self.part_shape("weight_scale_inv"), self.shape
         if self.reader.tensors[self.parts["weight"]].dtype.itemsize > 1 or len(shape) != 2:
-            raise CheckpointError(f"{self.parts['weight']} has scales, but is no matrix of float8 numbers")
+            raise CheckpointError(f"{self.parts['weight']} has scales, but is not a float8 matrix")
         self.block = self.settings.get("weight_block_size") or shape
         if scales not in ((), (1,), tuple(-(-size // unit) for size, unit in zip(shape, self.block, strict=True))):
             raise CheckpointError(

@@ -50,7 +50,7 @@ def class_for(model: Any, plan: Any, inputs: Any, n: int) -> tuple[Any, bool]:
     if hasattr(model, "peft_config") or (is_transformers and (plan not in (None, "derive") or has_plan(type(model)))):
         return zoo_class(model, may_be_empty=True, plan=None if plan == "derive" else plan), True
     if plan not in (None, "derive"):
-        raise ValueError(f"plan= is for models of transformers' kind; that of a {type(model).__name__} is derived")
+        raise ValueError(f"plan= is for transformers models; the plan of a {type(model).__name__} is derived")
     try:
         derived, is_tried = derive_for_model(model, inputs), True
     except CannotProbeError:
@@ -85,7 +85,7 @@ def check_rules(rules: Any, plan: Any, sharded: Any) -> None:
     if sharded:
         raise ValueError(
             "sharded and sharded_param_names do not go with tensor_parallel_config: shard these parameters by a state "
-            "rule, and gather what comes of them by an output rule"
+            "rule, and gather the outputs by an output rule"
         )
 
 

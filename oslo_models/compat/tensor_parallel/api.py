@@ -103,7 +103,7 @@ def tensor_parallel(
         if device_ids is not None or output_device is not None:
             raise ValueError("with distributed=True each process has the device of its rank: leave out device_ids")
         if sharded or sharded_param_names:
-            raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 shards the rest")
+            raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 shards the other parameters")
         return _over_processes(model, rules, plan, gather_logits, inputs)
     if os.environ.get("TENSOR_PARALLEL_USE_NATIVE"):
         warnings.warn(
@@ -168,8 +168,8 @@ def _check_buffers(model: nn.Module) -> None:
     """Raise ``ValueError`` for buffers on the meta device: non-persistent ones would never get values."""
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
-            f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
-            "under accelerate.init_empty_weights(), which leaves them out"
+            f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint holds all of them: "
+            "construct the model under accelerate.init_empty_weights(), which leaves buffers out"
         )
 
 

@@ -51,7 +51,7 @@ class Config:
         for pattern, actions in self.attr_rules.items():
             for name, action in actions.items():
                 if not callable(action):
-                    raise ValueError(f"attr_rules: {pattern!r} gives {name} {action!r}, which is no function")
+                    raise ValueError(f"attr_rules: {pattern!r} gives {name} {action!r}, which is not a function")
         for rules in ("state_rules", "input_rules", "output_rules", "attr_rules"):
             setattr(self, rules, {re.compile(pattern): action for pattern, action in getattr(self, rules).items()})
 
@@ -65,7 +65,7 @@ class Config:
                     plain = re.sub(r"\.\*|[\\^$]|\.\+|\[0-9\]", "", pattern.pattern).strip(".")
                     near = did_you_mean(plain, names) or did_you_mean(plain, _ends(plain, names))
                     hint = near or f"; there are {', '.join([*names][:8])}, ..."
-                    raise ValueError(f"{rules}: {pattern.pattern!r} is found in the name of no {kind}{hint}")
+                    raise ValueError(f"{rules}: {pattern.pattern!r} matches the name of no {kind}{hint}")
 
     def layouts(self, tensors: Mapping[str, Tensor], n: int) -> dict[str, tuple[Layout, Any]]:
         """Return the layout of each tensor over ``n`` ranks, and the action that runs at each use, if any.
@@ -122,7 +122,7 @@ def _check(rules: str, pattern: Any, action: Action, allowed: Iterable[str]) -> 
         known = [f"{name} DIM" if _OPERATIONS[name] else name for name in allowed]
         hint = did_you_mean(words[0], allowed) if words else ""
         raise ValueError(
-            f"{rules}: {action!r} of {pattern!r} is no operation{hint}; there are {', '.join(known)}, actions and "
+            f"{rules}: {action!r} of {pattern!r} is not an operation{hint}; known are {', '.join(known)}, actions and "
             "functions"
         )
     if len(numbers) != len(words) - 1 or (len(numbers) != _OPERATIONS[words[0]] and words != ["gather"]):

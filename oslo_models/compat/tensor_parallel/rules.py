@@ -89,7 +89,7 @@ def _place(model: nn.Module, name: str, full: Tensor, placed: Any, tp: Axis, mad
     module = model.get_submodule(owner)
     if action is not None:
         if not isinstance(full, nn.Parameter):
-            raise ValueError(f"the state rule for the buffer {name} computes something else than shards of it")
+            raise ValueError(f"the state rule for the buffer {name} does not return shards of it")
         action(full, rank=tp.rank)  # an action that does not fit raises here, not in the first forward pass
         cls: Any = type(module)
         module.__class__ = _computing(cls, leaf, action, tp.rank)

@@ -93,7 +93,7 @@ class ThreadedModule(nn.Module):
         moved = [device for device in set(self.threads.devices) if fn(torch.empty(0, device=device)).device != device]
         if moved:
             raise ValueError(
-                f"the parts of this model stay on {[*map(str, self.threads.devices)]}, and inputs are moved there; "
-                "for a full model on one device, load its state_dict() into one"
+                f"the parts of this model stay on {[*map(str, self.threads.devices)]}, and inputs move there; for a "
+                "full model on one device, load its state_dict() into a new model"
             )
         return super()._apply(fn, recurse)

@@ -82,7 +82,7 @@ class SharedMemoryChannel:
         data = step.encode()
         if len(data) > len(self._data[index]):
             self._number -= 1
-            raise ValueError(f"a step of {len(data)} bytes is longer than the {len(self._data[index])} of the channel")
+            raise ValueError(f"a step of {len(data)} bytes exceeds the {len(self._data[index])} bytes of the channel")
         self._data[index][: len(data)] = data
         self._headings[index][1] = len(data)
         self._headings[index][0] = self._number

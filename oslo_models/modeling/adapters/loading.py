@@ -20,7 +20,9 @@ def load_adapter(
     """Add an adapter to a sharded model and load its weights. This is a collective of all ranks."""
     name = adapter_name or "default"
     if unknown := sorted(key for key, value in kwargs.items() if value not in (None, False, "auto", {})):
-        raise ValueError(f"load_adapter of a sharded model has no {unknown}; peft's PeftModel.from_pretrained may")
+        raise ValueError(
+            f"load_adapter of a sharded model does not take {unknown}; use peft's PeftModel.from_pretrained"
+        )
     if peft_model_id is None and (peft_config is None or adapter_state_dict is None):
         raise ValueError("load_adapter needs peft_model_id, or peft_config with adapter_state_dict")
     if model._hf_peft_config_loaded and name in model.peft_config:

@@ -52,7 +52,7 @@ class ShardedPeftModel(PeftModel):
         """
         if path_initial_model_for_weight_conversion is not None or kwargs.pop("state_dict", None) is not None:
             raise ValueError(
-                "a sharded model saves the adapters that it has: leave out state_dict and "
+                "a sharded model saves its own adapters: leave out state_dict and "
                 "path_initial_model_for_weight_conversion"
             )
         options = {"safe_serialization": safe_serialization, **kwargs}

@@ -51,7 +51,7 @@ def vocabulary_for_prompts(model: Any, peft_model: Any, name: str) -> FullVocabu
         )
     if kind not in _SUPPORTED:
         supported = ", ".join(each.value for each in _SUPPORTED)
-        raise ValueError(f"{kind.value} does not work on a sharded model; of the prompts, {supported} do")
+        raise ValueError(f"{kind.value} does not work on a sharded model; supported prompts: {supported}")
     synchronize(model.mesh.tp, model.mesh.device)  # every rank draws the same prompt encoder
     embeddings = model.get_input_embeddings()
     layouts = getattr(embeddings, "layouts", {})

@@ -40,7 +40,7 @@ def check_config(name: str, config: Any) -> None:
     """Raise ``ValueError`` if a sharded model does not support an adapter's type or one of its options."""
     if config.peft_type not in INJECTED:
         raise ValueError(
-            f"the adapter {name!r} is of the kind {config.peft_type.value}, which does not work on a sharded model; "
+            f"the adapter {name!r} has the type {config.peft_type.value}, which does not work on a sharded model; "
             f"supported: {', '.join(INJECTED.values())}, prompt tuning, p-tuning, prefix tuning, modules_to_save. "
             f"For others, {_WAY_OUT}"
         )
@@ -50,8 +50,8 @@ def check_config(name: str, config: Any) -> None:
     initial = getattr(config, "init_lora_weights", True)
     if initial not in _DATA_FREE:
         raise ValueError(
-            f"init_lora_weights={initial!r} of the adapter {name!r} is computed from full weights, of which each rank "
-            f"has a shard only; use one of {_DATA_FREE}, or initialise the adapter on one process and load it"
+            f"init_lora_weights={initial!r} of the adapter {name!r} is computed from full weights, but each rank has a "
+            f"shard only; use one of {_DATA_FREE}, or initialise the adapter on one process and load it"
         )
 
 
@@ -71,7 +71,7 @@ def check_combination(call: PeftCall) -> None:
     if kind not in ("cat", "linear"):
         given["self"].peft_config.pop(given["adapter_name"], None)
         raise ValueError(
-            f"combination_type={kind!r} looks at whole adapters, of which a sharded model has parts: use "
+            f"combination_type={kind!r} needs whole adapters, but a rank has parts only: use "
             'combination_type="cat" or "linear", or combine them on one process, and load the result'
         )
 
@@ -134,19 +134,19 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
         variant = variants.get(name)
         if variant is not None and not isinstance(variant, (DoraLinearVariant, DoraEmbeddingVariant)):
             raise ValueError(
-                f"the adapter {name!r} uses {type(variant).__name__}, which does not work on a sharded model; of the "
-                "variants of LoRA, rsLoRA and DoRA do"
+                f"the adapter {name!r} uses {type(variant).__name__}, which does not work on a sharded model; rsLoRA "
+                "and DoRA do"
             )
     if isinstance(tuner, ParamWrapper):
         layout = weight_layout(base) or parameter_layout(tuner)
         if isinstance(base, ParallelExperts) and tuner.get_param().dim() != 3:
             raise ValueError(
-                f"{tuner.parameter_name} of {path} is no stack of matrices, and adapters of biases of sharded experts "
-                "are not supported: leave it out of target_parameters"
+                f"{tuner.parameter_name} of {path} is not a stack of matrices, and adapters of biases of sharded "
+                "experts are not supported: leave it out of target_parameters"
             )
         if layout is not None and not isinstance(base, ParallelExperts):
             raise ValueError(
-                f"target_parameters of a sharded model are those of stacked experts, and {path} is a "
+                f"target_parameters of a sharded model name stacked experts, but {path} is a "
                 f"{type(base).__name__}: name it in target_modules"
             )
         return
@@ -169,7 +169,7 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
     with_magnitudes = getattr(tuner, "lora_magnitude_vector", ())
     if isinstance(base, GroupRowParallelLinear) and any(name in with_magnitudes for name in names):
         raise ValueError(
-            f"DoRA does not work on {path}, some inputs of which are on several ranks: use LoRA, leave it out of "
+            f"DoRA does not work on {path}, since several ranks hold some of its inputs: use LoRA, leave it out of "
             "target_modules, or use fewer ranks"
         )
     if isinstance(tuner, ia3.IA3Layer) and isinstance(base, VocabParallelHead):

@@ -90,7 +90,9 @@ def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPl
         ValueError: the model has lazy modules.
     """
     if lazy := [name for name, param in model.named_parameters() if isinstance(param, UninitializedParameter)]:
-        raise ValueError(f"parameters without a shape yet, such as {lazy[0]}: call the model once before it is sharded")
+        raise ValueError(
+            f"some parameters have no shape yet, such as {lazy[0]}: call the model once before you shard it"
+        )
     known = _find_layers(model)
     entries: dict[str, Replicated] = {}
     entry: Replicated
