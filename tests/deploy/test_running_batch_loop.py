@@ -208,6 +208,27 @@ def test_other_calls_are_answered_between_steps_and_changes_after_the_rows(pair:
         assert application.answer(number).result.tolist() == alone(whole, call)
 
 
+@pytest.mark.parametrize(("groups", "first"), [(1, True), (1, False), (2, False)])
+def test_call_that_cannot_join_gives_way_after_each_token(pair: Any, seed: int, groups: int, first: bool) -> None:
+    """A stream goes on, and a call that arrives later overtakes all calls that cannot join."""
+    model, whole = pair
+    application = Application(model, groups=groups)
+    calls = {0: greedy(seed, 20), 3: greedy(seed + 1, 6)}
+    exclusive = [Request(number, "generate", (tokens,), {}, 0, gives_way=True) for number, tokens in ((1, 40), (2, 5))]
+    application.send(0, request(0, calls[0], stream=True))
+    application.send(0 if first else 3, exclusive[0])
+    application.send(4, exclusive[1])
+    application.send(5, request(3, calls[3]))
+    if first:
+        application._later.sort(key=lambda each: each[0])
+        application._later[:2] = application._later[1::-1]
+    application.run()
+    assert [each.number for each in application.sent if isinstance(each, Reply)] == [3, 0, 1, 2]
+    assert application.at[application.sent.index(application.answer(3))] <= 5 + 2 * groups * 8
+    for number, call in calls.items():
+        assert application.answer(number).result.tolist() == alone(whole, call)
+
+
 def test_failed_forward_ends_all_calls_and_later_ones_are_computed(
     pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
