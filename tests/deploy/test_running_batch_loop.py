@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import transformers
 from torch import Tensor
 
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused
+from oslo_models.deploy.running_batch import loop
 from oslo_models.deploy.running_batch.admission import Admission, reason_against
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
@@ -108,6 +111,51 @@ def test_processor_that_raises_ends_its_call_only(pair: Any, seed: int, when: in
     assert len(application.streamed(1)) == 1 + when  # the prompt and earlier tokens, but no end
     for number, call in ((0, calls[0]), (2, calls[2]), (3, greedy(seed + 3, 5))):
         assert application.answer(number).result.tolist() == alone(whole, call)
+
+
+class Burns(transformers.LogitsProcessor):
+    """Takes CPU time for each token."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        began = time.thread_time()
+        while time.thread_time() < began + self.seconds:
+            pass
+        return scores
+
+
+def test_slow_processors_end_their_calls_only(
+    pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processors of a step take 0.06 s of 0.05 s, so the slowest call ends."""
+    monkeypatch.setattr(loop, "STEP_SECONDS", 0.05)
+    model, whole = pair
+    calls = [greedy(seed + number, 6) for number in range(3)]
+    slow = {0: 0.02, 1: 0.04}
+    application = Application(model, replace(LIMITS, chunk=LIMITS.length))
+    for number, call in enumerate(calls):
+        burns = {"logits_processor": [Burns(slow[number])]} if number in slow else {}
+        application.send(0, request(number, {**call, **burns}, stream=True))
+    application.run()
+    failure = application.answer(1)
+    assert isinstance(failure, Failure) and "too much time per token" in str(failure.error)
+    for number in (0, 2):
+        assert application.answer(number).result.tolist() == alone(whole, calls[number])
+
+
+def test_calls_with_grammars_join_in_steps_of_their_own(pair: Any, seed: int) -> None:
+    """Compiling a grammar holds up the rows."""
+    model, _ = pair
+    application = Application(model)
+    application.send(0, request(0, greedy(seed, 12)))
+    grammar = SimpleNamespace(grammar="compiled", logprobs=None, processors=list)
+    for number in (1, 2):
+        application.send(2, request(number, greedy(seed + number, 3, length=4, decoding=grammar)))
+    application.run()
+    first = [next(step for step, rows in enumerate(application.rows) if number in rows) for number in (1, 2)]
+    assert first[1] > first[0]
 
 
 @pytest.mark.parametrize("state", ["row", "prompt", "waiting"])

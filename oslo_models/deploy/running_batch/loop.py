@@ -28,6 +28,8 @@ CHANGING = frozenset(("adapters", "fuse", "unfuse"))
 """Methods that change the outputs of the model. They, and all later calls, wait until all rows have ended."""
 UNCHANGING = frozenset(("generate", "forward", "memory", "get_dtype", "reserve_batch", "batch_graphs"))
 """Methods that keep cached keys and values valid."""
+STEP_SECONDS = 0.5
+"""CPU time limit for the processors of all rows in one step, such as grammars. Beyond it, the slowest calls end."""
 GRACE = 3.0
 """Seconds that the followers get to end a step that failed on the leader. They may hang in a collective."""
 
@@ -250,6 +252,16 @@ class RunningBatch:
                 continue
             if row.number in self._calls and self._calls[row.number].streams:
                 streamed.append((row.number, value))
+        self._end_slowest(rows)
+
+    def _end_slowest(self, rows: list[Row]) -> None:
+        """End the calls with the slowest processors, if the step took more than `STEP_SECONDS` for them."""
+        spent = sum(row.seconds for row in rows)
+        for row in sorted(rows, key=lambda row: -row.seconds):
+            if spent > STEP_SECONDS and row.number in self._calls and not row.ended:
+                text = "the structured output or another setting of this call takes too much time per token; simplify it"
+                self._fail(row.number, ValueError(text))
+            spent -= row.seconds
 
     def _finish(self, numbers: set[int], streamed: list[tuple[int, Any]]) -> None:
         """Send the tokens of the step, and the results of the calls that have ended."""
