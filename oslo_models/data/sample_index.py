@@ -92,8 +92,15 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> Order:
-    arrays = (np.load(path / f"{field}.npy", mmap_mode="r").view(np.ndarray) for field in Order._fields)
-    return Order(*arrays)
+    try:
+        order = Order(*(np.load(path / f"{field}.npy", mmap_mode="r").view(np.ndarray) for field in Order._fields))
+    except Exception as error:  # numpy's parser of headers raises errors of many types
+        raise ValueError(f"{path} cannot be read ({error}); delete it, and it is built again") from error
+    samples = len(order.shuffle) if order.shuffle.ndim == 1 else -1
+    is_whole = order.documents.ndim == 1 and order.bounds.shape == (samples + 1, 2)
+    if not is_whole or any(array.dtype.kind not in "iu" for array in order):
+        raise ValueError(f"{path} is damaged; delete it, and it is built again")
+    return order
 
 
 def _build(folder: Path, path: Path, split: Split, lengths: NDArray[Any]) -> None:

@@ -213,7 +213,9 @@ class Engine:
         seed = self._seeds.getrandbits(32) if seed is None else seed
         number = next(self._numbers)
         streams = streamer is not None
-        request = Request(number, method, args, kwargs or {}, seed, streams, gather, generation_config, joins, gives_way)
+        request = Request(
+            number, method, args, kwargs or {}, seed, streams, gather, generation_config, joins, gives_way
+        )
         try:
             data = encode(request, number)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

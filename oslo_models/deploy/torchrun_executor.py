@@ -40,7 +40,7 @@ ARRIVAL_TIMEOUT = 300.0
 _START_TIMEOUT = 30.0
 """Seconds that another process may take to start a worker."""
 _ANSWER_TIMEOUT = 1.0
-"""Seconds that another process may take to answer other orders, beyond the duration of the order. Calls wait meanwhile."""
+"""Seconds that another process may take to answer other orders, beyond their duration. Calls wait meanwhile."""
 _MAX_MESSAGE_BYTES = 1 << 16
 """Maximum bytes of an order or an answer."""
 

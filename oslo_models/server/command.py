@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
         limits["allowed_origins"] = origins
         lifecycle.application = application(model, tokenizer, name, others=others, **limits)
         gc.collect()
-        gc.freeze()  # a full collection would delay all threads, as it would visit every object of torch and transformers
+        gc.freeze()  # a full collection delays all threads: it would visit every object of torch and transformers
         supervisor = Supervisor(
             {name: model for model, _, name in served},
             RestartPolicy(args.restart_workers, args.restart_window),

@@ -126,9 +126,7 @@ class Burns(transformers.LogitsProcessor):
         return scores
 
 
-def test_slow_processors_end_their_calls_only(
-    pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_processors_end_their_calls_only(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processors of a step take 0.06 s of 0.05 s, so the slowest call ends."""
     monkeypatch.setattr(loop, "STEP_SECONDS", 0.05)
     model, whole = pair

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch
 pytest.importorskip("uvicorn")
 
 from oslo_models.deploy.decoding import Scored
-from oslo_models.server import command
+from oslo_models.server import command, connections
 from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits
 from oslo_models.server.log_writer import LogWriter
@@ -174,6 +176,20 @@ def test_half_bodies_do_not_keep_the_probes_and_new_clients_out() -> None:
         assert read_answer(connect(url, post_bytes(PATH, asked)))[0] == 200
         for each in held:
             each.close()
+
+
+def test_vanished_hosts_are_noticed_within_two_minutes() -> None:
+    with (
+        listening(application(StubModel(), tokenizer()), ConnectionLimits()) as url,
+        mock.patch.object(connections, "keep_alive", wraps=connections.keep_alive) as kept,
+    ):
+        assert read_answer(connect(url, LIVE))[0] == 200
+        (made,) = kept.call_args.args
+        tcp = [
+            made.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}")) for name in ("IDLE", "INTVL", "CNT")
+        ]
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and tcp[0] + tcp[1] * tcp[2] <= 120
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 120_000
 
 
 def test_half_bodies_do_not_close_a_connection_that_is_computed() -> None:

@@ -37,11 +37,11 @@ GRACE = 3.0
 class RunningBatch:
     """The batch of one rank.
 
-    Every rank takes the same messages of the application in the same order. Between two steps, the leader takes messages
-    and tells the followers how many it has taken. Calls that cannot join wait in a queue. They run one by one between
-    two steps, on all ranks, while the rows keep their slots. `generate` gives way to the rows after each token, see
-    `take_turn`. With several groups of slots, the leader publishes a step of each group before it computes the first
-    one, see `slot_groups`.
+    Every rank takes the same messages of the application in the same order. Between two steps, the leader takes
+    messages and tells the followers how many it has taken. Calls that cannot join wait in a queue. They run one by one
+    between two steps, on all ranks, while the rows keep their slots. `generate` gives way to the rows after each token,
+    see `take_turn`. With several groups of slots, the leader publishes a step of each group before it computes the
+    first one, see `slot_groups`.
 
     Args:
         stages: number of pipeline stages that compute at the same time, each for another group of slots. The channel
@@ -259,7 +259,9 @@ class RunningBatch:
         spent = sum(row.seconds for row in rows)
         for row in sorted(rows, key=lambda row: -row.seconds):
             if spent > STEP_SECONDS and row.number in self._calls and not row.ended:
-                text = "the structured output or another setting of this call takes too much time per token; simplify it"
+                text = (
+                    "the structured output or another setting of this call takes too much time per token; simplify it"
+                )
                 self._fail(row.number, ValueError(text))
             spent -= row.seconds
 
