@@ -244,7 +244,7 @@ def state(folder: Path) -> dict[str, Any]:
 
 
 class Checkpoints(Fuzzer):
-    """Damaged checkpoint folders. Reading never writes. It raises ``OSError`` or ``ValueError``, or gives the tensors."""
+    """Damaged checkpoint folders. Reading never writes. It raises an error, or gives the tensors that were saved."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
