@@ -99,7 +99,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         changed = self.generation_config if self._config_changed else None
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
         options["cancellation"] = cancellation
-        options["joins"] = self.can_join(streams=streamer is not None, **kwargs)
+        options["joins"] = self._admission.joins(kwargs, self.generation_config, streamer is not None)
         options["gives_way"] = not options["joins"] and self._admission.reason is None
         return self._engine.call("generate", (), kwargs, **options)
 

@@ -201,7 +201,12 @@ class _LauncherProcesses:
         conn, accepted, pid = self._orders[rank], None, None
         with self._lock, suppress(EOFError, OSError):
             number = self._order(rank, "start")
-            accepted = self._accept(_START_TIMEOUT, conn)
+            while accepted is None:
+                try:
+                    accepted = self._accept(_START_TIMEOUT, conn)
+                except ConnectionError:
+                    if _receive(conn)[0] >= number:  # otherwise a late answer to an earlier order
+                        raise
             pid = self._answer(rank, number, _START_TIMEOUT)
         if accepted is None or pid is None:
             conn.close()  # the connection of a worker that starts late would be mistaken for another one

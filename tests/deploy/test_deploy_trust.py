@@ -28,7 +28,6 @@ from oslo_models.distributed.directory_store import DirectoryStore
 from support import deployment, faults
 from support.faults import gone
 from support.pool import Pool
-from support.waiting import wait_until
 
 SECRET = "0123456789abcdef"
 
@@ -359,8 +358,10 @@ def test_a_launcher_that_stands_still_delays_calls_by_seconds_and_its_late_answe
     """Its worker was killed. Callers wait for the reason of the worker's end, and for its successor's start."""
     others: Any = object.__new__(torchrun._LauncherProcesses)
     ours, theirs = Pipe()
-    others._lock, others._orders = threading.Lock(), {1: ours}
+    others._lock, others._orders, others.loopback = threading.Lock(), {1: ours}, True
     others._prepare_orders()
+    others._prepare_handshakes()
+    others._listener, (name,) = others._listen()
     executor: Any = object.__new__(process_executor.ProcessExecutor)
     executor.processes, executor._senders = [torchrun._RemoteProcess(others, 1, 77)], []
     began = time.monotonic()
@@ -371,13 +372,19 @@ def test_a_launcher_that_stands_still_delays_calls_by_seconds_and_its_late_answe
     def goes_on() -> None:
         while True:
             number, order, *_ = torchrun._receive(theirs)
-            torchrun._send(theirs, [number, {"wait": -9, "kill": True}.get(order, order)])
+            if order == "start":
+                made.append(handshake.connect("\0" + name, None))
+            torchrun._send(theirs, [number, {"wait": -9, "kill": True, "start": 88}.get(order, order)])
             if order == "last":
                 return
 
+    made: list[socket.socket] = []
     launcher = threading.Thread(target=goes_on)
     launcher.start()
-    wait_until(lambda: others.ask(1, "other", seconds=30) == "other")
+    process, connection = others.start(1)
+    assert process.pid == 88
     assert executor.exit_reason(0) == "rank 0 (pid 77) was killed by SIGKILL"
     assert others.ask(1, "last", seconds=30) == "last"
     launcher.join()
+    for each in (*made, connection, others._listener):
+        each.close()
