@@ -97,9 +97,8 @@ class Step:
         def take(count: int) -> list[int]:
             return list(islice(values, count))
 
-        consumed, flags, number, leaving, tokens, whole, *prefix = take(10)
+        consumed, flags, number, leaving, tokens, whole, source, reused, displaced, group = take(10)
         lists = (take(leaving), take(tokens), [WholePrompt(*take(3)) for _ in range(whole)], list(values))
-        flag = (bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
-        return cls(
-            *(consumed, flag[0], flag[1], *lists, flag[2], flag[3], number, *prefix), bool(flags & 16), bool(flags & 32)
-        )
+        flag = [bool(flags >> bit & 1) for bit in range(6)]
+        prefix = (source, reused, displaced, group)
+        return cls(consumed, flag[0], flag[1], *lists, flag[2], flag[3], number, *prefix, flag[4], flag[5])
