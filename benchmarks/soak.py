@@ -30,8 +30,10 @@ import psutil
 
 from benchmarks.fault_table import TABLE, write
 from benchmarks.records import stamp
-from benchmarks.soak_clients import KINDS, LIMIT, Client, Prompt, UnavailableError, WrongAnswerError, prepare
+from benchmarks.soak_clients import ADAPTER, KINDS, LIMIT, Client, Prompt, UnavailableError, WrongAnswerError, prepare
 
+PROBE_SECONDS = 0.5
+"""Limit for the liveness probe, at the 99.9th percentile."""
 RECOVERY = 60.0
 """Seconds after a fault in which requests may be refused."""
 KILLED, ALL_KILLED, KILLED_AGAIN = "worker killed", "all workers killed", "worker killed, another one as it starts"
@@ -46,6 +48,7 @@ class Server:
     def __init__(self, checkpoint: Path, log: Path) -> None:
         options = ["--port", "0", "--tensor-parallel-size", "2", "--dtype", "float64", "--header-seconds", "5"]
         options += ["--restart-workers", "100000", "--restart-window", "30", "--max-length", "256"]
+        options += ["--adapter", f"{ADAPTER}={checkpoint / ADAPTER}"]
         self.log = log
         command = [sys.executable, "-m", "oslo_models", "serve", str(checkpoint), *options]
         with log.open("w") as out:
@@ -93,6 +96,7 @@ class Soak:
         self.wrong: dict[str, list[str]] = defaultdict(list)
         self.hangs: dict[str, int] = defaultdict(int)
         self.faults, self.recoveries, self.samples = list[float](), dict[str, list[float]](), list[dict[str, float]]()
+        self.probes = list[float]()
         self._drawn: dict[Any, str] = {}
         self._stop, self._lock = threading.Event(), threading.Lock()
 
@@ -103,6 +107,21 @@ class Soak:
             (kind,) = made.draw.choices(names, weights)
             self._once(kind, made)
             time.sleep(made.draw.uniform(0, 0.1))
+
+    def probe(self) -> None:
+        """Measure the liveness probe."""
+        while not self._stop.wait(0.05):
+            began = time.monotonic()
+            try:
+                self.server.get("/health/live")
+            except OSError as error:
+                with self._lock:
+                    self.wrong["liveness probe"].append(f"{error!r}")
+            self.probes.append(time.monotonic() - began)
+
+    def slowest_probe(self) -> float:
+        """Return the 99.9th percentile of the liveness probe, in seconds."""
+        return sorted(self.probes)[int(0.999 * (len(self.probes) - 1))] if self.probes else 0.0
 
     def _once(self, kind: str, made: Client) -> None:
         began = time.monotonic()
@@ -168,6 +187,7 @@ class Soak:
 
     def run(self, seconds: float, clients: int, between: float) -> None:
         threads = [threading.Thread(target=self.client, args=(number,)) for number in range(clients)]
+        threads.append(threading.Thread(target=self.probe))
         for thread in threads:
             thread.start()
         draw, end = random.Random(self.seed), time.monotonic() + seconds
@@ -257,6 +277,7 @@ def main(argv: list[str] | None = None) -> int:
             soak.run(min(20.0, 6 * args.minutes), args.clients, 1e9)  # to warm up
             before, _ = _settled(server)
             soak.samples.clear()
+            soak.probes.clear()
             soak._stop.clear()
             soak.run(60 * args.minutes, args.clients, args.between)
             after, left = _settled(server)
@@ -290,10 +311,11 @@ def _report(
         first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
         grows |= last - first > (30 if name.startswith("MB") else 5)
         print(f"{name}: idle {before[name]:.0f} -> {after[name]:.0f}; busy, first quarter {first:.0f}, last {last:.0f}")
+    print(f"liveness probe: {len(soak.probes)} times, 99.9 % within {soak.slowest_probe():.3f} s")
     print(f"in flight at the end: {left}; exit code {code}; processes left {processes}; tracebacks logged {tracebacks}")
     if args.minutes >= 1:
         write(args.out, rows)
-    leaks = grows or growth["descriptors"] > 5
+    leaks = grows or growth["descriptors"] > 5 or soak.slowest_probe() > PROBE_SECONDS
     bad = any(soak.wrong.values()) or any(soak.hangs.values()) or code or processes or tracebacks or leaks
     return int(bool(bad) or left != "0 calls, 0 connections")
 

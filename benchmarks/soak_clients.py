@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import random
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import transformers
 
 LIMIT = 90.0
 """Seconds after which a request counts as hanging."""
+ADAPTER, END = "soak", 1
+"""Name of the adapter, and the end token, which no answer has."""
 NEW = 48
 """Tokens of the longest answer."""
 
@@ -31,28 +34,34 @@ class UnavailableError(Exception):
 
 @dataclass
 class Prompt:
-    """A prompt with the answers of transformers, in words by their number."""
+    """A prompt with the answers of transformers, in words by their number; ``adapted`` with the adapter."""
 
     ids: list[int]
     greedy: list[int]
     beams: list[int]
+    adapted: list[int] = field(default_factory=list)
 
 
 def prepare(folder: Path, count: int, seed: int) -> list[Prompt]:
-    """Save a model and its tokenizer, and compute the right answers for some prompts, all of them different."""
+    """Save a model, its tokenizer and an adapter; compute the right answers for some prompts, all of them different."""
+    from peft import LoraConfig, get_peft_model
+
     from benchmarks.serving import _add_tokenizer
 
     torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
     torch.manual_seed(seed)
     sizes = {"vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.4}
+    ids = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": 0, "initializer_range": 0.4}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **ids)).double().eval()
     model.save_pretrained(folder)
     _add_tokenizer(folder)
     draw = random.Random(seed)
-    prompts = []
-    for _ in range(count):
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(model), lora).double().eval()
+    adapted.save_pretrained(folder / ADAPTER)
+    prompts = list[Prompt]()
+    while len(prompts) < count:
         given = [draw.randrange(5, 211) for _ in range(draw.randint(2, 60))]
         ids_BL = torch.tensor([given])
         options = {"attention_mask": torch.ones_like(ids_BL), "do_sample": False, "pad_token_id": 0}
@@ -60,7 +69,9 @@ def prepare(folder: Path, count: int, seed: int) -> list[Prompt]:
             model.generate(ids_BL, max_new_tokens=new, num_beams=beams, **options)[0, len(given) :].tolist()
             for new, beams in ((NEW, 1), (8, 3))
         )
-        prompts.append(Prompt(given, greedy, beams))
+        with_adapter = adapted.generate(input_ids=ids_BL, max_new_tokens=8, **options)[0, len(given) :].tolist()
+        if END not in (*greedy, *beams, *with_adapter):
+            prompts.append(Prompt(given, greedy, beams, with_adapter))
     if len({tuple(prompt.greedy[:4]) for prompt in prompts}) < 0.9 * count:
         raise RuntimeError("the answers to different prompts are alike: they could not tell crossed answers")
     return prompts
@@ -129,6 +140,18 @@ class Client:
         answer = self._post("/v1/completions", {**self._asked(prompt), "max_tokens": 8, "num_beams": 3})
         self._require(answer["choices"][0]["text"], text(prompt.beams))
 
+    def adapted(self) -> None:
+        """Wait for the turn of the adapter."""
+        prompt, _ = self._prompt()
+        answer = self._post("/v1/completions", {**self._asked(prompt), "model": ADAPTER, "max_tokens": 8})
+        self._require(answer["choices"][0]["text"], text(prompt.adapted))
+
+    def structured(self) -> None:
+        """Force a word that no other client forces at the same time."""
+        word = f"w{self.draw.randrange(5, 211)}"
+        body = {**self._asked(self._prompt()[0]), "structured_outputs": {"choice": [word]}, "max_tokens": 5}
+        self._require(self._post("/v1/completions", body)["choices"][0]["text"], word)
+
     def health(self) -> None:
         path = self.draw.choice(["/health", "/health/ready", "/health/live", "/metrics", "/v1/models"])
         status, _ = self._exchange(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
@@ -162,11 +185,24 @@ class Client:
         bodies += [json.dumps(body).encode() for body in ({"prompt": ""}, {"prompt": "a", "temperature": 1e-40})]
         bodies += [b'{"prompt": "a", "logit_bias": {"5": 1e300}}', b'{"prompt": "\\ud800"}', b'{"prompt": [[1e9]]}']
         bodies += [json.dumps({"prompt": "a " * 5000}).encode(), json.dumps({"prompt": "a", "nonsense": 1}).encode()]
-        status, _ = self._exchange(_post_bytes("/v1/completions", self.draw.choice(bodies)))
-        if status == 429:
+        self._require_refusal("/v1/completions", self.draw.choice(bodies))
+
+    def hostile(self) -> None:
+        """Sends a request that would cost the server much more than its sender."""
+        chain = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(900)) + "r900: r900"
+        wide = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(4000)}}
+        grammars: list[dict[str, Any]] = [{"grammar": chain}, {"json": wide}, {"regex": "(" * 60 + "a{0,900}" * 60}]
+        bodies = [json.dumps({"prompt": "a", "structured_outputs": each}).encode() for each in grammars]
+        bodies += [b'{"prompt":[' + b",".join([b"{}"] * 300_000) + b"]}", b"[" * 900_000]
+        bodies += [b'{"prompt":"a","stop":[' + b",".join([b"0"] * 400_000) + b"]}"]
+        self._require_refusal("/v1/completions", self.draw.choice(bodies))
+
+    def _require_refusal(self, path: str, body: bytes) -> None:
+        status, answer = self._exchange(_post_bytes(path, body))
+        if status in (429, 503):
             raise UnavailableError
-        if status != 400:
-            raise WrongAnswerError(f"status {status} for a malformed request")
+        if status != 400 or len(answer) > 4096:
+            raise WrongAnswerError(f"status {status} and {len(answer)} bytes for a malformed request: {body[:80]!r}")
 
     # Details ----------------------------------------------------------------------------------------------------------
 
@@ -241,9 +277,12 @@ KINDS: dict[str, tuple[Callable[[Client], None], float]] = {
     "stop string and log-probabilities": (Client.stopped, 1),
     "sampled with a seed": (Client.sampled, 1),
     "beams": (Client.beams, 0.5),
+    "adapter": (Client.adapted, 0.5),
+    "structured output": (Client.structured, 1),
     "probes, metrics, models": (Client.health, 1),
     "client leaves": (Client.leaves, 2),
     "half a request": (Client.half_sent, 1),
     "malformed request": (Client.malformed, 2),
+    "hostile request": (Client.hostile, 0.5),
 }
 """The actions of a client by name, with their frequencies."""

@@ -124,7 +124,8 @@ def _plain(name: Any, tensor: Tensor) -> Tensor:
     """Return a tensor of a ``.bin`` file. Raise ``TypeError`` for invalid entries."""
     if not isinstance(name, str):
         raise TypeError(f"the entry {name!r:.80} has no name but a {type(name).__name__}")
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else f"{tensor.layout} {tensor.dtype}"
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_neg():
+        flags = {"meta": tensor.is_meta, "quantized": tensor.is_quantized, "negated": tensor.is_neg()}
+        kind = next((name for name, is_set in flags.items() if is_set), f"{tensor.layout} {tensor.dtype}")
         raise TypeError(f"the entry {name!r:.80} is a {kind} tensor, and not one of plain numbers")
     return tensor.detach()

@@ -58,6 +58,8 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--max-batch-length", **sizes, help=row + "--max-length, or 4096)")
     chunk = "tokens of a prompt that are computed between two tokens of the other answers (default: 256; on GPUs 2048)"
     add("--prefill-chunk-size", **sizes, help=chunk)
+    alone = "refuse requests that cannot join the others: beams, and answers beyond --max-batch-length"
+    add("--batch-only", action="store_true", help=alone)
     threads = "torch's threads in each worker on CPUs; a core beside them for the server makes many streams faster"
     anew = "compute every prompt from its first token, also where it begins as one that was computed before"
     add("--threads-per-worker", **sizes, help=threads)

@@ -107,8 +107,8 @@ def _read(path: Path, split: Split, lengths: NDArray[Any]) -> Order:
             if expected and _checksum(file) != expected[field]:
                 raise ValueError(f"{file.name} has another checksum")
             arrays.append(np.load(file, mmap_mode="r").view(np.ndarray))
-            if arrays[-1].shape != shape:
-                raise ValueError(f"{file.name} has the shape {arrays[-1].shape} and not {shape}")
+            if arrays[-1].shape != shape or arrays[-1].dtype.kind not in "iu":
+                raise ValueError(f"{file.name} holds {arrays[-1].shape} {arrays[-1].dtype}, not {shape} integers")
     except Exception as error:  # numpy raises many kinds of errors for a damaged header
         raise ValueError(f"{path} is damaged ({error}); delete this folder, and it is built again") from error
     return Order(*arrays)

@@ -189,6 +189,7 @@ class Engine:
         gather: bool = False,
         cancellation: Cancellation | None = None,
         joins: bool = False,
+        gives_way: bool = False,
     ) -> Any:
         """Call a method of the model on all ranks.
 
@@ -198,6 +199,7 @@ class Engine:
             gather: return the results of all ranks, not only of the rank with the outputs.
             cancellation: cancels the call from another thread.
             joins: compute the call in the running batch.
+            gives_way: run steps of the running batch between the tokens of the call.
 
         Raises:
             TimeoutError: it took longer. The call is cancelled.
@@ -211,7 +213,9 @@ class Engine:
         seed = self._seeds.getrandbits(32) if seed is None else seed
         number = next(self._numbers)
         streams = streamer is not None
-        request = Request(number, method, args, kwargs or {}, seed, streams, gather, generation_config, joins)
+        request = Request(
+            number, method, args, kwargs or {}, seed, streams, gather, generation_config, joins, gives_way
+        )
         try:
             data = encode(request, number)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -9,6 +9,10 @@ class EngineError(RuntimeError):
     """The workers died, hang or were closed. The model's `restart()` starts new workers."""
 
 
+class RanksDisagree(SystemExit):
+    """A step of the running batch failed on one rank only. Ends the worker, also inside a call of `generate`."""
+
+
 class _RemoteTraceback(Exception):
     """The traceback of a worker, set as the cause of the caller's exception."""
 

@@ -27,7 +27,7 @@ MOST_DEPTH = 64
 MOST_RULES = 1000
 MOST_PARTS = 4096
 """Alternatives of a Lark grammar, options of a choice, or keys and items of a schema."""
-FIRST_MASK_SECONDS = 0.5
+FIRST_MASK_SECONDS = 0.3
 """CPU time limit to compile a grammar and compute its first mask."""
 CPU_SECONDS = 1.0
 """CPU time after which the kernel ends the process."""
@@ -171,7 +171,7 @@ def limits() -> dict[str, Any]:
     """
     import llguidance
 
-    parser_limits = llguidance.LLParserLimits(step_max_items=20_000, step_lexer_fuel=100_000, verbose_errors=False)
+    parser_limits = llguidance.LLParserLimits(step_max_items=10_000, step_lexer_fuel=100_000, verbose_errors=False)
     return {"limits": parser_limits}
 
 

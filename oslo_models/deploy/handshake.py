@@ -15,6 +15,8 @@ import struct
 import time
 from contextlib import suppress
 
+from oslo_models.keep_alive import keep_alive
+
 LEAST = 16
 """Minimum characters of a secret. An attacker who records a handshake can try secrets against it offline."""
 TIMEOUT = 10.0
@@ -90,7 +92,7 @@ def tune(connection: socket.socket) -> socket.socket:
     connection.settimeout(None)  # overrides the application's default timeout
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(connection)
     return connection
 
 

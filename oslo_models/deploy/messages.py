@@ -51,6 +51,7 @@ class Request(NamedTuple):
         gather: every rank returns its result.
         generation_config: replaces the model's generation configuration, if the application has changed it.
         joins: compute this call of `generate` in the running batch.
+        gives_way: run steps of the running batch between the tokens of this call of `generate`.
     """
 
     number: int
@@ -62,6 +63,7 @@ class Request(NamedTuple):
     gather: bool = False
     generation_config: Any = None
     joins: bool = False
+    gives_way: bool = False
 
 
 class Cancel(NamedTuple):

@@ -161,16 +161,24 @@ class ModelRunner:
         self._send(Streamed(number, value), number)
 
     def _cancellation_criterion(self, number: int) -> Callable[..., Tensor]:
-        """Return a criterion that stops `generate` after a cancellation, at the same token on all ranks."""
+        """Return a criterion that stops `generate` after a cancellation, at the same token on all ranks.
+
+        Between two tokens, it lets the running batch compute a step.
+        """
         import torch
 
         from oslo_models.distributed.collectives import all_reduce
 
         def is_cancelled(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
             self.progress += 1
+            batch: RunningBatch | None = vars(self).get("batch")
+            flags = [number in self._cancelled, batch is not None and batch.wants_turn()]
             # all-reduced, because the message may reach one rank a token earlier than the others
-            flag = all_reduce(self.model.mesh.model, torch.tensor([float(number in self._cancelled)]))
-            return torch.full((len(input_ids),), bool(flag), device=input_ids.device)
+            ends, turn = all_reduce(self.model.mesh.model, torch.tensor(flags, dtype=torch.float32)).tolist()
+            if turn:
+                assert batch is not None
+                batch.take_turn()
+            return torch.full((len(input_ids),), bool(ends), device=input_ids.device)
 
         is_cancelled.is_agreed = True  # type: ignore[attr-defined]
         return is_cancelled

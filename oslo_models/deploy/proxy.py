@@ -99,8 +99,19 @@ class Deployment(DeployedAdapters, RemoteModule):
         changed = self.generation_config if self._config_changed else None
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
         options["cancellation"] = cancellation
-        options["joins"] = self._admission.joins(kwargs, self.generation_config, streams=streamer is not None)
+        options["joins"] = self._admission.joins(kwargs, self.generation_config, streamer is not None)
+        options["gives_way"] = not options["joins"] and self._admission.reason is None
         return self._engine.call("generate", (), kwargs, **options)
+
+    def can_join(self, streams: bool = False, **kwargs: Any) -> bool:
+        """Return whether a call of `generate` with these arguments can join the running batch.
+
+        Other calls are computed one after another, and steps of the running batch run between their tokens.
+
+        Args:
+            streams: whether the call has a streamer.
+        """
+        return self._admission.joins(kwargs, self.generation_config, streams)
 
     def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
         """As transformers' ``forward``, without gradients. Key-value caches stay on the workers."""

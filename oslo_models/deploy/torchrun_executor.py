@@ -11,6 +11,7 @@ from that address is unpickled only after both ends have authenticated each othe
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import queue
@@ -36,8 +37,10 @@ MOST_STRANGERS = 64
 """Maximum number of concurrent handshakes. Beyond it, the oldest connection is closed."""
 ARRIVAL_TIMEOUT = 300.0
 """Seconds that the application waits for the other processes to reach their constructor."""
-_ORDER_TIMEOUT = 30.0
-"""Seconds that another process may take to answer an order."""
+_START_TIMEOUT = 30.0
+"""Seconds that another process may take to start a worker."""
+_ANSWER_TIMEOUT = 1.0
+"""Seconds that another process may take to answer other orders, beyond their duration. Calls wait meanwhile."""
 _MAX_MESSAGE_BYTES = 1 << 16
 """Maximum bytes of an order or an answer."""
 
@@ -110,6 +113,7 @@ class _LauncherProcesses:
         self._store.set("application", json.dumps(address))
         self._lock = threading.Lock()
         self._orders: dict[int, Connection] = {}
+        self._prepare_orders()
         missing = set(range(1, launched_size()))
         while missing:
             try:
@@ -196,11 +200,16 @@ class _LauncherProcesses:
             raise ValueError(f"{rank + 1} processes are needed, and the launcher started {launched_size()}")
         conn, accepted, pid = self._orders[rank], None, None
         with self._lock, suppress(EOFError, OSError):
-            _send(conn, ["start"])
-            accepted = self._accept(_ORDER_TIMEOUT, conn)
-            pid = self._answer(conn)
+            number = self._order(rank, "start")
+            while accepted is None:
+                try:
+                    accepted = self._accept(_START_TIMEOUT, conn)
+                except ConnectionError:
+                    if _receive(conn)[0] >= number:  # otherwise a late answer to an earlier order
+                        raise
+            pid = self._answer(rank, number, _START_TIMEOUT)
         if accepted is None or pid is None:
-            conn.close()  # as in `_answer`
+            conn.close()  # the connection of a worker that starts late would be mistaken for another one
             if accepted is not None:
                 accepted.close()
             raise ConnectionError(f"the process of rank {rank} that the launcher started has ended")
@@ -210,18 +219,37 @@ class _LauncherProcesses:
         """Start the worker of rank 0."""
         return start_worker(theirs, int(os.environ.get("LOCAL_RANK", "0")), self.loopback, self.secret)
 
-    def ask(self, rank: int, *order: Any) -> Any:
-        """Send an order to another process and return its answer; ``None`` if the process has ended."""
-        conn = self._orders[rank]
+    def ask(self, rank: int, *order: Any, seconds: float = 0.0) -> Any:
+        """Send an order to another process and return its answer; ``None`` if the process has ended or stands still.
+
+        Does not wait for a process that has not answered the order before.
+
+        Args:
+            seconds: the duration of the order.
+        """
         with self._lock, suppress(EOFError, OSError):
-            _send(conn, order)
-            return self._answer(conn)
+            number = self._order(rank, *order)
+            return self._answer(rank, number, 0.0 if rank in self._silent else seconds + _ANSWER_TIMEOUT)
         return None
 
-    def _answer(self, conn: Connection) -> Any:
-        if conn.poll(_ORDER_TIMEOUT):
-            return _receive(conn)
-        conn.close()  # a late answer would be mistaken for the answer to the next order
+    def _prepare_orders(self) -> None:
+        self._numbers, self._silent = itertools.count(), set[int]()
+
+    def _order(self, rank: int, *order: Any) -> int:
+        """Send an order. Return its number, which the answer repeats."""
+        number = next(self._numbers)
+        _send(self._orders[rank], [number, *order])
+        return number
+
+    def _answer(self, rank: int, number: int, seconds: float) -> Any:
+        """Return the answer to an order; ``None`` if it does not arrive in time. Drops late answers to other orders."""
+        conn, deadline = self._orders[rank], time.monotonic() + seconds
+        while conn.poll(max(0.0, deadline - time.monotonic())):
+            self._silent.discard(rank)
+            answered, value = _receive(conn)
+            if answered == number:
+                return value
+        self._silent.add(rank)
         return None
 
 
@@ -237,7 +265,8 @@ class _RemoteProcess:
         self._order("kill", self.pid)
 
     def wait(self, timeout: float | None = None) -> Any:
-        self.returncode = self._order("wait", self.pid, timeout)
+        seconds = None if timeout is None else min(timeout, _ANSWER_TIMEOUT)
+        self.returncode = self._order("wait", self.pid, seconds, seconds=_START_TIMEOUT if seconds is None else seconds)
         return self.returncode
 
 
@@ -300,16 +329,17 @@ def serve(secret: str | None = None) -> NoReturn:
 
     with suppress(EOFError, OSError):
         while True:
-            order, *details = _receive(orders)
+            number, order, *details = _receive(orders)
             if order == "start":
-                _send(orders, start(handshake.connect(address, secret)))
+                answer: Any = start(handshake.connect(address, secret))
             elif order == "kill":
                 workers[details[0]].kill()
-                _send(orders, True)
+                answer = True
             else:
                 with suppress(subprocess.TimeoutExpired):
                     workers[details[0]].wait(details[1])
-                _send(orders, workers[details[0]].returncode)
+                answer = workers[details[0]].returncode
+            _send(orders, [number, answer])
     for process in workers.values():
         process.kill()
         process.wait()

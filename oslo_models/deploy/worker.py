@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from oslo_models.deploy.busy_polling import has_spare_core
 from oslo_models.deploy.connection import WorkerConnection
+from oslo_models.deploy.errors import RanksDisagree
 from oslo_models.deploy.messages import Cancel, Failure, Join, Ping, Pong, Ready, Reply, Request, Setup
 from oslo_models.deploy.process_executor import SECRET_VARIABLE
 from oslo_models.deploy.serialization import SentOutput, decode, encode, portable
@@ -158,7 +159,7 @@ class Worker:
             self.busy_since = None
             request = self._next()
             self.busy_since = time.monotonic()
-            if isinstance(request, Request) and request.joins:
+            if isinstance(request, Request) and (request.joins or request.gives_way):
                 self._run_batch(request, self.runner)
             else:
                 self._answer(request, self.runner)
@@ -199,6 +200,8 @@ class Worker:
             if isinstance(result, ModelOutput):
                 result = SentOutput(result)
             self.send(Reply(request.number, result if runner.has_outputs or request.gather else None), request.number)
+        except RanksDisagree:
+            raise
         except BaseException as error:  # noqa: BLE001  everything is reported
             from oslo_models.pipeline.stage_runner import OtherStageError
 

@@ -52,6 +52,7 @@ def application(
     normalize: bool = True,
     metrics: Metrics | None = None,
     adapters: Mapping[str, str] | None = None,
+    batch_only: bool = False,
 ) -> FastAPI:
     """Return an ASGI application around deployed models, for ``uvicorn`` and others.
 
@@ -76,6 +77,8 @@ def application(
         metrics: the metrics to update (default: a new `Metrics`).
         adapters: the adapters loaded in ``model``: maps the names for clients to the names in the model. Requests use
             an adapter by its name in the ``model`` field. From now on, only the application may switch adapters.
+        batch_only: refuse requests that cannot join the running batch, such as beams, with status 400. They would slow
+            down the others.
 
     Raises:
         ValueError: ``api_key`` is empty or cannot be sent in a header; two models or adapters have the same name; or a
@@ -90,7 +93,7 @@ def application(
     if len(set(names)) < len(names):
         raise ValueError(f"two models have the same name: {names}")
     of_all = partial(ServedModel, length=max_length, places=max_queue_size, metrics=metrics)
-    of_all = partial(of_all, pooling=pooling, normalizes=normalize)
+    of_all = partial(of_all, pooling=pooling, normalizes=normalize, batch_only=batch_only)
     served = [of_all(*named[0], adapters=adapters), *(of_all(*each) for each in others)]
     service = Service(served, max_queue_size, metrics)
     # A redirect would contain the server's own host and scheme, not the host and scheme of a proxy in front of it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -123,13 +124,15 @@ def run(args: argparse.Namespace) -> None:
         loaded = load_adapters(model, adapters)
         limits = {
             each: getattr(args, each)
-            for each in ("max_queue_size", "max_length", "max_body_size", "pooling", "normalize")
+            for each in ("max_queue_size", "max_length", "max_body_size", "pooling", "normalize", "batch_only")
         }
         hosts = allowed_hosts(args.allowed_hosts, args.host)
         origins = [name.strip() for name in (args.allowed_origins or "").split(",") if name.strip()]
         limits |= {"adapters": loaded, "api_key": keys, "allowed_hosts": hosts, "metrics": metrics}
         limits["allowed_origins"] = origins
         lifecycle.application = application(model, tokenizer, name, others=others, **limits)
+        gc.collect()
+        gc.freeze()  # a full collection delays all threads: it would visit every object of torch and transformers
         supervisor = Supervisor(
             {name: model for model, _, name in served},
             RestartPolicy(args.restart_workers, args.restart_window),

@@ -9,6 +9,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from oslo_models.keep_alive import keep_alive
+
 MOST_EARLY = 1 << 16
 """Limit of bytes that a client sends after a request, before the answer is complete."""
 
@@ -55,6 +57,8 @@ class _LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if (connection := transport.get_extra_info("socket")) is not None:
+            keep_alive(connection)
         self._idle_since = self.loop.time()
         self._make_room()
         self._expect("headers", self.own_limits.header_seconds)

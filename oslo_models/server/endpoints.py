@@ -11,6 +11,7 @@ from fastapi.responses import Response as HTTPResponse
 
 from oslo_models.server.embeddings import EmbeddingRequest, entry
 from oslo_models.server.errors import RequestError
+from oslo_models.server.rendering import json_response
 from oslo_models.server.responses import Response, ResponsesRequest
 from oslo_models.server.service import Service, with_errors
 from oslo_models.server.tokens import DetokenizeRequest, TokenizeRequest
@@ -65,9 +66,13 @@ class Endpoints:
                 served.check_length(ids, "input")
             vectors = await served.embedder.embed(inputs)
         count = sum(map(len, inputs))
-        rows = [entry(index, vector, request.encoding_format) for index, vector in enumerate(vectors)]
         usage = {"prompt_tokens": count, "total_tokens": count}
-        return JSONResponse({"object": "list", "data": rows, "model": served.name, "usage": usage})
+
+        def body() -> dict[str, Any]:
+            rows = [entry(index, vector, request.encoding_format) for index, vector in enumerate(vectors)]
+            return {"object": "list", "data": rows, "model": served.name, "usage": usage}
+
+        return await json_response(body, sum(map(len, vectors)))
 
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         served = self._service.find(request.model, generates=None)

@@ -67,13 +67,21 @@ class AnswerGenerator:
         with contextlib.nullcontext() if self._turns is None else self._turns.turn_of(job.adapter, cancellation):
             return self._call(job, cancellation, streamer)
 
-    def _call(self, job: GenerationJob, cancellation: Cancellation, streamer: Any) -> torch.Tensor:
+    def can_join(self, job: GenerationJob) -> bool:
+        """Return whether the call can join the running batch."""
+        return bool(self.model.can_join(**self._arguments(job)))
+
+    def _arguments(self, job: GenerationJob) -> dict[str, Any]:
+        """Return the arguments of `generate`."""
         ids_BL = torch.tensor([job.ids])
         inputs = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL), "max_new_tokens": job.max_new_tokens}
-        options = {**inputs, **job.settings, **self._padding, "streamer": streamer, "seed": job.seed}
-        options["cancellation"] = cancellation
+        arguments = {**inputs, **job.settings, **self._padding}
         if job.stop_tokens:
-            options["eos_token_id"] = [*self.ends, *job.stop_tokens]
+            arguments["eos_token_id"] = [*self.ends, *job.stop_tokens]
+        return arguments
+
+    def _call(self, job: GenerationJob, cancellation: Cancellation, streamer: Any) -> torch.Tensor:
+        options = {**self._arguments(job), "streamer": streamer, "seed": job.seed, "cancellation": cancellation}
         if job.decoding is None:
             return self.model.generate(**options)
         try:

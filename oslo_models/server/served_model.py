@@ -26,6 +26,12 @@ from oslo_models.server.token_reader import GenerationJob
 UNKNOWN_LENGTH = 2048
 """Default limit of prompt and answer tokens, for models without a limit in their configuration."""
 TOKENIZER_THREADS = 2
+MOST_SCORES = 1 << 18
+"""Limit of log-probabilities in an answer. With more, Python's garbage collector would delay all threads."""
+BATCH_ONLY = (
+    "this request cannot join the running batch, and this server computes no other requests (--batch-only): use "
+    "num_beams=1, and no more tokens in the prompt and the answer than --max-batch-length"
+)
 HEALTH_SECONDS = 2.0
 
 
@@ -37,6 +43,7 @@ class ServedModel:
         places: limit of concurrent answers.
         pooling, normalizes: settings of an embedding model; see `Embedder`.
         adapters: the loaded adapters: maps the names for clients to the names in the model.
+        batch_only: refuse requests that cannot join the running batch.
 
     Attributes:
         adapter: the model's name for the adapter in use; ``None`` without an adapter.
@@ -62,7 +69,9 @@ class ServedModel:
         pooling: str | None = None,
         normalizes: bool = True,
         adapters: Mapping[str, str] | None = None,
+        batch_only: bool = False,
     ) -> None:
+        self._batch_only = batch_only and model.can_generate()
         self.model, self.tokenizer, self.name, self.places = model, tokenizer, name, places
         own = getattr(model.config, "max_position_embeddings", None) or length or UNKNOWN_LENGTH
         self.length = min(own, length or own)
@@ -154,12 +163,14 @@ class ServedModel:
     def _jobs(
         self, request: CompletionRequest | ChatRequest, prompts: list[list[int]], decoding: Decoding | None
     ) -> list[GenerationJob]:
+        assert self.generator is not None
         for name in ("stop_token_ids", "logit_bias"):
             if tokens := list(getattr(request, name)):
                 self.check_tokens(tokens, name)
         settings = self._defaults.settings(request)
         if decoding is not None and decoding.grammar is not None:  # the grammar may end the text earlier
             settings.pop("min_new_tokens", None)
+        asked = request.logprobs_asked
         texts = [*request.stops, *self._defaults.stops]
         stops = StopAutomaton(texts) if texts else None
         jobs = []
@@ -183,7 +194,13 @@ class ServedModel:
                     job.chat = request.tool_choice != "none" or not request.tools
                     job.forced_tool = request.forced_tool is not None
                     job.single_tool = not request.parallel_tool_calls
+                if self._batch_only and not self.generator.can_join(job):
+                    raise RequestError(400, BATCH_ONLY)
                 jobs.append(job)
+        scores = 0 if asked is None or request.stream else sum(job.max_new_tokens for job in jobs) * (1 + asked)
+        if scores > MOST_SCORES:
+            message = f"{scores} log-probabilities at once are more than {MOST_SCORES}; use stream=true or fewer tokens"
+            raise RequestError(400, message, None, "logprobs")
         return jobs
 
     def _decoding(self, request: Generation) -> Decoding | None:

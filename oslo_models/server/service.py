@@ -23,6 +23,7 @@ from oslo_models.server.answers import Answer, chat_choice, completion_choice, e
 from oslo_models.server.errors import NAME, RequestError, problem
 from oslo_models.server.guard import log
 from oslo_models.server.metrics import Metrics
+from oslo_models.server.rendering import json_response
 from oslo_models.server.schema import ChatRequest, CompletionRequest
 from oslo_models.server.served_model import ServedModel
 from oslo_models.server.token_reader import GenerationJob
@@ -152,12 +153,16 @@ class Service:
         with self.admitted(count):
             prompts, jobs = await served.jobs(request)
             answers = await self._answers(served, jobs)
-        choices = [
-            {"index": index, **_choice(request, one, False, True), "finish_reason": one.finish}
-            for index, one in enumerate(answers)
-        ]
-        usage = tally(prompts, [one.tokens for one in answers])
-        return JSONResponse({**_head(request, served, 1), "choices": choices, "usage": usage})
+
+        def body() -> dict[str, Any]:
+            choices = [
+                {"index": index, **_choice(request, one, False, True), "finish_reason": one.finish}
+                for index, one in enumerate(answers)
+            ]
+            usage = tally(prompts, [one.tokens for one in answers])
+            return {**_head(request, served, 1), "choices": choices, "usage": usage}
+
+        return await json_response(body, sum(len(one.scores) for one in answers) * (1 + (request.logprobs_asked or 0)))
 
     async def _answers(self, served: ServedModel, jobs: list[GenerationJob]) -> list[Answer]:
         """Generate all answers. If one fails, cancel the others."""

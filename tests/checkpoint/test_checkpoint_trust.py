@@ -331,9 +331,10 @@ def test_saving_keeps_the_owner_and_mode_of_a_folder(tmp_path: Path) -> None:
         ("w", torch.eye(3).to_sparse()),
         ("w", torch.empty(3, device="meta")),
         (5, torch.zeros(1)),
+        ("w", torch.ones(1, dtype=torch.complex64).conj().imag),
         ("transformer.ln_f.weight", torch.ones(48, dtype=torch.complex64)),
     ],
-    ids=["sparse", "meta", "number", "complex"],
+    ids=["sparse", "meta", "number", "negated", "complex"],
 )
 def test_unusual_entries_of_bin_files_are_named(tmp_path: Path, name: Any, entry: torch.Tensor) -> None:
     reference = tiny_gpt2()

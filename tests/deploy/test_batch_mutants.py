@@ -22,6 +22,7 @@ BETWEEN, RAISES = (
     "test_other_calls_are_answered_between_steps_and_changes_after_the_rows",
     "test_processor_that_raises_ends_its_call_only",
 )
+GIVES_WAY = "test_call_that_cannot_join_gives_way_after_each_token"
 FORWARD, REJECTED = (
     "test_failed_forward_ends_all_calls_and_later_ones_are_computed",
     "test_call_that_generate_rejects_fails_by_itself",
@@ -180,8 +181,17 @@ SLOW: list[Row] = [
     (f"{TAKES}._drop_cancelled", "self._send(Reply(number), number)", "pass", LOOP, CANCELLED, {"state": "row"}),
     (f"{TAKES}._forget", "self._cancelled.discard(number)", "pass", LOOP, CANCELLED, {"state": "row"}),
     (f"{TAKES}._take_messages", "message.method in CHANGING", "False", LOOP, BETWEEN, {"groups": 2}),
-    (f"{TAKES}._take_messages", "message.joins", "True", LOOP, BETWEEN, {"groups": 2}),
+    (f"{TAKES}._take", "message.joins", "True", LOOP, BETWEEN, {"groups": 2}),
     (f"{TAKES}._lead", "messages.answer(held)", "pass", LOOP, BETWEEN, {"groups": 2}),
+    (f"{TAKES}.wants_turn", "not self._slots.is_idle", "False", LOOP, GIVES_WAY, {"groups": 1, "first": True}),
+    (
+        f"{TAKES}.wants_turn",
+        "self._take_messages(self._messages)",
+        "pass",
+        LOOP,
+        GIVES_WAY,
+        {"groups": 1, "first": True},
+    ),
     (f"{TAKES}._finish", "[(call.number, None) for call in ended if call.streams]", "[]", LOOP, OWN, CHUNKS),
     (f"{TAKES}._give_up", "self._slots.clear()", "pass", LOOP, FORWARD, {}),
     (f"{TAKES}._give_up", "self._clear()", "pass", LOOP, FORWARD, {}),

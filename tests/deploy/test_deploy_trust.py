@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from oslo_models import GPT2LMHeadModel
-from oslo_models.deploy import handshake
+from oslo_models.deploy import handshake, process_executor
 from oslo_models.deploy import options as serving
 from oslo_models.deploy import torchrun_executor as torchrun
 from oslo_models.distributed import mesh, object_exchange
@@ -350,4 +351,40 @@ def test_strangers_do_not_keep_a_process_with_the_secret_waiting(monkeypatch: py
     knowing.join()
     assert accepted.getpeername() == made[0].getsockname()
     for each in (*strangers, *made, accepted, others._listener):
+        each.close()
+
+
+def test_a_launcher_that_stands_still_delays_calls_by_seconds_and_its_late_answers_are_dropped() -> None:
+    """Its worker was killed. Callers wait for the reason of the worker's end, and for its successor's start."""
+    others: Any = object.__new__(torchrun._LauncherProcesses)
+    ours, theirs = Pipe()
+    others._lock, others._orders, others.loopback = threading.Lock(), {1: ours}, True
+    others._prepare_orders()
+    others._prepare_handshakes()
+    others._listener, (name,) = others._listen()
+    executor: Any = object.__new__(process_executor.ProcessExecutor)
+    executor.processes, executor._senders = [torchrun._RemoteProcess(others, 1, 77)], []
+    began = time.monotonic()
+    assert executor.exit_reason(0) == "rank 0 (pid 77) closed its connection"
+    executor.kill()
+    assert time.monotonic() - began < 5
+
+    def goes_on() -> None:
+        while True:
+            number, order, *_ = torchrun._receive(theirs)
+            if order == "start":
+                made.append(handshake.connect("\0" + name, None))
+            torchrun._send(theirs, [number, {"wait": -9, "kill": True, "start": 88}.get(order, order)])
+            if order == "last":
+                return
+
+    made: list[socket.socket] = []
+    launcher = threading.Thread(target=goes_on)
+    launcher.start()
+    process, connection = others.start(1)
+    assert process.pid == 88
+    assert executor.exit_reason(0) == "rank 0 (pid 77) was killed by SIGKILL"
+    assert others.ask(1, "last", seconds=30) == "last"
+    launcher.join()
+    for each in (*made, connection, others._listener):
         each.close()

@@ -340,6 +340,21 @@ def test_short_call_overtakes_a_long_one(served: Any, seed: int) -> None:
             first.result(LIMIT)
 
 
+def test_call_overtakes_beams(served: Any, seed: int) -> None:
+    """On two ranks, beams let a call join after each token, and change nothing else."""
+    model, whole = served
+    beams = {**prompt(seed, 1), "num_beams": 2, "max_new_tokens": 60, "min_new_tokens": 60, "pad_token_id": 0}
+    slow = {"logits_processor": [deployment.Trouble("sleep", 0)]}
+    expected, short = whole.generate(**beams), {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(model.generate, **beams, **slow)
+        time.sleep(0.2)
+        for number in range(3):
+            call = {**prompt(seed + number, 1), **short}
+            assert torch.equal(model.generate(**call), whole.generate(**call)) and not first.done()
+        assert torch.equal(first.result(LIMIT), expected)
+
+
 def test_change_of_the_model_waits_for_the_rows(served: Any, seed: int) -> None:
     """Rows finish with their old model; calls after the change start with the new one."""
     model, whole = served

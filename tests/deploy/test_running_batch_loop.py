@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import transformers
 from torch import Tensor
 
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused
+from oslo_models.deploy.running_batch import loop
 from oslo_models.deploy.running_batch.admission import Admission, reason_against
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
@@ -110,6 +113,49 @@ def test_processor_that_raises_ends_its_call_only(pair: Any, seed: int, when: in
         assert application.answer(number).result.tolist() == alone(whole, call)
 
 
+class Burns(transformers.LogitsProcessor):
+    """Takes CPU time for each token."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        began = time.thread_time()
+        while time.thread_time() < began + self.seconds:
+            pass
+        return scores
+
+
+def test_slow_processors_end_their_calls_only(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processors of a step take 0.06 s of 0.05 s, so the slowest call ends."""
+    monkeypatch.setattr(loop, "STEP_SECONDS", 0.05)
+    model, whole = pair
+    calls = [greedy(seed + number, 6) for number in range(3)]
+    slow = {0: 0.02, 1: 0.04}
+    application = Application(model, replace(LIMITS, chunk=LIMITS.length))
+    for number, call in enumerate(calls):
+        burns = {"logits_processor": [Burns(slow[number])]} if number in slow else {}
+        application.send(0, request(number, {**call, **burns}, stream=True))
+    application.run()
+    failure = application.answer(1)
+    assert isinstance(failure, Failure) and "too much time per token" in str(failure.error)
+    for number in (0, 2):
+        assert application.answer(number).result.tolist() == alone(whole, calls[number])
+
+
+def test_calls_with_grammars_join_in_steps_of_their_own(pair: Any, seed: int) -> None:
+    """Compiling a grammar holds up the rows."""
+    model, _ = pair
+    application = Application(model)
+    application.send(0, request(0, greedy(seed, 12)))
+    grammar = SimpleNamespace(grammar="compiled", logprobs=None, processors=list)
+    for number in (1, 2):
+        application.send(2, request(number, greedy(seed + number, 3, length=4, decoding=grammar)))
+    application.run()
+    first = [next(step for step, rows in enumerate(application.rows) if number in rows) for number in (1, 2)]
+    assert first[1] > first[0]
+
+
 @pytest.mark.parametrize("state", ["row", "prompt", "waiting"])
 def test_cancelled_call_leaves_at_once(pair: Any, seed: int, state: str) -> None:
     """A call leaves from its slot, during its prompt, or while it waits. Other calls are not affected."""
@@ -204,6 +250,27 @@ def test_other_calls_are_answered_between_steps_and_changes_after_the_rows(pair:
     order = [each.number for each in application.sent if isinstance(each, Reply)]
     assert order == [1, 0, 2, 3, 4]
     assert 2 <= application.at[0] <= 1 + groups and application.answer(1).result == "forward"
+    for number, call in calls.items():
+        assert application.answer(number).result.tolist() == alone(whole, call)
+
+
+@pytest.mark.parametrize(("groups", "first"), [(1, True), (1, False), (2, False)])
+def test_call_that_cannot_join_gives_way_after_each_token(pair: Any, seed: int, groups: int, first: bool) -> None:
+    """A stream goes on, and a call that arrives later overtakes all calls that cannot join."""
+    model, whole = pair
+    application = Application(model, groups=groups)
+    calls = {0: greedy(seed, 20), 3: greedy(seed + 1, 6)}
+    exclusive = [Request(number, "generate", (tokens,), {}, 0, gives_way=True) for number, tokens in ((1, 40), (2, 5))]
+    application.send(0, request(0, calls[0], stream=True))
+    application.send(0 if first else 3, exclusive[0])
+    application.send(4, exclusive[1])
+    application.send(5, request(3, calls[3]))
+    if first:
+        application._later.sort(key=lambda each: each[0])
+        application._later[:2] = application._later[1::-1]
+    application.run()
+    assert [each.number for each in application.sent if isinstance(each, Reply)] == [3, 0, 1, 2]
+    assert application.at[application.sent.index(application.answer(3))] <= 5 + 2 * groups * 8
     for number, call in calls.items():
         assert application.answer(number).result.tolist() == alone(whole, call)
 

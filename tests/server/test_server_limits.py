@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("uvicorn")
 
-from oslo_models.server import command
+from oslo_models.deploy.decoding import Scored
+from oslo_models.server import command, connections
 from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits
 from oslo_models.server.log_writer import LogWriter
@@ -59,17 +62,20 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), HOSTILE, ids=[f"{path} {body[:40]}" for path, body in HOSTILE])
-def test_errors_of_large_bodies_are_small_and_cheap(path: str, body: str) -> None:
-    app = application(StubModel(), tokenizer())
-    gaps = [0.0]
+def while_the_loop_runs(app: Any, path: str, body: str, seconds: float = 0.25) -> tuple[int, bytes]:
+    """Return status and body of the answer. Check that no part of the request holds up the event loop.
+
+    Args:
+        seconds: limit of CPU time, because other processes delay the loop too. Threads may hold the interpreter's lock.
+    """
+    gaps: list[tuple[float, float]] = []
 
     async def attacked() -> tuple[int, dict[str, str], bytes]:
         async def beat() -> None:
             while True:
-                began = time.monotonic()
+                began, cpu = time.monotonic(), time.thread_time()
                 await asyncio.sleep(0.01)
-                gaps[0] = max(gaps[0], time.monotonic() - began)
+                gaps.append((time.monotonic() - began, time.thread_time() - cpu))
 
         beating = asyncio.ensure_future(beat())
         try:
@@ -79,11 +85,43 @@ def test_errors_of_large_bodies_are_small_and_cheap(path: str, body: str) -> Non
             beating.cancel()
 
     status, _, answer = asyncio.run(attacked())
+    assert max(cpu for _, cpu in gaps) < seconds, "the event loop stood still"
+    return status, answer
+
+
+@pytest.mark.parametrize(("path", "body"), HOSTILE, ids=[f"{path} {body[:40]}" for path, body in HOSTILE])
+def test_errors_of_large_bodies_are_small_and_cheap(path: str, body: str) -> None:
+    status, answer = while_the_loop_runs(application(StubModel(), tokenizer()), path, body)
     assert status in (400, 404) and len(answer) < 4000, answer[:300]
     assert json.loads(answer)["error"]["message"]
     for echoed in ("k" * 100, "m" * 100, "s" * 100, "t" * 100, "9" * 100):
         assert echoed.encode() not in answer
-    assert gaps[0] < 1.5, "the event loop stood still"
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_large_answers_are_rendered_outside_of_the_event_loop(path: str) -> None:
+    def scored(input_ids: Any, max_new_tokens: int, streamer: Any, **_: Any) -> Any:
+        streamer.put(input_ids)
+        for _ in range(max_new_tokens):
+            streamer.put(Scored(5, -1.0, [(token, -1.0 - token) for token in range(20)]))
+        return torch.cat((input_ids, torch.full((1, max_new_tokens), 5)), 1)
+
+    words = tokenizer()
+    words.chat_template = "x"
+    app = application(StubModel(scored), words)
+    asked = {"prompt": "def", "logprobs": 20, "n": 8, "max_tokens": 300}
+    if path != PATH:
+        chat = {"messages": [{"role": "user", "content": "def"}], "logprobs": True, "top_logprobs": 20}
+        asked = {**asked, **chat}
+        del asked["prompt"]
+    status, answer = while_the_loop_runs(app, path, json.dumps(asked), 0.15)
+    found = json.loads(answer)
+    assert status == 200 and found["usage"]["completion_tokens"] == 2400
+    scores = found["choices"][7]["logprobs"]
+    tops = scores["top_logprobs"] if path == PATH else [row["top_logprobs"] for row in scores["content"]]
+    assert len(tops) == 300 and len(tops[299]) == 20
+    status, answer = while_the_loop_runs(app, path, json.dumps({**asked, "n": 64}))
+    assert status == 400 and b"log-probabilities at once" in answer
 
 
 def test_bodies_of_other_content_types_are_refused() -> None:
@@ -108,6 +146,19 @@ def test_the_first_problems_of_a_body_are_named() -> None:
     assert status == 400 and all(name in message for name in ("max_tokens", "top_p", "secret")), message
 
 
+def test_requests_outside_of_the_running_batch_are_refused_on_demand() -> None:
+    model = StubModel()
+    model.can_join = lambda **given: "num_beams" not in given and given["max_new_tokens"] < 9  # type: ignore[attr-defined]
+    app = application(model, tokenizer(), batch_only=True)
+    for more, expected in (({}, 200), ({"num_beams": 2}, 400), ({"max_tokens": 9}, 400)):
+        for stream in (False, True) if "num_beams" not in more else (False,):
+            body = json.dumps({"prompt": "def", "max_tokens": 3, "stream": stream, **more}).encode()
+            status, _, answer = asyncio.run(call(app, "POST", PATH, body))
+            assert status == expected and (status == 200 or b"--batch-only" in answer), (more, answer)
+    assert asyncio.run(call(app, "GET", "/generate_text/def", b""))[0] == 400
+    assert post_json(application(model, tokenizer()), PATH, {"prompt": "def", "num_beams": 2})[0] == 200
+
+
 # Connections ----------------------------------------------------------------------------------------------------------
 
 
@@ -125,6 +176,20 @@ def test_half_bodies_do_not_keep_the_probes_and_new_clients_out() -> None:
         assert read_answer(connect(url, post_bytes(PATH, asked)))[0] == 200
         for each in held:
             each.close()
+
+
+def test_vanished_hosts_are_noticed_within_two_minutes() -> None:
+    with (
+        listening(application(StubModel(), tokenizer()), ConnectionLimits()) as url,
+        mock.patch.object(connections, "keep_alive", wraps=connections.keep_alive) as kept,
+    ):
+        assert read_answer(connect(url, LIVE))[0] == 200
+        (made,) = kept.call_args.args
+        tcp = [
+            made.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}")) for name in ("IDLE", "INTVL", "CNT")
+        ]
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and tcp[0] + tcp[1] * tcp[2] <= 120
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 120_000
 
 
 def test_half_bodies_do_not_close_a_connection_that_is_computed() -> None:

@@ -47,7 +47,7 @@ class Application:
             if self._inbox.empty():
                 self._steps = max(self._steps, self._later[0][0])
             with_rows = self.get_nowait()
-            if with_rows.joins:
+            if with_rows.joins or with_rows.gives_way:
                 self.batch.run(with_rows, Messages(self, self._answer))
             else:
                 self._answer(with_rows)
@@ -71,7 +71,11 @@ class Application:
         self.at.append(self._steps)
 
     def _answer(self, request: Request) -> None:
+        """Answer a call that cannot join. ``args`` of `generate` is its number of tokens."""
         assert not self.batch._ahead, "other ranks have yet to compute steps"
+        for _ in range(*request.args if request.method == "generate" else (0,)):
+            if self.batch.wants_turn():
+                self.batch.take_turn()
         self._send(Reply(request.number, request.method), request.number)
 
     def answer(self, number: int) -> Any:

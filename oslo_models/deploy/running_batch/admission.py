@@ -1,6 +1,6 @@
 """Decides which calls of `generate` join the running batch, and sets its default limits.
 
-The other calls are computed between its steps, one by one.
+The other calls are computed one by one. Steps of the batch run between their tokens.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from oslo_models.deploy.errors import RanksDisagree
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
 from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
@@ -27,6 +28,8 @@ CHANGING = frozenset(("adapters", "fuse", "unfuse"))
 """Methods that change the outputs of the model. They, and all later calls, wait until all rows have ended."""
 UNCHANGING = frozenset(("generate", "forward", "memory", "get_dtype", "reserve_batch", "batch_graphs"))
 """Methods that keep cached keys and values valid."""
+STEP_SECONDS = 0.5
+"""CPU time limit for the processors of all rows in one step, such as grammars. Beyond it, the slowest calls end."""
 GRACE = 3.0
 """Seconds that the followers get to end a step that failed on the leader. They may hang in a collective."""
 
@@ -34,10 +37,11 @@ GRACE = 3.0
 class RunningBatch:
     """The batch of one rank.
 
-    Every rank takes the same messages of the application in the same order. `run` begins with the first call that may
-    join. Between two steps, the leader takes messages and tells the followers how many it has taken. Calls that cannot
-    join run there, on all ranks, while the rows keep their slots. With several groups of slots, the leader publishes a
-    step of each group before it computes the first one, see `slot_groups`.
+    Every rank takes the same messages of the application in the same order. Between two steps, the leader takes
+    messages and tells the followers how many it has taken. Calls that cannot join wait in a queue. They run one by one
+    between two steps, on all ranks, while the rows keep their slots. `generate` gives way to the rows after each token,
+    see `take_turn`. With several groups of slots, the leader publishes a step of each group before it computes the
+    first one, see `slot_groups`.
 
     Args:
         stages: number of pipeline stages that compute at the same time, each for another group of slots. The channel
@@ -68,19 +72,48 @@ class RunningBatch:
         self._ahead: deque[Step] = deque()  # published, and not computed yet
         self._consumed = 0
         self._held: Request | None = None
+        self._messages: Messages | None = None  # while the batch runs
+        self._others: deque[Any] = deque()  # messages that cannot join
+        self._joined: set[int] = set()  # on a follower: the calls that have joined
+        self._failed, self._skipped = False, 0  # on a follower: a step failed, and the steps skipped since
 
     def run(self, first: Request, messages: Messages) -> None:
-        """Compute steps until no row is left.
+        """Compute steps until no row is left, and no call that cannot join.
 
         Args:
-            first: the call that begins the batch.
+            first: the call that begins the batch. It joins or gives way.
             messages: the later messages of the application.
         """
-        self._consumed = 1
-        if self.leads:
-            self._lead(first, messages)
-        else:
-            self._follow(first, messages)
+        self._messages, self._consumed = messages, 1
+        try:
+            if self.leads:
+                self._lead(first, messages)
+            else:
+                self._joined, self._failed, self._skipped = set(), False, 0
+                self._note(first)
+                self._follow(messages)
+                self._cancelled -= self._joined
+        finally:
+            self._messages = None
+
+    def wants_turn(self) -> bool:
+        """Return whether rows wait for a step, while a call that cannot join is computed. False on followers."""
+        if not self.leads or self._messages is None:
+            return False
+        self._take_messages(self._messages)
+        self._drop_cancelled()
+        return not self._slots.is_idle
+
+    def take_turn(self) -> None:
+        """Compute one step of each group, between two tokens of a call that cannot join. A collective."""
+        assert self._messages is not None
+        if not self.leads:
+            self._follow(self._messages)
+            return
+        self._publish_steps()
+        while self._ahead:
+            self._compute(self._ahead.popleft())
+        self.channel.publish(Step(self._consumed, pause=True))
 
     def forget_prefixes(self) -> None:
         """Drop cached settings, former rows and CUDA graphs. Call it on all ranks between the same two steps."""
@@ -106,15 +139,20 @@ class RunningBatch:
     # The leader -------------------------------------------------------------------------------------------------------
 
     def _lead(self, first: Request, messages: Messages) -> None:
-        self._add(first)
+        self._take(first)
         while True:
             self._take_messages(messages)
             self._drop_cancelled()
-            for step in self._slots.plan(self._consumed, {step.group for step in self._ahead}):
-                self.channel.publish(step)
-                self._ahead.append(step)
+            if self._others:
+                while self._ahead:
+                    self._compute(self._ahead.popleft())
+                self.channel.publish(Step(self._consumed, other=True))
+                messages.answer(self._others.popleft())
+            self._publish_steps()
             if self._ahead:
                 self._compute(self._ahead.popleft())
+                continue
+            if self._others:
                 continue
             self.channel.publish(Step(self._consumed, idle=True))
             self._rest()
@@ -127,21 +165,28 @@ class RunningBatch:
         for runner in self.runners:
             runner.rest()
 
+    def _publish_steps(self) -> None:
+        """Publish the next step of each group."""
+        for step in self._slots.plan(self._consumed, {step.group for step in self._ahead}):
+            self.channel.publish(step)
+            self._ahead.append(step)
+
     def _take_messages(self, messages: Messages) -> None:
-        """Take the received messages, up to one call that cannot join. The rows go on before the next such call."""
+        """Take the received messages, up to one call with a grammar, because compiling grammars holds up the rows."""
         while self._held is None and (message := messages.poll()) is not None:
             if isinstance(message, Request) and message.method in CHANGING:
                 self._held = message
                 return
             self._consumed += 1
-            if isinstance(message, Request) and message.joins:
-                self._add(message)
-                continue
-            while self._ahead:
-                self._compute(self._ahead.popleft())
-            self.channel.publish(Step(self._consumed))
-            messages.answer(message)
-            return
+            self._take(message)
+            if isinstance(message, Request) and getattr(message.kwargs.get("decoding"), "grammar", None) is not None:
+                return
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Request) and message.joins:
+            self._add(message)
+        else:
+            self._others.append(message)
 
     def _add(self, request: Request) -> None:
         try:
@@ -207,6 +252,18 @@ class RunningBatch:
                 continue
             if row.number in self._calls and self._calls[row.number].streams:
                 streamed.append((row.number, value))
+        self._end_slowest(rows)
+
+    def _end_slowest(self, rows: list[Row]) -> None:
+        """End the calls with the slowest processors, if the step took more than `STEP_SECONDS` for them."""
+        spent = sum(row.seconds for row in rows)
+        for row in sorted(rows, key=lambda row: -row.seconds):
+            if spent > STEP_SECONDS and row.number in self._calls and not row.ended:
+                text = (
+                    "the structured output or another setting of this call takes too much time per token; simplify it"
+                )
+                self._fail(row.number, ValueError(text))
+            spent -= row.seconds
 
     def _finish(self, numbers: set[int], streamed: list[tuple[int, Any]]) -> None:
         """Send the tokens of the step, and the results of the calls that have ended."""
@@ -230,39 +287,45 @@ class RunningBatch:
         self._clear()
         self.channel.publish(Step(self._consumed, reset=True))
         if not self.channel.settles(GRACE):
-            raise SystemExit("a step of the running batch failed on one rank, and the others did not end it")
+            raise RanksDisagree("a step of the running batch failed on one rank, and the others did not end it")
 
     # The followers ----------------------------------------------------------------------------------------------------
 
-    def _follow(self, first: Request, messages: Messages) -> None:
-        joined, failed, skipped = {first.number}, False, 0
+    def _follow(self, messages: Messages) -> None:
+        """Compute steps until the batch is idle, or until the turn of the rows ends."""
         while True:
             step = self.channel.receive()
             while self._consumed < step.consumed:
-                message = messages.wait()
                 self._consumed += 1
-                if isinstance(message, Request) and message.joins:
-                    joined.add(message.number)
-                else:
-                    messages.answer(message)
+                self._note(messages.wait())
             if step.reset:
-                failed, skipped = False, 0
+                self._failed, self._skipped = False, 0
                 self._clear()
-            if failed:  # the leader had published other steps before it could know
-                if step.idle or skipped >= len(self.runners) - 1:
-                    raise SystemExit("a step of the running batch failed on this rank only")
+            if self._failed:  # the leader had published other steps before it could know
+                if step.idle or step.other or step.pause or self._skipped >= len(self.runners) - 1:
+                    raise RanksDisagree("a step of the running batch failed on this rank only")
                 self.runners[step.group].skip(step)
-                skipped += bool(step.shape[0])
+                self._skipped += bool(step.shape[0])
+                continue
+            if step.other:
+                messages.answer(self._others.popleft())
                 continue
             if step.idle:
                 self._rest()
-                self._cancelled -= joined
+            if step.idle or step.pause:
                 return
             try:
                 self.runners[step.group].run(step)
             except Exception as error:  # noqa: BLE001  everything is reported
-                failed = True
+                self._failed = True
                 self._report(error)
+
+    def _note(self, message: Any) -> None:
+        """Note a message that the leader has taken. The leader alone needs the contents of calls that join."""
+        if isinstance(message, Request) and message.joins:
+            self._joined.add(message.number)
+        else:
+            self._others.append(message)
 
     def _report(self, error: Exception) -> None:
         """Report the failed calls to the application, which waits for the leader's answer for a while."""

@@ -8,6 +8,7 @@ Legend:
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Row:
         ended: the row is complete.
         shares: other prompts may reuse its keys and values.
         is_plain: greedy, without processors and log-probabilities.
+        seconds: CPU time of the processors for the newest token.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Row:
         self._written = self._length = ids_BL.shape[1]
         self._ends = _Ends(criteria)
         self.new: list[int] = []
-        self.ended, self.shares = False, True
+        self.ended, self.shares, self.seconds = False, True, 0.0
         self.generator: torch.Generator | None = None
         if self._config.do_sample:
             self.generator = torch.Generator(device).manual_seed(seed)
@@ -103,7 +105,12 @@ class Row:
 
     def processed(self, logits_V: Tensor) -> Tensor:
         """Apply the processors to float32 logits."""
-        return self._processors(self.ids_BL, logits_V[None])[0] if self._processors else logits_V
+        if not self._processors:
+            return logits_V
+        began = time.thread_time()
+        scores_V = self._processors(self.ids_BL, logits_V[None])[0]
+        self.seconds = time.thread_time() - began
+        return scores_V
 
     def take_token(self, token: int) -> int:
         """Append a chosen token and return it."""

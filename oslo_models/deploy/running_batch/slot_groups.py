@@ -32,6 +32,10 @@ class SlotGroups:
     def __init__(self, limits: Sequence[BatchLimits]) -> None:
         self._schedulers = [Scheduler(own.rows, own.chunk, Prefixes(own.rows) if own.reuse else None) for own in limits]
 
+    @property
+    def is_idle(self) -> bool:
+        return all(scheduler.is_idle for scheduler in self._schedulers)
+
     def add(self, row: Any) -> None:
         """Add a row to the group with a free slot and the longest cached prefix, else to the least loaded group."""
         groups = self._schedulers

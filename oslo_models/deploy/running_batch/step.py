@@ -34,6 +34,8 @@ class Step:
             same messages in the same order. A follower catches up, and so takes part in calls between two steps.
         idle: no row is left in any group. The ranks go back to waiting for messages.
         reset: a step has failed. All rows are gone.
+        other: the ranks compute the oldest call that cannot join.
+        pause: the rows have had their turn. The ranks go on with the call that cannot join.
         leaving: slots to free one after the other. The last row moves into the free slot.
         tokens: the newest token of each row.
         whole: the whole prompts. Their rows take the slots after the last row.
@@ -61,6 +63,8 @@ class Step:
     reused: int = 0
     displaced: int = -1
     group: int = 0
+    other: bool = False
+    pause: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,7 +80,7 @@ class Step:
 
     def encode(self) -> bytes:
         """Return the step as bytes, with a checksum."""
-        flags = self.idle | self.reset << 1 | self.begins << 2 | self.joins << 3
+        flags = self.idle | self.reset << 1 | self.begins << 2 | self.joins << 3 | self.other << 4 | self.pause << 5
         counts = (len(self.leaving), len(self.tokens), len(self.whole))
         head = (self.consumed, flags, self.number, *counts, self.source, self.reused, self.displaced, self.group)
         whole = [value for prompt in self.whole for value in prompt]
@@ -93,7 +97,8 @@ class Step:
         def take(count: int) -> list[int]:
             return list(islice(values, count))
 
-        consumed, flags, number, leaving, tokens, whole, *prefix = take(10)
+        consumed, flags, number, leaving, tokens, whole, source, reused, displaced, group = take(10)
         lists = (take(leaving), take(tokens), [WholePrompt(*take(3)) for _ in range(whole)], list(values))
-        flag = (bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
-        return cls(consumed, flag[0], flag[1], *lists, flag[2], flag[3], number, *prefix)
+        flag = [bool(flags >> bit & 1) for bit in range(6)]
+        prefix = (source, reused, displaced, group)
+        return cls(consumed, flag[0], flag[1], *lists, flag[2], flag[3], number, *prefix, flag[4], flag[5])

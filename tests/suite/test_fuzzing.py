@@ -1,0 +1,18 @@
+"""What strangers send is answered or refused: drawn requests, grammars, checkpoint folders and data files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("llguidance")
+
+from support.fuzzing import fuzz
+
+
+@pytest.mark.parametrize(("name", "count"), [("requests", 200), ("grammars", 100), ("checkpoints", 100), ("data", 100)])
+def test_drawn_inputs(name: str, count: int, tmp_path: Path, seed: int) -> None:
+    done = fuzz(name, count, seed, tmp_path)
+    assert done.outcomes.total() >= count // 2 and len(done.outcomes) > 1, done.outcomes
