@@ -1,5 +1,5 @@
 # Everything runs in .venv, which the first target creates and which is updated when setup.py or constraints/newest.txt change.
-.PHONY: venv demo test test-zoo test-stacks pins check check-pins lint types imports docs format table stub plots \
+.PHONY: venv demo test test-zoo test-stacks fuzz pins check check-pins lint types imports docs format table stub plots \
 	bench rehearse-gpu rehearse-wheels clean
 
 PYTHON ?= python3
@@ -74,6 +74,10 @@ test-zoo: $(READY) $(QUANTIZATION) $(RAY)
 # some of the tests with other versions of Python, torch and transformers, each in an environment below .venv-stacks/
 test-stacks: $(UV)
 	PYTHONPATH=tests $(BIN)/python -m support.stacks test $(ARGS)
+
+# damaged requests, grammars, checkpoints and data files for an hour; .fuzz/ keeps the corpus
+fuzz: $(READY)
+	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m support.fuzzing --minutes 60 --corpus .fuzz $(ARGS)
 
 $(UV):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -205,22 +205,20 @@ def test_a_damaged_boundary_of_documents_is_named(tmp_path: Path) -> None:
 def test_a_damaged_cache_of_samples_is_named(tmp_path: Path, field: str) -> None:
     """Otherwise a sample would have tokens of other documents, or of uninitialised memory."""
     write(tmp_path / "a", [30] * 20, "uint16")
-    whole = DatasetForCausalLM(str(tmp_path / "a"), 16)
+    DatasetForCausalLM(str(tmp_path / "a"), 16)
     (path,) = (tmp_path / "a.index").glob(f"*/{field}.npy")
     data = np.load(path)
-    for value in (-1, 1 << 20, 40):
-        changed = data.copy()
-        changed[3] = value % (1 << 32) if field == "shuffle" else value
-        np.save(path, changed)
-        dataset = DatasetForCausalLM(str(tmp_path / "a"), 16)
-        for read in (dataset.__getitems__, lambda all_of_them, found=dataset: [found[index] for index in all_of_them]):
-            with pytest.raises(ValueError, match=r"a\.index: the place of sample"):
-                read(list(range(len(whole))))
-    for wrong in (data[:-1], data[None], data.astype(float)):
+    changed = data.copy()
+    changed[3] = data[4]
+    for wrong in (changed, data[:-1], data[None], data.astype(float)):
         np.save(path, wrong)
-        if field != "documents" or wrong.ndim != 1 or wrong.dtype.kind == "f":
-            with pytest.raises(ValueError, match="is damaged; delete it"):
-                DatasetForCausalLM(str(tmp_path / "a"), 16)
+        with pytest.raises(ValueError, match="is damaged .*; delete this folder"):
+            DatasetForCausalLM(str(tmp_path / "a"), 16)
+    (path.parent / "checksums.json").unlink()
+    for wrong in (data[:-1], data[None], data.astype(float)):  # as earlier releases wrote it
+        np.save(path, wrong)
+        with pytest.raises(ValueError, match="is damaged .*; delete this folder"):
+            DatasetForCausalLM(str(tmp_path / "a"), 16)
     path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(ValueError, match=r"cannot be read.*delete it"):
+    with pytest.raises(ValueError, match="is damaged .*; delete this folder"):
         DatasetForCausalLM(str(tmp_path / "a"), 16)
