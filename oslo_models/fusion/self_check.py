@@ -69,9 +69,10 @@ def apply_checked(
     kinds = {c.module: kind_of(c, type(modules[c.module])) for c in new}
     first = {kind: name for name, kind in reversed(kinds.items())}
     key = verdicts.key_of(model, fusion, modules, first.values(), candidates)
+    wrong: dict[str, str] = {}
     if _all_agree(model, verdicts.is_known(key)):
         fusion.apply(model, candidates, selected)
-        wrong, unchecked = {}, verdicts.unchecked(key)
+        unchecked = verdicts.unchecked(key)
     else:
         wrong, unchecked = _compare(model, fusion, modules, kinds, list(first.values()), candidates, selected)
         if not wrong:
@@ -104,7 +105,7 @@ def _compare(
         first: the first module of each kind.
     """
     names, failed = _agreed_names(model, sorted(first), modules.values())
-    compared = [c for c in candidates if c.module in names and c.module in kinds]
+    compared = [] if failed else [c for c in candidates if c.module in names and c.module in kinds]
     blocks = [(modules[c.module], c.attributes["decoding"].form) for c in compared if "decoding" in c.attributes]
     with _undisturbed(model, list(modules.values())), small(blocks):
         runs, failed = ([], failed) if failed else recorded(model, modules, names, fusion.weights is None)

@@ -74,7 +74,7 @@ def key_of(
     with without_override():
         layers = tuple((at, *_of_layer(module), fused.get(at)) for at, module in compared.items())
     base = model.base_model
-    classes = {type(module) for module in (*compared.values(), *base.children())}
+    classes: set[type] = {type(module) for module in (*compared.values(), *base.children())}
     classes |= {cls for _, cls, _ in fused.values() if cls is not None}
     mesh = model.mesh
     ranks = None if mesh is None else tuple((axis.size, axis.rank) for axis in (mesh.tp, mesh.pp))
