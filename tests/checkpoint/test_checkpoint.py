@@ -423,7 +423,7 @@ def check_random_state(path: Path, name: str, draws: bool) -> None:
 
 def test_loading_a_complete_checkpoint_draws_no_random_numbers(pool: Pool, tmp_path: Path) -> None:
     """A script that seeds and loads then draws the same adapters as with transformers. Missing weights are drawn."""
-    LlamaForCausalLM(zoo.config("llama")).save_pretrained(tmp_path / "complete")
-    LlamaModel(zoo.config("llama")).save_pretrained(tmp_path / "headless")
+    LlamaForCausalLM(zoo.config("llama-untied")).save_pretrained(tmp_path / "complete")
+    LlamaModel(zoo.config("llama-untied")).save_pretrained(tmp_path / "headless")
     for folder, draws in (("complete", False), ("headless", True)):
         pool.run(2, check_random_state, tmp_path / folder, "LlamaForCausalLM", draws)
