@@ -34,9 +34,7 @@ def fake_rank(
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        mesh = ParallelMesh(
-            tensor_parallel_size, pipeline_parallel_size, expert_parallel_size=expert_parallel_size
-        )
+        mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size, expert_parallel_size=expert_parallel_size)
         mesh.device = torch.device("meta")
         yield mesh
         mesh.destroy()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -205,7 +207,9 @@ def _adapt(job: Job, model: Any) -> Any:
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(r=job.lora_rank, lora_alpha=2 * job.lora_rank, target_modules=job.lora_targets)
-        model = get_peft_model(model, config, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft calls deprecated functions of transformers
+            model = get_peft_model(model, config, low_cpu_mem_usage=True)
     if job.task == "qlora":
         quantize_frozen_layers(model)
     if job.gradient_checkpointing and job.trains:
@@ -260,7 +264,7 @@ def _train(job: Job, model: Any, run: MetaRun) -> Counter[str]:
 @torch.no_grad()
 def _serve(job: Job, model: Any, run: MetaRun) -> Counter[str]:
     """Return the peak of a server with a cache of all rows, while it computes a part of one prompt."""
-    cache = _prefill(replace(job), model, run)[CACHE]
+    cache = _prefill(job, model, run)[CACHE]
     chunk = replace(job, batch=1, length=min(job.length, PREFILL))
     run.collectives.clear()
     peak = _prefill(chunk, model, run)
@@ -289,8 +293,6 @@ def _prefill(job: Job, model: Any, run: MetaRun) -> Counter[str]:
 
 
 def _keeps_logits(model: Any) -> bool:
-    import inspect
-
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 

@@ -182,6 +182,4 @@ def estimate_job(job: Job) -> Estimate:
 
 def _memory(run: RankRun, tp_ranks: Sequence[int]) -> RankMemory:
     parts = {part: run.peak[part] for part in PARTS}
-    return RankMemory(
-        run.stage, tuple(tp_ranks), parts, run.total, run.modules, run.parameters, run.trainable
-    )
+    return RankMemory(run.stage, tuple(tp_ranks), parts, run.total, run.modules, run.parameters, run.trainable)

@@ -186,9 +186,7 @@ class MetaRun(TorchDispatchMode):
                     self._axes.setdefault(axis.group.group_name, axis.name)
         if group.group_name not in self._axes:
             self._axes = {}  # an axis that was created since
-            return next(
-                (axis.name for axis in self._mesh.created_axes() if axis.group is group), "another group"
-            )
+            return next((axis.name for axis in self._mesh.created_axes() if axis.group is group), "another group")
         return self._axes[group.group_name]
 
     def _all_reduce(self, x: Tensor, handle: int, *_: Any) -> Tensor:
@@ -354,7 +352,9 @@ class OnDevice(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        if not all(type(each) in (Tensor, torch.nn.Parameter) for each in (*args, *kwargs.values()) if _is_tensor(each)):
+        if not all(
+            type(each) in (Tensor, torch.nn.Parameter) for each in (*args, *kwargs.values()) if _is_tensor(each)
+        ):
             return False
         query, key, value, mask, dropout, *_ = (*args, *(kwargs.get(name) for name in _ATTENTION[len(args) :]))
         return (

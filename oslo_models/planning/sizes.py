@@ -141,9 +141,7 @@ def _reason(tried: list[tuple[Job, int]], devices: Devices) -> str:
 
 
 def _sizes(job: Job) -> str:
-    return (
-        f"tensor_parallel_size={job.tensor_parallel_size} and pipeline_parallel_size={job.pipeline_parallel_size}"
-    )
+    return f"tensor_parallel_size={job.tensor_parallel_size} and pipeline_parallel_size={job.pipeline_parallel_size}"
 
 
 def _changes(job: Job, devices: Devices) -> Iterator[str]:
