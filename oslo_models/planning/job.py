@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oslo_models.checkpoint.quantized.weight import missing_library
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.mesh import ParallelMesh, check_size
-from oslo_models.checkpoint.quantized.weight import missing_library
 from oslo_models.modeling.meta_device import meta_device
 from oslo_models.planning.fake_rank import fake_rank
 from oslo_models.planning.meta_run import (
@@ -27,8 +27,8 @@ from oslo_models.planning.meta_run import (
     OPTIMIZER,
     WEIGHTS,
     Collective,
-    OnDevice,
     MetaRun,
+    OnDevice,
     UnknownValueError,
 )
 from oslo_models.planning.quantized_layers import quantize_frozen_layers
@@ -78,9 +78,8 @@ class Job:
             raise ValueError(f"batch={self.batch} is not a multiple of micro_batch_size={self.micro_batch_size}")
         if self.expert_parallel_size > self.tensor_parallel_size:
             raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} sends tokens to the ranks of other replicas, and the "
-                "plan cannot know how many: use a divisor of "
-                f"tensor_parallel_size={self.tensor_parallel_size}"
+                f"expert_parallel_size={self.expert_parallel_size} sends tokens to other replicas, and a plan cannot "
+                f"know how many: use a divisor of tensor_parallel_size={self.tensor_parallel_size}"
             )
         if self.cls.main_input_name != "input_ids":
             raise ValueError(

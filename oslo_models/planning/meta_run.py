@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oslo_models.distributed.collectives import axis_of_handle
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.planning.quantized_layers import product
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer states"
 ACTIVATIONS, LOGITS, CACHE, COMMUNICATION = "activations", "logits", "key-value cache", "communication buffers"
@@ -262,7 +263,7 @@ def _is_group(value: Any) -> bool:
     return isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name()
 
 
-# Values that code reads ------------------------------------------------------------------------------------------------
+# Values that code reads -----------------------------------------------------------------------------------------------
 
 
 def _value(tensor: Tensor) -> Tensor | None:
@@ -275,7 +276,7 @@ def _keep_value(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
     if not isinstance(result, Tensor) or not result.is_meta or result.numel() > SMALL:
         return
     inputs = [arg for arg in args if isinstance(arg, Tensor)]
-    if inputs and all(_value(each) is not None for each in inputs) or (not inputs and func in _FACTORIES):
+    if all(_value(each) is not None for each in inputs) if inputs else func in _FACTORIES:
         with torch.utils._python_dispatch._disable_current_modes():
             own = {key: value for key, value in kwargs.items() if key != "device"}
             known = func(*(_value(arg) if isinstance(arg, Tensor) else arg for arg in args), **own)
@@ -327,8 +328,9 @@ def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: An
 class OnDevice(TorchFunctionMode):
     """Context in which meta tensors behave more like tensors of a device.
 
-    ``torch.tensor`` keeps its values, and attention never holds its scores, as on a CPU or GPU. torch chooses the kernel by the device, and would compute meta tensors by matrix products. Where a real device does
-    so too (a mask with gradients, dropout on a CPU), it stays.
+    ``torch.tensor`` keeps its values, products dequantise 4-bit weights, and attention never holds its scores. torch chooses its kernel by the device, and
+    would compute meta tensors by matrix products. Where a real device does so too (a mask with gradients, dropout on a
+    CPU), it stays.
 
     Args:
         device_type: of the planned device: ``"cuda"`` or ``"cpu"``.
@@ -344,6 +346,8 @@ class OnDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self._takes(args, kwargs):
             return _flash(*args, **kwargs)
+        if func is F.linear and args[1].dtype == torch.uint8:
+            return product(*args, **kwargs)
         if func is torch.tensor:
             result = func(*args, **kwargs)
             if result.is_meta and result.numel() <= SMALL:
@@ -356,7 +360,7 @@ class OnDevice(TorchFunctionMode):
             type(each) in (Tensor, torch.nn.Parameter) for each in (*args, *kwargs.values()) if _is_tensor(each)
         ):
             return False
-        query, key, value, mask, dropout, *_ = (*args, *(kwargs.get(name) for name in _ATTENTION[len(args) :]))
+        query, _, value, mask, dropout, *_ = (*args, *(kwargs.get(name) for name in _ATTENTION[len(args) :]))
         return (
             query.is_meta
             and query.dim() == 4

@@ -12,6 +12,12 @@ BLOCK = 64
 """Weights that share a scale."""
 
 
+def product(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
+    """Return the product of ``F.linear`` with a weight of `quantize_frozen_layers`."""
+    result: Tensor = _Product.apply(x, packed, bias, packed.out_features)
+    return result
+
+
 class _Product(torch.autograd.Function):
     """Product with a weight that is dequantised for each pass. Only the packed weight is kept for backward."""
 
@@ -35,5 +41,6 @@ def quantize_frozen_layers(model: nn.Module) -> None:
             count = base.weight.numel()
             packed = torch.empty((count + 1) // 2, dtype=torch.uint8, device="meta")
             base.register_buffer("scales", torch.empty(-(-count // BLOCK), device="meta"))
-            base.out_size = base.weight.shape[0]
+            rows = base.weight.shape[0]
             base.weight = nn.Parameter(packed, requires_grad=False)
+            base.weight.out_features = rows  # type: ignore[attr-defined]
