@@ -25,32 +25,32 @@ from oslo_models.starting import python_module
 RESULTS = Path(__file__).with_suffix(".csv")
 COLUMNS = ("model", "task", "tp", "pp", "batch", "length", "rank", "predicted MB", "measured MB", "ratio")
 LLAMA = {
-    **{"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6},
+    **{"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512},
 }
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "GPT-2": ("GPT2LMHeadModel", "full", {"vocab_size": 8192, "n_embd": 512, "n_layer": 6, "n_head": 8}),
+    "GPT-2": ("GPT2LMHeadModel", "full", {"vocab_size": 4096, "n_embd": 256, "n_layer": 4, "n_head": 8}),
     "Llama": ("LlamaForCausalLM", "full", LLAMA),
     "Llama, LoRA": ("LlamaForCausalLM", "lora", LLAMA),
     "Qwen3-MoE": (
         "Qwen3MoeForCausalLM",
         "full",
         {
-            **{"vocab_size": 8192, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8},
-            **{"num_key_value_heads": 4, "head_dim": 32, "moe_intermediate_size": 256, "num_experts": 16},
-            **{"num_experts_per_tok": 4, "max_position_embeddings": 512},
+            **{"vocab_size": 4096, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8},
+            **{"num_key_value_heads": 4, "head_dim": 32, "moe_intermediate_size": 256, "num_experts": 8},
+            **{"num_experts_per_tok": 2, "max_position_embeddings": 512},
         },
     ),
     "T5": (
         "T5ForConditionalGeneration",
         "full",
         {
-            **{"vocab_size": 8192, "d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 4, "num_heads": 8},
+            **{"vocab_size": 4096, "d_model": 256, "d_kv": 32, "d_ff": 512, "num_layers": 3, "num_heads": 8},
             **{"decoder_start_token_id": 0, "pad_token_id": 0},
         },
     ),
 }
-BATCHES = ((4, 256), (8, 128))
+BATCHES = ((4, 256), (8, 64))
 SIZES = ((1, 1), (2, 1), (1, 2))
 
 
@@ -86,6 +86,7 @@ def measure(tp: int, pp: int, only: str, out: Path) -> None:
         memory = PeakMemory()
         with memory.watched():
             rank = _step_twice(name, tp, pp, batch, length)
+        print(name, batch, length, memory.growth, file=sys.stderr, flush=True)
         rows[f"{name}/{batch}/{length}"] = memory.growth["peak anonymous memory"]
     out.joinpath(f"{rank[0]}-{rank[1]}.json").write_text(json.dumps(rows))
 

@@ -7,8 +7,9 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -214,8 +215,16 @@ def _adapt(job: Job, model: Any) -> Any:
     if job.gradient_checkpointing and job.trains:
         if job.task != "full":
             model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        again = partial(_contexts_of_checkpoint, job.device_type)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the newer name came with transformers 5.24
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
     return model
+
+
+def _contexts_of_checkpoint(device_type: str) -> tuple[Any, Any]:
+    """Return the contexts of a checkpointed block. torch leaves function modes in the backward pass."""
+    return nullcontext(), OnDevice(device_type)
 
 
 def _vocabulary(job: Job, mesh: ParallelMesh) -> set[int]:

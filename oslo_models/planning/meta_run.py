@@ -328,9 +328,9 @@ def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: An
 class OnDevice(TorchFunctionMode):
     """Context in which meta tensors behave more like tensors of a device.
 
-    ``torch.tensor`` keeps its values, products dequantise 4-bit weights, and attention never holds its scores. torch chooses its kernel by the device, and
-    would compute meta tensors by matrix products. Where a real device does so too (a mask with gradients, dropout on a
-    CPU), it stays.
+    ``torch.tensor`` keeps its values, products dequantise 4-bit weights, and attention never holds its scores. torch
+    chooses its kernel by the device, and would compute meta tensors by matrix products. Where a real device does so too
+    (a mask with gradients, dropout on a CPU), it stays.
 
     Args:
         device_type: of the planned device: ``"cuda"`` or ``"cpu"``.

@@ -81,7 +81,9 @@ def test_an_encoder_decoder_and_checkpointed_activations() -> None:
 
 
 def test_sizes_are_chosen_for_the_devices(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    alone = oslo_models.estimate(LLAMA, "full", batch=4, length=32).largest.total / 0.92 / (1 << 20)
+    alone = (
+        oslo_models.estimate(LLAMA, "full", batch=4, length=32, data_parallel_size=2).largest.total / 0.92 / (1 << 20)
+    )
     common = ["plan", file, "--task", "full", "--batch", "4", "--length", "32"]
     page = tmp_path / "plan.html"
     assert cli.main([*common, "--devices", f"2x{alone * 0.95:.3f}MB", "--json", "--picture", str(page)]) == 0
@@ -105,7 +107,7 @@ BAD = {
     "devices": (["FILE", "--devices", "24"], "--devices '24'"),
     "no devices": (["FILE", "--devices", "0x24GB"], "--devices '0x24GB'"),
     "heads": (["FILE", "--tensor-parallel-size", "5"], "tensor_parallel_size=5"),
-    "blocks": (["FILE", "--pipeline-parallel-size", "4"], "4 stages"),
+    "blocks": (["FILE", "--pipeline-parallel-size", "4"], "pipeline_parallel_size=4"),
     "positions": (["FILE", "--length", "65"], "length=65"),
     "rows": (["FILE", "--batch", "3", "--micro-batch-size", "2"], "batch=3"),
     "experts": (["FILE", "--expert-parallel-size", "2"], "expert_parallel_size=2"),
