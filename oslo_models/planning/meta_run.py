@@ -277,9 +277,8 @@ def _keep_value(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
         return
     inputs = [arg for arg in args if isinstance(arg, Tensor)]
     if all(_value(each) is not None for each in inputs) if inputs else func in _FACTORIES:
-        with torch.utils._python_dispatch._disable_current_modes():
-            own = {key: value for key, value in kwargs.items() if key != "device"}
-            known = func(*(_value(arg) if isinstance(arg, Tensor) else arg for arg in args), **own)
+        own = {key: value for key, value in kwargs.items() if key != "device"}
+        known = func(*(_value(arg) if isinstance(arg, Tensor) else arg for arg in args), **own)
         result._value = known  # type: ignore[attr-defined]
     elif func in (aten.all.default, aten.any.default):  # all tokens are valid, and none is special
         result._value = torch.tensor(func is aten.all.default)  # type: ignore[attr-defined]
