@@ -11,9 +11,9 @@ from typing import Any
 # torch takes seconds to import: the command line asks this file for its options only.
 
 DESCRIPTION = """\
-Show the memory that each rank of a job takes, before anything is downloaded but the configuration: weights, gradients,
-optimizer states, activations, logits, key-value cache and communication buffers. With --devices, choose the sizes that
-fit, and say why. Starts no processes: one rank of each kind runs a step on torch's meta device, without memory.
+Show the memory of each rank of a job: weights, gradients, optimizer states, activations, logits, key-value cache and
+communication buffers. With --devices, choose the sizes that fit, and say why. Downloads only the configuration, and
+starts no processes: one rank of each kind runs a step on torch's meta device, without memory.
 
 MODEL is a name on the hub, a folder, or a config.json file."""
 EPILOG = """\
@@ -54,7 +54,7 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--gradient-checkpointing", action="store_true", help="compute each block again in the backward pass")
     kind = "kind of the devices; attention with dropout holds its scores on a CPU (default: %(default)s)"
     add("--device-type", choices=("cuda", "cpu"), default="cuda", help=kind)
-    dry = "build every distinct rank of a job of so many, up to 1024, and show groups, parameters and collectives"
+    dry = "build every distinct rank of a job of RANKS, up to 1024: groups, parameters and collectives"
     add("--dry-run", metavar="RANKS", type=size, help=dry)
     add("--picture", metavar="FILE", type=Path, help="also write a page for a browser, such as plan.html")
     add("--json", action="store_true", help="print everything as JSON, in bytes")

@@ -37,7 +37,7 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--text", metavar="FILE", type=Path, help="text to compare on (default: a built-in one)")
     add("--length", metavar="N", type=size, default=64, help="tokens of the text (default: %(default)s)")
     add("--dtype", metavar="TYPE", default="float32", help="of the weights on both sides (default: %(default)s)")
-    few = "compare the first N blocks of each stack (default: all, or as many as one process can hold)"
+    few = "compare the first N blocks of each stack (default: all that fit into one process)"
     add("--blocks", metavar="N", type=size, help=few)
     add("--ranks-from", metavar="DIR", type=Path, help="split files that the ranks load in place of MODEL")
     add("--json", action="store_true", help="print the certificate as JSON")

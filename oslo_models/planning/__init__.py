@@ -1,1 +1,1 @@
-"""Plans a job without running it: memory of each rank, sizes that fit, groups and collectives, a certificate."""
+"""Plans a job before it runs: memory of each rank, sizes that fit, groups and collectives, and a certificate."""

@@ -98,7 +98,7 @@ def verify(
         text: the text of both rows of the batch, by default a built-in one.
         length: its number of tokens.
         dtype: of the weights, for both.
-        blocks: compare only so many blocks of each stack. By default all, or as many as one process can hold.
+        blocks: compare only the first blocks of each stack. By default, compare the blocks that fit into one process.
         ranks_from: split files of the same weights, which the ranks load in place of ``model``.
 
     Raises:

@@ -66,7 +66,7 @@ def _order(item: tuple[Any, int]) -> tuple[str, str, int]:
 def dry_run(job: Job, ranks: int) -> DryRun:
     """Build every distinct rank of a job of ``ranks`` ranks, and run its step on the meta device.
 
-    Data-parallel replicas are alike, and so are tensor-parallel ranks whose shards have equal shapes.
+    Data-parallel replicas are alike. So are tensor-parallel ranks with shards of equal shapes.
 
     Raises:
         ValueError: the sizes do not fit the number of ranks or the model.

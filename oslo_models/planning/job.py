@@ -115,7 +115,7 @@ class RankRun:
         peak: bytes of each part of the memory at the moment of the highest total.
         modules: the blocks, embeddings and heads of the rank with their bytes, by name.
         parameters: the number of elements of its parameters.
-        trainable: the number of those that are trained.
+        trainable: the number of trained elements.
         collectives: the number of collectives of each kind in one step.
         groups: the sizes of its process groups, by axis.
         layouts: the layouts of all parameters of the model.
@@ -210,6 +210,11 @@ def _adapt(job: Job, model: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft calls deprecated functions of transformers
             model = get_peft_model(model, config, low_cpu_mem_usage=True)
+        if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
+            raise ValueError(
+                f"adapters of the stacked experts of {job.cls.__name__} cannot be planned: name other modules, such as "
+                "--lora-targets q_proj,k_proj,v_proj,o_proj"
+            )
     if job.task == "qlora":
         quantize_frozen_layers(model)
     if job.gradient_checkpointing and job.trains:
@@ -258,7 +263,9 @@ def _train(job: Job, model: Any, run: MetaRun) -> Counter[str]:
         handle.remove()
     peak = run.peak
     if job.data_parallel_size > 1:  # DistributedDataParallel copies gradients into its buckets
-        peak[COMMUNICATION] += sum(param.numel() * param.itemsize for param in trained)
+        buckets = sum(param.numel() * param.itemsize for param in trained)
+        peak[COMMUNICATION] += buckets
+        run.collectives[Collective("dp", job.data_parallel_size, "all-reduce of all buckets", buckets)] += 1
     optimizer = torch.optim.AdamW(trained, foreach=False) if trained else None
     if optimizer is not None:
         run.reset_peak()

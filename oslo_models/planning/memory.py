@@ -136,7 +136,7 @@ def estimate(
             ``micro_batch_size``.
         batch: rows of each data-parallel replica.
         length: tokens of a row. An encoder-decoder has as many in its decoder.
-        data_parallel_size: replicas of ``DistributedDataParallel``, whose buckets take memory. They shard nothing.
+        data_parallel_size: replicas of ``DistributedDataParallel``. They shard nothing, and its buckets take memory.
         dtype: of the weights, by default as in the configuration.
         lora_rank: rank of the adapters.
         lora_targets: ``target_modules`` of ``peft.LoraConfig``.

@@ -28,7 +28,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer states"
 ACTIVATIONS, LOGITS, CACHE, COMMUNICATION = "activations", "logits", "key-value cache", "communication buffers"
 PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, CACHE, COMMUNICATION)
 SMALL = 64
-"""Tensors of so many elements keep their values on the CPU if no input is unknown, since code branches on them."""
+"""Limit of elements: smaller tensors keep known values on the CPU, since code branches on them."""
 
 aten = torch.ops.aten
 _FACTORIES = {aten.zeros.default, aten.ones.default, aten.full.default, aten._to_copy.default, aten.lift_fresh.default}
@@ -308,7 +308,7 @@ class UnknownValueError(ValueError):
 
 
 def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **options: Any) -> Tensor:
-    """Return the empty product of ``aten::_grouped_mm``, whose meta function takes no float32."""
+    """Return the empty product of ``aten::_grouped_mm``. Its own meta function takes no float32."""
     if a.dim() == 3 and b.dim() == 3:
         shape = (a.shape[0], a.shape[1], b.shape[2])
     elif a.dim() == 2 and b.dim() == 2:

@@ -1,4 +1,4 @@
-"""Finds the class and the configuration of a planned model. Downloads nothing but the configuration."""
+"""Finds the class and the configuration of a planned model. Downloads only the configuration."""
 
 from __future__ import annotations
 

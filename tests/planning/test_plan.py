@@ -136,7 +136,8 @@ def test_dry_run_lists_groups_and_collectives_of_distinct_ranks() -> None:
     assert sent == {hidden: 1}
     reduced = {each.payload: calls for each, calls in last.collectives.items() if each.axis == "tp"}
     assert reduced[hidden] >= 4  # attention and MLP of a block, forward and backward
-    assert "256 of 1024" not in str(found) and "dp of 256" in str(found)
+    assert [each.payload for each in first.collectives if each.axis == "dp"] == [4 * first.trainable]
+    assert "dp of 256" in str(found)
 
 
 def test_the_measured_accuracy_is_within_a_tenth() -> None:
