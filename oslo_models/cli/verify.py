@@ -45,11 +45,12 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the certificate. Return 1 on a difference."""
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from oslo_models.planning.certificate import verify
 
     disable_progress_bar()
+    set_verbosity_error()
     found = verify(
         args.model,
         args.tensor_parallel_size,

@@ -17,7 +17,9 @@ from oslo_models.planning.job import Job, run_rank
 from oslo_models.planning.meta_run import GRADIENTS, WEIGHTS
 
 NEW_TOKENS = 16
-SEEN = 0.6
+TEXT = "The quick brown fox jumps over the lazy dog. In the beginning the model was split, and every part was equal. "
+"""The built-in text, repeated to the length."""
+SHARE = 0.6
 """The part of the available memory that the reference may take."""
 
 
@@ -29,7 +31,7 @@ def blocks_that_fit(cls: Any, config: Any, dtype: torch.dtype) -> int | None:
     run = run_rank(Job(cls, config, "full", dtype=dtype, length=2), 0, 0)
     of_blocks = sum(size for name, size in run.modules.items() if name.rpartition(".")[2].isdecimal())
     total = run.peak[WEIGHTS] + max(run.peak[GRADIENTS], sum(run.modules.values()))
-    limit = int(available * SEEN)
+    limit = int(available * SHARE)
     if total <= limit:
         return None
     count = config.get_text_config().num_hidden_layers
@@ -78,7 +80,7 @@ def compute_reference(
     directory: Path,
     options: Mapping[str, Any],
     dtype: torch.dtype,
-    text: str,
+    text: str | None,
     length: int,
     scratch: Path,
 ) -> list[str]:
@@ -106,15 +108,19 @@ def compute_reference(
     return notes
 
 
-def make_batch(model: Any, directory: Path, text: str, length: int) -> tuple[dict[str, Tensor], list[str]]:
-    """Return two rows of tokens of the text, and notes for the user."""
+def make_batch(model: Any, directory: Path, text: str | None, length: int) -> tuple[dict[str, Tensor], list[str]]:
+    """Return two rows of tokens of the text, by default of `TEXT`, and notes for the user."""
     notes = []
     size = model.config.get_text_config().vocab_size
+    ids = torch.empty(0, dtype=torch.long)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(current_folder(directory, "config.json"))
-        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = torch.tensor(tokenizer(text or TEXT * 100, add_special_tokens=False)["input_ids"], dtype=torch.long)
         ids = ids[ids < size]
-    except (OSError, ValueError, KeyError, ImportError):
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if text is not None:
+            raise ValueError(f"--text needs the tokenizer of the checkpoint, and none loads: {error}") from error
+    if text is None and len(ids.unique()) < 3:  # some tokenizers load without their files, and know no token
         notes.append("the checkpoint has no tokenizer that loads here: the text is random tokens")
         ids = torch.randint(2, size, (2 * length + 1,), generator=torch.Generator().manual_seed(0))
     if len(ids) < 3:
