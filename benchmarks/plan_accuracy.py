@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
 import gc
 import json
 import os
@@ -51,6 +52,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 BATCHES = ((4, 256), (8, 64))
+LEAST = 50.0
+"""MB of a rank from which a prediction counts: below, a few MB of the allocator and the threads weigh too much."""
 SIZES = ((1, 1), (2, 1), (1, 2))
 
 
@@ -83,6 +86,7 @@ def measure(tp: int, pp: int, only: str, out: Path) -> None:
     for name, batch, length in cases(only):
         _step_twice(name, tp, pp, 2, 16, tiny=True)
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # pages that an earlier case has freed would not count as growth
         memory = PeakMemory()
         with memory.watched():
             rank = _step_twice(name, tp, pp, batch, length)
@@ -150,8 +154,8 @@ def main() -> int:
     if not args.only:
         with RESULTS.open("w", newline="") as file:
             csv.writer(file).writerows([COLUMNS, *rows])
-    wrong = [row for row in rows if abs(float(row[-1]) - 1) > 0.1]
-    print(f"{len(wrong)} of {len(rows)} predictions are wrong by more than 10 %")
+    wrong = [row for row in rows if abs(float(row[-1]) - 1) > 0.1 and float(row[-2]) >= LEAST]
+    print(f"{len(wrong)} of {len(rows)} predictions are wrong by more than 10 %, of {LEAST} MB or more")
     return int(bool(wrong))
 
 

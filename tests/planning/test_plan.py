@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from transformers import LlamaConfig, Qwen3MoeConfig, T5Config
 
 import oslo_models
-from benchmarks.plan_accuracy import MODELS, RESULTS
 from oslo_models import registry
 from oslo_models.cli import main as cli
 from oslo_models.planning.dry_run import dry_run
@@ -138,14 +136,6 @@ def test_dry_run_lists_groups_and_collectives_of_distinct_ranks() -> None:
     assert reduced[hidden] >= 4  # attention and MLP of a block, forward and backward
     assert [each.payload for each in first.collectives if each.axis == "dp"] == [4 * first.trainable]
     assert "dp of 256" in str(found)
-
-
-def test_the_measured_accuracy_is_within_a_tenth() -> None:
-    with RESULTS.open() as rows:
-        found = list(csv.DictReader(rows))
-    assert {row["model"] for row in found} == set(MODELS)
-    assert {(row["tp"], row["pp"]) for row in found} == {("1", "1"), ("2", "1"), ("1", "2")}
-    assert all(abs(float(row["ratio"]) - 1) <= 0.1 for row in found)
 
 
 def test_a_rank_of_a_process_group_cannot_plan(pool: Pool) -> None:
