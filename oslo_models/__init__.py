@@ -32,6 +32,7 @@ _OWN = {
     "ParallelModel": "oslo_models.modeling.base",
     "Policy": "oslo_models.compat.policies",
     "RankFailedError": "oslo_models.distributed.watchdog",
+    "estimate": "oslo_models.planning.memory",
     "initialize": "oslo_models.compat.oslo2",
     "parallel_class": "oslo_models.modeling.parallel_class",
     "parallelize": "oslo_models.compat.parallelformers",

@@ -788,6 +788,7 @@ from oslo_models.models.zamba2 import Zamba2ForSequenceClassification as Zamba2F
 from oslo_models.models.zamba2 import Zamba2Model as Zamba2Model
 from oslo_models.models.zaya import ZayaForCausalLM as ZayaForCausalLM
 from oslo_models.models.zaya import ZayaModel as ZayaModel
+from oslo_models.planning.memory import estimate as estimate
 from transformers import AXK1Config as AXK1Config
 from transformers import AXK2Config as AXK2Config
 from transformers import AfmoeConfig as AfmoeConfig

@@ -21,6 +21,12 @@ def python_module(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", _RUN, module, *arguments]
 
 
+def launch_command(ranks: int, module: str, *arguments: str) -> list[str]:
+    """Return a command that runs a module in ``ranks`` processes on this machine, started by torchrun."""
+    launcher = python_module("torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--no-python")
+    return [*launcher, f"--nproc-per-node={ranks}", *python_module(module, *arguments)]
+
+
 def import_path() -> str:
     """Return the import path of this process, as ``PYTHONPATH`` for another process."""
     return os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -21,7 +21,7 @@ from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.stacked_experts import as_saved
 from oslo_models.modeling.weight_mapping import open_with_mapping
 from oslo_models.sharding.layout import EvenSplit, Layout
-from oslo_models.starting import import_path, python_module
+from oslo_models.starting import import_path, launch_command
 
 
 def convert(
@@ -93,10 +93,9 @@ def launch(
     if ranks == 1:
         convert(directory, output, safe_serialization=safe)
         return
-    command = python_module("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python")
     sizes = [str(tensor_parallel_size), str(pipeline_parallel_size), str(safe)]
     done = subprocess.run(
-        [*command, *python_module(__name__, str(directory), str(output), *sizes)],
+        launch_command(ranks, __name__, str(directory), str(output), *sizes),
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": import_path()},

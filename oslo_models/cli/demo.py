@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from oslo_models.starting import python_module
+from oslo_models.starting import launch_command
 
 # torch takes seconds to import: the command line asks this file for its options only.
 
@@ -68,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
     summary = output / "summary.json"
     summary.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix=".scratch-", dir=output) as scratch:
-        module = python_module("torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--no-python")
         options = [f"--output={output}", f"--steps={args.steps}", f"--seed={args.seed}", f"-n={ranks}"]
-        command = [*module, f"--nproc-per-node={ranks}", *python_module("oslo_models.cli.demo_worker", *options)]
+        command = launch_command(ranks, "oslo_models.cli.demo_worker", *options)
         code = subprocess.run(command, env=_environment(ranks, scratch), check=False).returncode
     if code or not summary.exists():
         return code or 1

@@ -13,7 +13,7 @@ from textwrap import dedent
 from typing import Any
 
 from oslo_models._version import __version__
-from oslo_models.cli import demo, preprocess, recipes, serve
+from oslo_models.cli import demo, plan, preprocess, recipes, serve, verify
 
 # torch takes seconds to import: only the functions that need it do so, and --help stays instant.
 
@@ -68,6 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
               oslo-models reshard checkpoint/ tp4/ --tensor-parallel-size 4
               oslo-models recover checkpoint/        finish a save that was interrupted
               oslo-models preprocess wiki.txt --tokenizer gpt2 --output data/wiki   texts -> a dataset of tokens
+              oslo-models plan gpt2 --task full --devices 2x24GB   memory of each rank, and sizes that fit
+              oslo-models verify gpt2 --tensor-parallel-size 2   is it equal to one process on this machine?
               oslo-models sft recipe.yaml            fine-tune with a recipe of TRL, over the devices of this machine
               oslo-models serve gpt2 --tensor-parallel-size 2   over HTTP, with OpenAI's endpoints
 
@@ -167,6 +169,15 @@ def make_parser() -> argparse.ArgumentParser:
     texts = add("preprocess", preprocess.run, "turn texts into a dataset of tokens", preprocess.DESCRIPTION)
     texts.epilog = preprocess.EPILOG
     preprocess.add_arguments(texts)
+
+    planned = add("plan", plan.run, "show the memory of each rank, and the sizes that fit", plan.DESCRIPTION)
+    planned.epilog = plan.EPILOG
+    plan.add_arguments(planned, _size)
+
+    verified = add("verify", verify.run, "compare parallel ranks with one process", verify.DESCRIPTION)
+    verified.epilog = verify.EPILOG
+    _add_sizes(verified)
+    verify.add_arguments(verified, _size)
 
     for task, summary in recipes.SUMMARIES.items():
         usage = f"oslo-models {task} RECIPE.yaml [--key value ...]"

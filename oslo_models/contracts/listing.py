@@ -296,9 +296,12 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("torch.ops.aten._unsafe_view", "fusion.float8"),
     _contract("torch.ops.mkldnn._reorder_linear_weight", "deploy.running_batch.head_product"),
     _contract("torch.overrides._get_current_function_mode_stack", "distributed.thread_group"),
+    _contract("torch.testing._internal.distributed.fake_pg.FakeStore", "planning.fake_rank"),
     _contract("torch.utils._device.DeviceContext", "modeling.meta_device"),
     _contract("torch.utils._device._device_constructors", "modeling.meta_device"),
-    _contract("torch.utils._python_dispatch.TorchDispatchMode", "modeling.initialization"),
-    _contract("torch.utils._pytree", "compat checkpoint.quantized.packed deploy distributed layers modeling pipeline"),
+    _contract("torch.utils._python_dispatch.TorchDispatchMode", "modeling.initialization planning.meta_run"),
+    _contract(
+        "torch.utils._pytree", "compat checkpoint.quantized.packed deploy distributed layers modeling pipeline planning"
+    ),
 )
 """All other contracts, by package."""

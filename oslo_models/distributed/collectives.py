@@ -174,12 +174,17 @@ def axis_handle(axis: Axis) -> int:
     return axis.number
 
 
+def axis_of_handle(handle: int) -> Axis:
+    """Return the axis of a handle."""
+    return _AXES[handle]
+
+
 # No dispatch mode is active inside the kernel of an operation, so these do not recurse.
 
 
 @torch.library.custom_op("oslo::all_reduce", mutates_args=())
 def _all_reduce_op(x: Tensor, axis: int, maximum: bool) -> Tensor:
-    return all_reduce(_AXES[axis], x.clone(memory_format=torch.contiguous_format), MAX if maximum else SUM)
+    return all_reduce(axis_of_handle(axis), x.clone(memory_format=torch.contiguous_format), MAX if maximum else SUM)
 
 
 @_all_reduce_op.register_fake
@@ -189,7 +194,7 @@ def _(x: Tensor, axis: int, maximum: bool) -> Tensor:
 
 @torch.library.custom_op("oslo::all_gather", mutates_args=())
 def _all_gather_op(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tensor:
-    return all_gather(_AXES[axis], x, dim, sizes)
+    return all_gather(axis_of_handle(axis), x, dim, sizes)
 
 
 @_all_gather_op.register_fake
@@ -199,7 +204,7 @@ def _(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tensor:
 
 @torch.library.custom_op("oslo::symmetric_sum", mutates_args=())
 def _symmetric_sum_op(x: Tensor, axis: int) -> Tensor:
-    summed: Tensor = _AXES[axis].symmetric_memory.sum(x.contiguous())
+    summed: Tensor = axis_of_handle(axis).symmetric_memory.sum(x.contiguous())
     return summed
 
 

@@ -44,6 +44,8 @@ def propagate_overflow_after_backward(loss: Tensor, parameters: Callable[[], Ite
 
 def _uses_float16_autocast(device: str) -> bool:
     """Return whether float16 autocast is on: gradients may overflow, and a ``GradScaler`` is likely in use."""
+    if not torch.amp.is_autocast_available(device):  # the meta device of a plan
+        return False
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 
 

@@ -107,7 +107,8 @@ def world_axis(timeout: float = TIMEOUT) -> Axis:
     """Return an axis of all processes of the job; only this process without a process group."""
     if not dist.is_initialized():
         return Axis.alone("world")
-    watchdog = watchdog_of_world(timeout) if dist.get_world_size() > 1 else None
+    is_watched = dist.get_world_size() > 1 and dist.get_backend() != "fake"  # fake ranks cannot fail
+    watchdog = watchdog_of_world(timeout) if is_watched else None
     ranks = tuple(range(dist.get_world_size()))
     return Axis("world", dist.get_rank(), ranks, dist.group.WORLD, timeout, watchdog)
 
@@ -244,6 +245,10 @@ class ParallelMesh:
             dist.destroy_process_group(group)
         self._created.clear()
         self._alone = None
+
+    def created_axes(self) -> tuple[Axis, ...]:
+        """Return the axes whose process groups this mesh has created."""
+        return tuple(self._created)
 
     def stages(self, stages: tuple[int, ...], name: str = "stages") -> Axis:
         """Create an axis of some pipeline stages. Every rank of the world has to call it.

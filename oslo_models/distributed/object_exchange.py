@@ -79,6 +79,8 @@ def gather_objects(axis: Axis, value: Any, slow: bool = True) -> list[Any]:
         return [value]
     if axis.threads is not None:
         return axis.threads.all_gather(axis.rank, value)
+    if _is_fake(axis):
+        return [value] * axis.size
     objects = memory_of_objects(axis)
     pickled = _signed(axis.ranks[axis.rank], (value, objects.message()))
     data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
@@ -121,7 +123,12 @@ def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
 
 def broadcast_object(axis: Axis, value: Any, src: int = 0, slow: bool = True) -> Any:
     """Broadcast the object of position ``src`` on the axis. Values of other ranks are ignored."""
-    return gather_objects(axis, value if axis.rank == src else None, slow)[src]
+    return gather_objects(axis, value if axis.rank == src or _is_fake(axis) else None, slow)[src]
+
+
+def _is_fake(axis: Axis) -> bool:
+    """Return whether the other ranks do not exist. They would answer as this rank."""
+    return axis.group is not None and dist.get_backend(axis.group) == "fake"
 
 
 @contextmanager

@@ -1,0 +1,148 @@
+"""The plan of a job: memory, sizes for devices, groups and collectives. Nothing is allocated and no process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3MoeConfig, T5Config
+
+import oslo_models
+from oslo_models import registry
+from oslo_models.cli import main as cli
+from oslo_models.planning.dry_run import dry_run
+from oslo_models.planning.memory import make_job
+from oslo_models.planning.sizes import parse_devices
+
+from support.pool import Pool
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+}
+LLAMA = LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"])
+MIXTURE = Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+T5 = T5Config(
+    vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    LLAMA.save_pretrained(tmp_path)
+    return str(tmp_path / "config.json")
+
+
+def _bytes_of_rank(config: Any, tp: int, pp: int) -> tuple[int, int, int]:
+    name = {"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[config.model_type]
+    cls: Any = registry.find(name)
+    model = cls.from_config_with_parallel(config, tp, pp)
+    tensors = {
+        each.untyped_storage().data_ptr(): each.untyped_storage() for each in (*model.parameters(), *model.buffers())
+    }
+    return model.mesh.pp.rank, model.mesh.tp.rank, sum(storage.nbytes() for storage in tensors.values())
+
+
+@pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
+@pytest.mark.parametrize("tp, pp", [(3, 1), (1, 2)])
+def test_weights_are_those_of_the_constructors(pool: Pool, config: Any, tp: int, pp: int) -> None:
+    found = oslo_models.estimate(config, "full", tp, pp, 2, 16)
+    planned = {(rank.stage, tp_rank): rank.parts["weights"] for rank in found.ranks for tp_rank in rank.tp_ranks}
+    real = {(stage, rank): size for stage, rank, size in pool.run(tp * pp, _bytes_of_rank, config, tp, pp)}
+    assert planned == real
+    states = {rank.parts["optimizer states"] for rank in found.ranks}
+    trained = {2 * 4 * rank.trainable for rank in found.ranks}
+    assert states == trained
+
+
+@pytest.mark.parametrize("task", ["lora", "qlora", "serve"])
+def test_tasks_take_less_than_training_everything(task: str) -> None:
+    full = oslo_models.estimate(LLAMA, "full", 2, 1, 4, 32).largest
+    found = oslo_models.estimate(LLAMA, task, 2, 1, 4, 32, lora_rank=2).largest
+    assert found.parts["gradients"] + found.parts["optimizer states"] < full.parts["optimizer states"]
+    if task == "serve":  # keys and values of 3 blocks, 4 rows, 32 tokens and one head of 8 in float32
+        assert found.parts["key-value cache"] == 2 * 3 * 4 * 32 * 8 * 4
+    if task == "qlora":
+        assert found.parts["weights"] < full.parts["weights"]
+
+
+def test_an_encoder_decoder_and_checkpointed_activations() -> None:
+    assert oslo_models.estimate(T5, "full", 2, 2, 4, 16).largest.parts["activations"]
+    plain, checkpointed = (
+        oslo_models.estimate(LLAMA, "full", 1, 1, 4, 64, gradient_checkpointing=on).largest.total
+        for on in (False, True)
+    )
+    assert checkpointed < plain
+
+
+def test_sizes_are_chosen_for_the_devices(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = (
+        oslo_models.estimate(LLAMA, "full", batch=4, length=32, data_parallel_size=2).largest.total / 0.92 / (1 << 20)
+    )
+    common = ["plan", file, "--task", "full", "--batch", "4", "--length", "32"]
+    page = tmp_path / "plan.html"
+    assert cli.main([*common, "--devices", f"2x{alone * 0.95:.3f}MB", "--json", "--picture", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tensor_parallel_size"], found["pipeline_parallel_size"]) == (2, 1) and found["fits"]
+    assert [each["tensor_parallel_size"] for each in found["choice"]["tried"]] == [1, 2]
+    text = page.read_text()
+    assert "stage 0, tp 0-1" in text and "model.layers.2" in text and "http" not in text and "<script" not in text
+    assert cli.main([*common, "--devices", f"2x{alone * 1.05:.3f}MB"]) == 0
+    assert "2 replicas" in capsys.readouterr().out
+    assert cli.main([*common, "--devices", "2x0.1MB"]) == 1
+    assert "would fit: " in capsys.readouterr().out
+
+
+def test_devices_are_read() -> None:
+    assert (parse_devices("2x24GB").count, parse_devices("24GB,16GiB").bytes) == (2, 16 << 30)
+
+
+BAD = {
+    "model": (["nowhere/at/all"], "MODEL nowhere/at/all"),
+    "devices": (["FILE", "--devices", "24"], "--devices '24'"),
+    "no devices": (["FILE", "--devices", "0x24GB"], "--devices '0x24GB'"),
+    "heads": (["FILE", "--tensor-parallel-size", "5"], "tensor_parallel_size=5"),
+    "blocks": (["FILE", "--pipeline-parallel-size", "4"], "pipeline_parallel_size=4"),
+    "positions": (["FILE", "--length", "65"], "length=65"),
+    "rows": (["FILE", "--batch", "3", "--micro-batch-size", "2"], "batch=3"),
+    "experts": (["FILE", "--expert-parallel-size", "2"], "expert_parallel_size=2"),
+    "type": (["FILE", "--dtype", "int3"], "int3"),
+    "ranks": (["FILE", "--dry-run", "7", "--tensor-parallel-size", "2"], "--dry-run 7"),
+    "many ranks": (["FILE", "--dry-run", "2000"], "--dry-run 2000"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_answered_by_one_line(case: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, named = BAD[case]
+    length = [] if "--length" in arguments else ["--length", "16"]
+    assert cli.main(["plan", *(file if each == "FILE" else each for each in arguments), *length]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and named in lines[0], lines
+
+
+def test_dry_run_lists_groups_and_collectives_of_distinct_ranks() -> None:
+    found = dry_run(make_job(LLAMA, task="full", tensor_parallel_size=2, pipeline_parallel_size=2, length=16), 1024)
+    assert [tp_ranks for _, tp_ranks in found.ranks] == [(0, 1), (0, 1)]
+    first, last = (run for run, _ in found.ranks)
+    assert first.groups["world"] == 1024 and first.groups["dp"] == 256 and first.groups["pp"] == 2
+    hidden = 16 * LLAMA.hidden_size * 4
+    sent = {each.payload: calls for each, calls in first.collectives.items() if each.operation == "send"}
+    assert sent == {hidden: 1}
+    reduced = {each.payload: calls for each, calls in last.collectives.items() if each.axis == "tp"}
+    assert reduced[hidden] >= 4  # attention and MLP of a block, forward and backward
+    assert [each.payload for each in first.collectives if each.axis == "dp"] == [4 * first.trainable]
+    assert "dp of 256" in str(found)
+
+
+def test_a_rank_of_a_process_group_cannot_plan(pool: Pool) -> None:
+    assert pool.run(2, _plan_in_a_group) == [True, True]
+
+
+def _plan_in_a_group() -> bool:
+    with pytest.raises(RuntimeError, match="already one of a process group"):
+        oslo_models.estimate(LLAMA, "full", length=16)
+    return torch.distributed.is_initialized()

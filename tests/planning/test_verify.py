@@ -1,0 +1,79 @@
+"""The certificate: equal ranks pass, and one changed weight of one rank fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oslo_models import registry
+from oslo_models.cli import main as cli
+from oslo_models.planning.certificate_rank import compare
+from oslo_models.planning.reference import compute_reference, truncate
+from oslo_models.testing.features import plain_model
+
+from support import ROOT
+from support.pool import Pool
+
+NAME = "Qwen3ForCausalLM"
+
+
+def _compare(folder: Path, tp: int, pp: int, changed: bool) -> dict[str, bool]:
+    cls: Any = registry.find(NAME)
+    model = cls.from_pretrained_with_parallel(folder / "model", tp, pp, dtype=torch.float64).eval()
+    if changed and model.mesh.world.rank == 1:
+        with torch.no_grad():
+            weight = next(param for name, param in model.named_parameters() if "down_proj" in name)
+            weight[0, 0] += 1e-3
+    return {name: passed for name, passed, _ in compare(model, folder, 1e-6)}
+
+
+@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("changed", [False, True], ids=["same", "changed"])
+def test_one_changed_weight_of_one_rank_fails(pool: Pool, tmp_path: Path, tp: int, pp: int, changed: bool) -> None:
+    plain_model(NAME).save_pretrained(tmp_path / "model")
+    cls: Any = registry.find(NAME)
+    compute_reference(cls, tmp_path / "model", {}, torch.float64, None, 16, tmp_path)
+    found = pool.run(2, _compare, tmp_path, tp, pp, changed)
+    passed = {name for checks in found for name in checks if all(each[name] for each in found)}
+    everything = {"loss", "gradients", "greedy tokens", "merged files"}
+    assert set(found[0]) == everything
+    assert (passed == everything) if not changed else not passed & {"gradients", "merged files"}
+
+
+def test_the_command_certifies_a_checkpoint(warm_launchers: None, tmp_path: Path) -> None:
+    plain_model(NAME).float().save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "oslo_models", "verify", str(tmp_path), "--tensor-parallel-size", "2", "--json"]
+    done = subprocess.run([*command, "--blocks", "1"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"] and [check["passed"] for check in found["checks"]] == [True] * 4
+    assert found["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (["--tensor-parallel-size", "5"], "tensor_parallel_size=5"),
+        (["--dtype", "int8"], "int8"),
+        (["--blocks", "9"], "--blocks 9"),
+        (["--expert-parallel-size", "2"], "expert_parallel_size=2"),
+    ],
+)
+def test_bad_input_is_answered_by_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    plain_model(NAME).config.save_pretrained(tmp_path)
+    assert cli.main(["verify", str(tmp_path), *options]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("oslo-models")]
+    assert len(lines) == 1 and named in lines[0], lines
+
+
+def test_stacks_are_truncated() -> None:
+    config = plain_model(NAME).config
+    assert truncate(config, None) == {} and truncate(config, 1)["num_hidden_layers"] == 1
