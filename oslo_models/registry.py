@@ -218,7 +218,7 @@ _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),
     **dict.fromkeys(("dots3_note_text", "inkling2_text", "internlm3", "iquestcoder", "lfm3"), (5, 23)),
-    **dict.fromkeys(("exaone", "sarvam_mla"), (5, 24)),
+    **dict.fromkeys(("exaone", "sarvam_mla", "sarvam_moe"), (5, 24)),
 }
 """Release of transformers that added a model type, if older releases are supported, too."""
 _VERSION = installed_version("transformers") or "999"  # assume that a source tree without metadata is new
@@ -233,6 +233,7 @@ NEWER = {kind: prefix for kind, prefix in _ALL.items() if kind not in ARCHITECTU
 _ALL_SAME = {
     **dict.fromkeys(("exaone", "internlm3", "iquestcoder"), "llama"),
     "sarvam_mla": "deepseek_v3",
+    "sarvam_moe": "glm4_moe",
 }
 SAME_CLASSES = {kind: other for kind, other in _ALL_SAME.items() if _SINCE.get(kind, ()) <= INSTALLED}
 """Model types with a separate configuration class that share the model classes of another type."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Chunk,
     Concatenate,
     Interleave,
     MergeModulelist,
@@ -100,7 +99,7 @@ def _concatenates(converter: WeightConverter) -> bool:
 
 
 def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
-    """Map each checkpoint tensor that transformers splits into equal parts to the model's names of these parts.
+    """Map each checkpoint tensor that transformers splits into several to the model's names of these parts.
 
     Args:
         model: the model, or a stage of it.
@@ -112,8 +111,8 @@ def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
     for name in sorted(names):
         for converter in converters:
             first, *others = converter.target_patterns
-            parts = [name, *(name.removesuffix(first) + other for other in others)]
-            if name.endswith(first) and names.issuperset(parts):
+            parts = [name, *(name.replace(first, other) for other in others)]
+            if first in name and names.issuperset(parts):
                 marks = {part: torch.arange(1) for part in parts}
                 (saved,) = revert_weight_conversion(_Conversions(conversions, model.config), marks)
                 found[str(saved)] = parts
@@ -121,10 +120,13 @@ def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _chunks(converter: WeightConverter) -> bool:
-    """Whether a conversion chunks a tensor along its first dimension."""
-    operations = converter.operations
-    known = [type(operation) for operation in operations] == [Chunk] and len(converter.target_patterns) > 1
-    return known and operations[0].dim == 0 and len(converter.source_patterns) == 1
+    """Whether a conversion splits a tensor along its first dimension.
+
+    ``Chunk`` makes parts of equal size. ``Split``, since transformers 5.24, makes parts of the sizes in the model.
+    """
+    operations = [type(operation).__name__ for operation in converter.operations]
+    known = operations in (["Chunk"], ["Split"]) and len(converter.target_patterns) > 1
+    return known and converter.operations[0].dim == 0 and len(converter.source_patterns) == 1
 
 
 def interleaved_names(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -208,7 +210,7 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
             parts[name] = there[0]
     reader = concatenated_reader(reader, parts) if parts else reader
     chunks = {
-        saved: [rename(part) for part in own]
+        saved: {rename(part): shapes[part][0] for part in own}
         for name, own in chunked_names(model, shapes).items()
         for rename in renamings
         if (saved := rename(name)) in reader.tensors
