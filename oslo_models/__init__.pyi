@@ -393,6 +393,8 @@ from oslo_models.models.kolibri1 import Kolibri1ForCausalLM as Kolibri1ForCausal
 from oslo_models.models.kolibri1 import Kolibri1Model as Kolibri1Model
 from oslo_models.models.laguna import LagunaForCausalLM as LagunaForCausalLM
 from oslo_models.models.laguna import LagunaModel as LagunaModel
+from oslo_models.models.lara_mini import LaraMiniForCausalLM as LaraMiniForCausalLM
+from oslo_models.models.lara_mini import LaraMiniModel as LaraMiniModel
 from oslo_models.models.layoutlm import LayoutLMForMaskedLM as LayoutLMForMaskedLM
 from oslo_models.models.layoutlm import LayoutLMForQuestionAnswering as LayoutLMForQuestionAnswering
 from oslo_models.models.layoutlm import LayoutLMForSequenceClassification as LayoutLMForSequenceClassification
@@ -895,6 +897,7 @@ from transformers import KimiLinearConfig as KimiLinearConfig
 from transformers import Kolibri1Config as Kolibri1Config
 from transformers import LEDConfig as LEDConfig
 from transformers import LagunaConfig as LagunaConfig
+from transformers import LaraMiniConfig as LaraMiniConfig
 from transformers import LayoutLMConfig as LayoutLMConfig
 from transformers import Lfm2Config as Lfm2Config
 from transformers import Lfm2MoeConfig as Lfm2MoeConfig
@@ -1103,6 +1106,7 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel as 
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearPreTrainedModel as KimiLinearPreTrainedModel
 from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1PreTrainedModel as Kolibri1PreTrainedModel
 from transformers.models.laguna.modeling_laguna import LagunaPreTrainedModel as LagunaPreTrainedModel
+from transformers.models.lara_mini.modeling_lara_mini import LaraMiniPreTrainedModel as LaraMiniPreTrainedModel
 from transformers.models.layoutlm.modeling_layoutlm import LayoutLMPreTrainedModel as LayoutLMPreTrainedModel
 from transformers.models.led.modeling_led import LEDPreTrainedModel as LEDPreTrainedModel
 from transformers.models.lfm2.modeling_lfm2 import Lfm2PreTrainedModel as Lfm2PreTrainedModel

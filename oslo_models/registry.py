@@ -115,6 +115,7 @@ _ALL = {
     "kimi_linear": "KimiLinear",
     "kolibri1": "Kolibri1",
     "laguna": "Laguna",
+    "lara_mini": "LaraMini",
     "layoutlm": "LayoutLM",
     "led": "LED",
     "lfm2": "Lfm2",
@@ -218,7 +219,8 @@ _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),
     **dict.fromkeys(("dots3_note_text", "inkling2_text", "internlm3", "iquestcoder", "lfm3"), (5, 23)),
-    **dict.fromkeys(("exaone", "sarvam_mla", "sarvam_moe"), (5, 24)),
+    **dict.fromkeys(("apertus1p5_text", "dory", "exaone", "hy_v4_vl_text", "inkling2_loop_text", "lara_mini"), (5, 24)),
+    **dict.fromkeys(("omniasr_ctc", "sarvam_mla", "sarvam_moe"), (5, 24)),
 }
 """Release of transformers that added a model type, if older releases are supported, too."""
 _VERSION = installed_version("transformers") or "999"  # assume that a source tree without metadata is new

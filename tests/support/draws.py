@@ -161,6 +161,29 @@ def _fit_inkling(values: Values, draw: random.Random) -> None:
             values[key] = draw.randint(1, 3)
 
 
+def _fit_inkling2_loop(values: Values, draw: random.Random) -> None:
+    _fit_inkling(values, draw)
+    values["n_layers_per_attn_res_block"] = values["loop_layer_index_start"] = 1
+    values["loop_layer_index_end"] = draw.randint(2, values["num_hidden_layers"])
+    values["loop_num_passes"], values["loop_gate_rank"] = draw.randint(1, 3), draw.randint(2, 6)
+
+
+def _fit_apertus1p5(values: Values, draw: random.Random) -> None:
+    values["output_vocab_size"] = draw.randint(30, 61)
+
+
+def _fit_dory(values: Values, draw: random.Random) -> None:
+    depth = values["num_hidden_layers"] = len(values["layer_types"])
+    values["n_input_layers"] = draw.randint(0, depth - 1)
+    values["n_output_layers"] = draw.randint(0, depth - 1 - values["n_input_layers"])
+    values["n_recurrent_loops"] = draw.randint(1, 3)
+    values["recurrent_kv_cache_mode"] = draw.choice(("per_loop", "last_loop"))
+
+
+def _fit_omniasr(values: Values, draw: random.Random) -> None:
+    values["num_conv_pos_embeddings"], values["num_conv_pos_embedding_groups"] = 2 * draw.randint(1, 3), 2
+
+
 def _fit_gptj(values: Values, draw: random.Random) -> None:
     values["rotary_dim"] = draw.choice(range(2, values["n_embd"] // values["n_head"] + 1, 2))
 

@@ -408,6 +408,11 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"q_lora_rank": 10, "kv_lora_rank": 7, "qk_rope_head_dim": 4, "qk_nope_head_dim": 5, "v_head_dim": 3},
         "head_dim": 4,
     },
+    "lara_mini": {
+        **{**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
+        **{"num_hidden_layers": 3, "sliding_window": 4, "layer_types": ["linear_attention", *_WINDOW["layer_types"]]},
+        **{"linear_num_key_heads": 5, "linear_num_value_heads": 10},
+    },
     "lfm3": {**_LLAMA, **_WINDOW, "num_hidden_layers": 3, "layer_types": [*_WINDOW["layer_types"], "conv"]},
     # without noise, its router does not sample
     "phimoe": {**_KV, **_MIXTURE, "num_local_experts": 5, "router_jitter_noise": 0.0},
@@ -661,6 +666,11 @@ LEFT_OUT: dict[str, set[str]] = {
     "cohere_compass_text": {
         *("CohereCompassForConditionalGeneration", "CohereCompassModel", "CohereCompassVisionModel"),
     },
+    "apertus1p5_text": {
+        *("Apertus1p5ForConditionalGeneration", "Apertus1p5Model", "Apertus1p5VisionTokenizerModel"),
+    },
+    "hy_v4_vl_text": {"HYV4VLForConditionalGeneration", "HYV4VLModel", "HYV4VLVisionModel"},
+    "inkling2_loop_text": {"Inkling2LoopForConditionalGeneration", "Inkling2LoopModel"},
     "blt": {"BltPatcher"},  # a submodel of the other classes
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
     "inkling2_text": {"Inkling2ForConditionalGeneration", "Inkling2Model", "Inkling2VisionModel"},
@@ -698,7 +708,7 @@ SLOW_TESTS_ONLY = {
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
-    *("rwkv", "xlstm"),
+    *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
