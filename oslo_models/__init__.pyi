@@ -49,6 +49,8 @@ from oslo_models.models.albert import AlbertModel as AlbertModel
 from oslo_models.models.apertus import ApertusForCausalLM as ApertusForCausalLM
 from oslo_models.models.apertus import ApertusForTokenClassification as ApertusForTokenClassification
 from oslo_models.models.apertus import ApertusModel as ApertusModel
+from oslo_models.models.apertus1p5_text import Apertus1p5TextForCausalLM as Apertus1p5TextForCausalLM
+from oslo_models.models.apertus1p5_text import Apertus1p5TextModel as Apertus1p5TextModel
 from oslo_models.models.arcee import ArceeForCausalLM as ArceeForCausalLM
 from oslo_models.models.arcee import ArceeForQuestionAnswering as ArceeForQuestionAnswering
 from oslo_models.models.arcee import ArceeForSequenceClassification as ArceeForSequenceClassification
@@ -794,6 +796,7 @@ from transformers import AXK1Config as AXK1Config
 from transformers import AXK2Config as AXK2Config
 from transformers import AfmoeConfig as AfmoeConfig
 from transformers import AlbertConfig as AlbertConfig
+from transformers import Apertus1p5TextConfig as Apertus1p5TextConfig
 from transformers import ApertusConfig as ApertusConfig
 from transformers import ArceeConfig as ArceeConfig
 from transformers import AriaTextConfig as AriaTextConfig
@@ -997,6 +1000,7 @@ from transformers import xLSTMConfig as xLSTMConfig
 from transformers.models.afmoe.modeling_afmoe import AfmoePreTrainedModel as AfmoePreTrainedModel
 from transformers.models.albert.modeling_albert import AlbertPreTrainedModel as AlbertPreTrainedModel
 from transformers.models.apertus.modeling_apertus import ApertusPreTrainedModel as ApertusPreTrainedModel
+from transformers.models.apertus1p5.modeling_apertus1p5 import Apertus1p5TextPreTrainedModel as Apertus1p5TextPreTrainedModel
 from transformers.models.arcee.modeling_arcee import ArceePreTrainedModel as ArceePreTrainedModel
 from transformers.models.aria.modeling_aria import AriaTextPreTrainedModel as AriaTextPreTrainedModel
 from transformers.models.axk1.modeling_axk1 import AXK1PreTrainedModel as AXK1PreTrainedModel

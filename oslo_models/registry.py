@@ -14,6 +14,7 @@ _ALL = {
     "afmoe": "Afmoe",
     "albert": "Albert",
     "apertus": "Apertus",
+    "apertus1p5_text": "Apertus1p5Text",
     "arcee": "Arcee",
     "aria_text": "AriaText",
     "axk1": "AXK1",

@@ -350,6 +350,7 @@ def _fit_zamba(values: Values, draw: random.Random) -> None:
 
 FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "albert": _fit_albert,
+    "apertus1p5_text": _fit_apertus1p5,
     "axk2": _fit_low_rank_query,
     "bamba": _fit_mamba_beside_attention,
     "blt": _fit_blt,

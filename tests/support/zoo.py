@@ -154,6 +154,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
     "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
     "apertus": _KV,
+    "apertus1p5_text": {**_KV, "tie_word_embeddings": False, "output_vocab_size": 97},
     "arcee": _LLAMA,
     "bart": _BART,
     "bert-generation": {**_BERT, "is_decoder": True},
@@ -831,7 +832,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     vocab = getattr(config, "vocab_size", None) or config.decoder.vocab_size
-    vocab = min(vocab, getattr(config, "unpadded_vocab_size", None) or vocab)
+    for smaller in ("unpadded_vocab_size", "output_vocab_size"):
+        vocab = min(vocab, getattr(config, smaller, None) or vocab)
     choices = (2,) if name.endswith(("MultipleChoice", "DoubleHeadsModel")) else ()
     shape = (rows, *choices, length)
     ids, mask = integers(3, vocab, *shape), torch.ones(shape, dtype=torch.long)
