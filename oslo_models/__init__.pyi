@@ -369,6 +369,7 @@ from oslo_models.models.hy_v3 import HYV3ForCausalLM as HYV3ForCausalLM
 from oslo_models.models.hy_v3 import HYV3Model as HYV3Model
 from oslo_models.models.hy_v4 import HYV4ForCausalLM as HYV4ForCausalLM
 from oslo_models.models.hy_v4 import HYV4Model as HYV4Model
+from oslo_models.models.hy_v4_vl_text import HYV4VLTextModel as HYV4VLTextModel
 from oslo_models.models.hyperclovax import HyperCLOVAXForCausalLM as HyperCLOVAXForCausalLM
 from oslo_models.models.hyperclovax import HyperCLOVAXModel as HyperCLOVAXModel
 from oslo_models.models.ibert import IBertForMaskedLM as IBertForMaskedLM
@@ -884,6 +885,7 @@ from transformers import GraniteMoeSharedConfig as GraniteMoeSharedConfig
 from transformers import GraniteSWAConfig as GraniteSWAConfig
 from transformers import HYV3Config as HYV3Config
 from transformers import HYV4Config as HYV4Config
+from transformers import HYV4VLTextConfig as HYV4VLTextConfig
 from transformers import HeliumConfig as HeliumConfig
 from transformers import HrmTextConfig as HrmTextConfig
 from transformers import HubertConfig as HubertConfig
@@ -1100,6 +1102,7 @@ from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYu
 from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1PreTrainedModel as HunYuanMoEV1PreTrainedModel
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3PreTrainedModel as HYV3PreTrainedModel
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4PreTrainedModel as HYV4PreTrainedModel
+from transformers.models.hy_v4_vl.modeling_hy_v4_vl import HYV4VLPreTrainedModel as HYV4VLPreTrainedModel
 from transformers.models.hyperclovax.modeling_hyperclovax import HyperCLOVAXPreTrainedModel as HyperCLOVAXPreTrainedModel
 from transformers.models.ibert.modeling_ibert import IBertPreTrainedModel as IBertPreTrainedModel
 from transformers.models.inkling.modeling_inkling import InklingPreTrainedModel as InklingPreTrainedModel

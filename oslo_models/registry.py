@@ -106,6 +106,7 @@ _ALL = {
     "hunyuan_v1_moe": "HunYuanMoEV1",
     "hy_v3": "HYV3",
     "hy_v4": "HYV4",
+    "hy_v4_vl_text": "HYV4VL",
     "hyperclovax": "HyperCLOVAX",
     "ibert": "IBert",
     "inkling2_text": "Inkling2",

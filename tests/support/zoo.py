@@ -383,6 +383,11 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
         **{"hc_mult": 3, "swiglu_limit": 0.5},
     },
+    "hy_v4_vl_text": {
+        **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
+        **{"hc_mult": 3, "swiglu_limit": 0.5, "tie_word_embeddings": False},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]},
+    },
     "inkling2_text": {
         **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
         **{**_MIXTURE, "n_routed_experts": 5, "route_scale": 2.0, "tie_word_embeddings": False},
