@@ -378,6 +378,8 @@ from oslo_models.models.ibert import IBertForQuestionAnswering as IBertForQuesti
 from oslo_models.models.ibert import IBertForSequenceClassification as IBertForSequenceClassification
 from oslo_models.models.ibert import IBertForTokenClassification as IBertForTokenClassification
 from oslo_models.models.ibert import IBertModel as IBertModel
+from oslo_models.models.inkling2_loop_text import Inkling2LoopForCausalLM as Inkling2LoopForCausalLM
+from oslo_models.models.inkling2_loop_text import Inkling2LoopTextModel as Inkling2LoopTextModel
 from oslo_models.models.inkling2_text import Inkling2ForCausalLM as Inkling2ForCausalLM
 from oslo_models.models.inkling2_text import Inkling2TextModel as Inkling2TextModel
 from oslo_models.models.inkling_text import InklingForCausalLM as InklingForCausalLM
@@ -893,6 +895,7 @@ from transformers import HunYuanDenseV1Config as HunYuanDenseV1Config
 from transformers import HunYuanMoEV1Config as HunYuanMoEV1Config
 from transformers import HyperCLOVAXConfig as HyperCLOVAXConfig
 from transformers import IBertConfig as IBertConfig
+from transformers import Inkling2LoopTextConfig as Inkling2LoopTextConfig
 from transformers import Inkling2TextConfig as Inkling2TextConfig
 from transformers import InklingTextConfig as InklingTextConfig
 from transformers import Jais2Config as Jais2Config
@@ -1107,6 +1110,7 @@ from transformers.models.hyperclovax.modeling_hyperclovax import HyperCLOVAXPreT
 from transformers.models.ibert.modeling_ibert import IBertPreTrainedModel as IBertPreTrainedModel
 from transformers.models.inkling.modeling_inkling import InklingPreTrainedModel as InklingPreTrainedModel
 from transformers.models.inkling2.modeling_inkling2 import Inkling2PreTrainedModel as Inkling2PreTrainedModel
+from transformers.models.inkling2_loop.modeling_inkling2_loop import Inkling2LoopPreTrainedModel as Inkling2LoopPreTrainedModel
 from transformers.models.jais2.modeling_jais2 import Jais2PreTrainedModel as Jais2PreTrainedModel
 from transformers.models.jamba.modeling_jamba import JambaPreTrainedModel as JambaPreTrainedModel
 from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel as JetMoePreTrainedModel

@@ -109,6 +109,7 @@ _ALL = {
     "hy_v4_vl_text": "HYV4VL",
     "hyperclovax": "HyperCLOVAX",
     "ibert": "IBert",
+    "inkling2_loop_text": "Inkling2Loop",
     "inkling2_text": "Inkling2",
     "inkling_text": "Inkling",
     "jais2": "Jais2",

@@ -376,6 +376,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "granitemoehybrid": _fit_mamba_beside_attention,
     "helium": _fit_helium,
     "hubert": _fit_wav2vec2,
+    "inkling2_loop_text": _fit_inkling2_loop,
     "inkling2_text": _fit_inkling,
     "inkling_text": _fit_inkling,
     "kimi_linear": _fit_latent_attention,

@@ -396,6 +396,15 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3, "unpadded_vocab_size": 97},
         **{"qk_l2_clip_threshold": 0.2, "rel_l2_clip_threshold": 0.1, "final_logit_softcapping": 3.0},
     },
+    "inkling2_loop_text": {
+        **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
+        **{**_MIXTURE, "n_routed_experts": 5, "route_scale": 2.0, "tie_word_embeddings": False},
+        **{"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid"]},
+        **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_gate_rank": 5, "loop_num_passes": 2},
+        **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
+        **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3, "unpadded_vocab_size": 97},
+        **{"n_layers_per_attn_res_block": 1, "final_logit_softcapping": 3.0},
+    },
     "inkling_text": {
         **{**_LLAMA, **_SPARSE, "layer_types": ["hybrid", "hybrid_sliding"], "tie_word_embeddings": False},
         **{"n_routed_experts": 5, "n_shared_experts": 2, "route_scale": 2.0, "logits_mup_width_multiplier": 2.0},
