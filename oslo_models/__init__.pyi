@@ -563,6 +563,8 @@ from oslo_models.models.olmo_hybrid import OlmoHybridForCausalLM as OlmoHybridFo
 from oslo_models.models.olmo_hybrid import OlmoHybridModel as OlmoHybridModel
 from oslo_models.models.olmoe import OlmoeForCausalLM as OlmoeForCausalLM
 from oslo_models.models.olmoe import OlmoeModel as OlmoeModel
+from oslo_models.models.omniasr_ctc import OmniASRCTCModel as OmniASRCTCModel
+from oslo_models.models.omniasr_ctc import OmniASRForCTC as OmniASRForCTC
 from oslo_models.models.openai_gpt import OpenAIGPTDoubleHeadsModel as OpenAIGPTDoubleHeadsModel
 from oslo_models.models.openai_gpt import OpenAIGPTForSequenceClassification as OpenAIGPTForSequenceClassification
 from oslo_models.models.openai_gpt import OpenAIGPTLMHeadModel as OpenAIGPTLMHeadModel
@@ -949,6 +951,7 @@ from transformers import Olmo3Config as Olmo3Config
 from transformers import OlmoConfig as OlmoConfig
 from transformers import OlmoHybridConfig as OlmoHybridConfig
 from transformers import OlmoeConfig as OlmoeConfig
+from transformers import OmniASRCTCConfig as OmniASRCTCConfig
 from transformers import OpenAIGPTConfig as OpenAIGPTConfig
 from transformers import PLBartConfig as PLBartConfig
 from transformers import PegasusConfig as PegasusConfig
@@ -1164,6 +1167,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2PreTrainedModel as Olm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3PreTrainedModel as Olmo3PreTrainedModel
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridPreTrainedModel as OlmoHybridPreTrainedModel
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel as OlmoePreTrainedModel
+from transformers.models.omniasr_ctc.modeling_omniasr_ctc import OmniASRCTCPreTrainedModel as OmniASRCTCPreTrainedModel
 from transformers.models.openai.modeling_openai import OpenAIGPTPreTrainedModel as OpenAIGPTPreTrainedModel
 from transformers.models.opt.modeling_opt import OPTPreTrainedModel as OPTPreTrainedModel
 from transformers.models.pegasus.modeling_pegasus import PegasusPreTrainedModel as PegasusPreTrainedModel

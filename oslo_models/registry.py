@@ -162,6 +162,7 @@ _ALL = {
     "olmo3": "Olmo3",
     "olmo_hybrid": "OlmoHybrid",
     "olmoe": "Olmoe",
+    "omniasr_ctc": "OmniASR",
     "openai-gpt": "OpenAIGPT",
     "opt": "OPT",
     "pegasus": "Pegasus",
@@ -263,12 +264,15 @@ def names(model_type: str) -> list[str]:
     return sorted(name for name in vars(load(model_type)) if name.startswith(prefix) and name != f"{prefix}Parallel")
 
 
+_BASE = "PreTrainedModel"
+"""End of the name of the base class in transformers."""
+
+
 def model_classes(model_type: str) -> dict[str, type]:
     """Return the model classes of an architecture by name, without their transformers base."""
     from transformers import PreTrainedModel
 
-    base = f"{ARCHITECTURES[model_type]}PreTrainedModel"
-    found = {name: getattr(load(model_type), name) for name in names(model_type) if name != base}
+    found = {name: getattr(load(model_type), name) for name in names(model_type) if not name.endswith(_BASE)}
     return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)}
 
 

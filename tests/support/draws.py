@@ -391,6 +391,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "minimax_m3_vl_text": _fit_minimax_m3,
     "mobilebert": _fit_mobilebert,
     "olmo_hybrid": _fit_two_kinds,
+    "omniasr_ctc": _fit_omniasr,
     "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,

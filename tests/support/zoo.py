@@ -293,6 +293,13 @@ MORE: dict[str, Mapping[str, Any]] = {
     "olmo2": _KV,
     "olmo3": {**_KV, **_WINDOW},
     "olmoe": {**_KV, **_MIXTURE},
+    "omniasr_ctc": {
+        "audio_config": {
+            **{**_BERT, **{key: _WAV2VEC2[key] for key in ("conv_dim", "conv_kernel", "conv_stride")}},
+            **{"num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0},
+        },
+        "vocab_size": TOKENS["vocab_size"],
+    },
     "openai-gpt": _GPT2,
     "opt": {**_SIZE, "ffn_dim": 35, "word_embed_proj_dim": 20},
     "pegasus": _BART,
@@ -717,7 +724,7 @@ SLOW_TESTS_ONLY = {
     *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("axk1", "deepseek_v32", "deepseek_v4", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3", "longcat_flash"),
-    *("glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
+    *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
@@ -744,7 +751,7 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
     """Return a configuration with all dropout rates set to ``dropout``."""
     model_type, values = {**VARIANTS, **ODD}.get(variant) or (variant, MORE[variant])
     tokens = {} if {"image_size", "vision_config", "backbone_config"} & values.keys() else TOKENS
-    parts = [name for name in ("encoder", "decoder", "question_encoder", "generator") if name in values]
+    parts = [name for name in ("encoder", "decoder", "question_encoder", "generator", "audio_config") if name in values]
     if parts:  # the parts define vocabulary sizes
         tokens = {key: value for key, value in TOKENS.items() if key != "vocab_size"}
     made = CONFIG_MAPPING[model_type](**copy.deepcopy({**tokens, **values, **changes}))
@@ -975,7 +982,8 @@ def _regions(
 def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return `batch` of a class for images or audio: right-padded audio, and labels of its kind."""
     known, rows, positions = parameters_of_forward(name), 3, 19
-    shapes: dict[str, tuple[int, ...]] = {"input_values": (rows, 200), "input_ids": (rows, 9)}
+    channels = (1,) if "padding_mask" in known else ()
+    shapes: dict[str, tuple[int, ...]] = {"input_values": (rows, *channels, 200), "input_ids": (rows, 9)}
     if "pixel_values" in known:
         images = getattr(config, "vision_config", config)
         side = getattr(images, "image_size", 64)
@@ -1000,6 +1008,9 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "attention_mask" in known and main != "pixel_values" and not name.startswith("Whisper"):
         given["attention_mask"] = torch.ones(shapes[main][:2], dtype=torch.long)
         given["attention_mask"][1, -shapes[main][1] // 4 :] = 0
+    if "padding_mask" in known:
+        given["padding_mask"] = torch.ones(rows, 200, dtype=torch.long)
+        given["padding_mask"][1, -50:] = 0
     if name.endswith(("ForConditionalGeneration", "ForCTC")):
         given["labels"] = integers(3, config.vocab_size, rows, 7)
         given["labels"][2, -2:] = -100
