@@ -210,6 +210,8 @@ from oslo_models.models.distilbert import DistilBertModel as DistilBertModel
 from oslo_models.models.doge import DogeForCausalLM as DogeForCausalLM
 from oslo_models.models.doge import DogeForSequenceClassification as DogeForSequenceClassification
 from oslo_models.models.doge import DogeModel as DogeModel
+from oslo_models.models.dory import DoryForCausalLM as DoryForCausalLM
+from oslo_models.models.dory import DoryModel as DoryModel
 from oslo_models.models.dots1 import Dots1ForCausalLM as Dots1ForCausalLM
 from oslo_models.models.dots1 import Dots1Model as Dots1Model
 from oslo_models.models.dots3_note_text import Dots3NoteForCausalLM as Dots3NoteForCausalLM
@@ -846,6 +848,7 @@ from transformers import DetrConfig as DetrConfig
 from transformers import DiffLlamaConfig as DiffLlamaConfig
 from transformers import DistilBertConfig as DistilBertConfig
 from transformers import DogeConfig as DogeConfig
+from transformers import DoryConfig as DoryConfig
 from transformers import Dots1Config as Dots1Config
 from transformers import Dots3NoteTextConfig as Dots3NoteTextConfig
 from transformers import ElectraConfig as ElectraConfig
@@ -1051,6 +1054,7 @@ from transformers.models.detr.modeling_detr import DetrPreTrainedModel as DetrPr
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaPreTrainedModel as DiffLlamaPreTrainedModel
 from transformers.models.distilbert.modeling_distilbert import DistilBertPreTrainedModel as DistilBertPreTrainedModel
 from transformers.models.doge.modeling_doge import DogePreTrainedModel as DogePreTrainedModel
+from transformers.models.dory.modeling_dory import DoryPreTrainedModel as DoryPreTrainedModel
 from transformers.models.dots1.modeling_dots1 import Dots1PreTrainedModel as Dots1PreTrainedModel
 from transformers.models.dots3_note.modeling_dots3_note import Dots3NotePreTrainedModel as Dots3NotePreTrainedModel
 from transformers.models.dpr.modeling_dpr import DPRPreTrainedModel as DPRPreTrainedModel

@@ -57,6 +57,7 @@ _ALL = {
     "diffllama": "DiffLlama",
     "distilbert": "DistilBert",
     "doge": "Doge",
+    "dory": "Dory",
     "dots1": "Dots1",
     "dots3_note_text": "Dots3Note",
     "dpr": "DPR",

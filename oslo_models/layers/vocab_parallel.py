@@ -248,6 +248,13 @@ def _add(logits: VocabParallelLogits, other: Any) -> Any:
     return logits._with_local(logits.local() + scatter_to(logits.tp, other, -1, logits._shard_sizes()))
 
 
+def _mul(logits: VocabParallelLogits, other: Any) -> Any:
+    """Multiply by one factor per token (``logit_scale`` of Dory)."""
+    if isinstance(other, ShardedLogits) or not isinstance(other, Tensor) or other.shape != (logits.vocab_size,):
+        return NotImplemented
+    return logits._with_local(logits.local() * scatter_to(logits.tp, other, -1, logits._shard_sizes()))
+
+
 # Functions that work on any `ShardedLogits` without gathering. Handlers may return NotImplemented.
 SHARDED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.view: _view,
@@ -260,6 +267,8 @@ SHARDED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.add: _add,
     Tensor.__add__: _add,
+    Tensor.mul: _mul,
+    Tensor.__mul__: _mul,
     **SHARDED_FUNCTIONS,
 }
 # Applied to the local shard.

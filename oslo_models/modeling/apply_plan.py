@@ -404,10 +404,10 @@ def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[st
 def _joined(new: type[nn.Module], old: type[nn.Module]) -> type[nn.Module]:
     """Return the parallel class of a custom layer class.
 
-    A custom embedding's code, such as a scale, wraps the parallel lookup. Other parallel classes wrap the custom class.
-    The class keeps its name, since transformers initialises weights by class names.
+    The code of a custom embedding or LM head, such as a scale, wraps the parallel lookup or product. Other parallel
+    classes wrap the custom class. The class keeps its name, since transformers initialises weights by class names.
     """
-    bases = (old, new) if issubclass(new, nn.Embedding) else (new, old)
+    bases = (old, new) if issubclass(new, (nn.Embedding, VocabParallelHead)) else (new, old)
     return type(old.__name__, bases, {"__module__": old.__module__})
 
 

@@ -315,7 +315,7 @@ class GlobalMinMax(Replicated):
 
 @dataclass(frozen=True)
 class GlobalMoments(Replicated):
-    """Module that takes mean and standard deviation of a sharded activation over the features of all ranks."""
+    """Module that takes mean, standard deviation or sum of a sharded activation over the features of all ranks."""
 
 
 @dataclass(frozen=True)

@@ -363,6 +363,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v32": _fit_low_rank_query,
     "deepseek_v4": _fit_deepseek_v4,
     "detr": _fit_detr,
+    "dory": _fit_dory,
     "dots3_note_text": _fit_dots3_note,
     "funnel": _fit_funnel,
     "gemma3n_text": _fit_gemma3n,

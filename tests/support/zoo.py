@@ -418,6 +418,11 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
         **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3},
     },
+    "dory": {
+        **{**_LLAMA, **_WINDOW, "num_hidden_layers": 4, "layer_types": 2 * _WINDOW["layer_types"]},
+        **{"n_input_layers": 1, "n_output_layers": 1, "tie_word_embeddings": False},
+        "initializer_range": 0.5,  # parameters are divided by it and squared, and the weights of tests add 0.1 to it
+    },
     "dots3_note_text": {
         **{**_LATENT, **_INDEXED, **_SPARSE, "layer_types": ["indexed_attention", "sliding_attention"]},
         **{"head_dim": 8, "shared_experts_intermediate_size": 13, "sliding_window": 4},
