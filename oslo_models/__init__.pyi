@@ -49,6 +49,8 @@ from oslo_models.models.albert import AlbertModel as AlbertModel
 from oslo_models.models.apertus import ApertusForCausalLM as ApertusForCausalLM
 from oslo_models.models.apertus import ApertusForTokenClassification as ApertusForTokenClassification
 from oslo_models.models.apertus import ApertusModel as ApertusModel
+from oslo_models.models.apertus1p5_text import Apertus1p5TextForCausalLM as Apertus1p5TextForCausalLM
+from oslo_models.models.apertus1p5_text import Apertus1p5TextModel as Apertus1p5TextModel
 from oslo_models.models.arcee import ArceeForCausalLM as ArceeForCausalLM
 from oslo_models.models.arcee import ArceeForQuestionAnswering as ArceeForQuestionAnswering
 from oslo_models.models.arcee import ArceeForSequenceClassification as ArceeForSequenceClassification
@@ -208,6 +210,8 @@ from oslo_models.models.distilbert import DistilBertModel as DistilBertModel
 from oslo_models.models.doge import DogeForCausalLM as DogeForCausalLM
 from oslo_models.models.doge import DogeForSequenceClassification as DogeForSequenceClassification
 from oslo_models.models.doge import DogeModel as DogeModel
+from oslo_models.models.dory import DoryForCausalLM as DoryForCausalLM
+from oslo_models.models.dory import DoryModel as DoryModel
 from oslo_models.models.dots1 import Dots1ForCausalLM as Dots1ForCausalLM
 from oslo_models.models.dots1 import Dots1Model as Dots1Model
 from oslo_models.models.dots3_note_text import Dots3NoteForCausalLM as Dots3NoteForCausalLM
@@ -367,6 +371,7 @@ from oslo_models.models.hy_v3 import HYV3ForCausalLM as HYV3ForCausalLM
 from oslo_models.models.hy_v3 import HYV3Model as HYV3Model
 from oslo_models.models.hy_v4 import HYV4ForCausalLM as HYV4ForCausalLM
 from oslo_models.models.hy_v4 import HYV4Model as HYV4Model
+from oslo_models.models.hy_v4_vl_text import HYV4VLTextModel as HYV4VLTextModel
 from oslo_models.models.hyperclovax import HyperCLOVAXForCausalLM as HyperCLOVAXForCausalLM
 from oslo_models.models.hyperclovax import HyperCLOVAXModel as HyperCLOVAXModel
 from oslo_models.models.ibert import IBertForMaskedLM as IBertForMaskedLM
@@ -375,6 +380,8 @@ from oslo_models.models.ibert import IBertForQuestionAnswering as IBertForQuesti
 from oslo_models.models.ibert import IBertForSequenceClassification as IBertForSequenceClassification
 from oslo_models.models.ibert import IBertForTokenClassification as IBertForTokenClassification
 from oslo_models.models.ibert import IBertModel as IBertModel
+from oslo_models.models.inkling2_loop_text import Inkling2LoopForCausalLM as Inkling2LoopForCausalLM
+from oslo_models.models.inkling2_loop_text import Inkling2LoopTextModel as Inkling2LoopTextModel
 from oslo_models.models.inkling2_text import Inkling2ForCausalLM as Inkling2ForCausalLM
 from oslo_models.models.inkling2_text import Inkling2TextModel as Inkling2TextModel
 from oslo_models.models.inkling_text import InklingForCausalLM as InklingForCausalLM
@@ -393,6 +400,8 @@ from oslo_models.models.kolibri1 import Kolibri1ForCausalLM as Kolibri1ForCausal
 from oslo_models.models.kolibri1 import Kolibri1Model as Kolibri1Model
 from oslo_models.models.laguna import LagunaForCausalLM as LagunaForCausalLM
 from oslo_models.models.laguna import LagunaModel as LagunaModel
+from oslo_models.models.lara_mini import LaraMiniForCausalLM as LaraMiniForCausalLM
+from oslo_models.models.lara_mini import LaraMiniModel as LaraMiniModel
 from oslo_models.models.layoutlm import LayoutLMForMaskedLM as LayoutLMForMaskedLM
 from oslo_models.models.layoutlm import LayoutLMForQuestionAnswering as LayoutLMForQuestionAnswering
 from oslo_models.models.layoutlm import LayoutLMForSequenceClassification as LayoutLMForSequenceClassification
@@ -556,6 +565,8 @@ from oslo_models.models.olmo_hybrid import OlmoHybridForCausalLM as OlmoHybridFo
 from oslo_models.models.olmo_hybrid import OlmoHybridModel as OlmoHybridModel
 from oslo_models.models.olmoe import OlmoeForCausalLM as OlmoeForCausalLM
 from oslo_models.models.olmoe import OlmoeModel as OlmoeModel
+from oslo_models.models.omniasr_ctc import OmniASRCTCModel as OmniASRCTCModel
+from oslo_models.models.omniasr_ctc import OmniASRForCTC as OmniASRForCTC
 from oslo_models.models.openai_gpt import OpenAIGPTDoubleHeadsModel as OpenAIGPTDoubleHeadsModel
 from oslo_models.models.openai_gpt import OpenAIGPTForSequenceClassification as OpenAIGPTForSequenceClassification
 from oslo_models.models.openai_gpt import OpenAIGPTLMHeadModel as OpenAIGPTLMHeadModel
@@ -793,6 +804,7 @@ from transformers import AXK1Config as AXK1Config
 from transformers import AXK2Config as AXK2Config
 from transformers import AfmoeConfig as AfmoeConfig
 from transformers import AlbertConfig as AlbertConfig
+from transformers import Apertus1p5TextConfig as Apertus1p5TextConfig
 from transformers import ApertusConfig as ApertusConfig
 from transformers import ArceeConfig as ArceeConfig
 from transformers import AriaTextConfig as AriaTextConfig
@@ -837,6 +849,7 @@ from transformers import DetrConfig as DetrConfig
 from transformers import DiffLlamaConfig as DiffLlamaConfig
 from transformers import DistilBertConfig as DistilBertConfig
 from transformers import DogeConfig as DogeConfig
+from transformers import DoryConfig as DoryConfig
 from transformers import Dots1Config as Dots1Config
 from transformers import Dots3NoteTextConfig as Dots3NoteTextConfig
 from transformers import ElectraConfig as ElectraConfig
@@ -880,6 +893,7 @@ from transformers import GraniteMoeSharedConfig as GraniteMoeSharedConfig
 from transformers import GraniteSWAConfig as GraniteSWAConfig
 from transformers import HYV3Config as HYV3Config
 from transformers import HYV4Config as HYV4Config
+from transformers import HYV4VLTextConfig as HYV4VLTextConfig
 from transformers import HeliumConfig as HeliumConfig
 from transformers import HrmTextConfig as HrmTextConfig
 from transformers import HubertConfig as HubertConfig
@@ -887,6 +901,7 @@ from transformers import HunYuanDenseV1Config as HunYuanDenseV1Config
 from transformers import HunYuanMoEV1Config as HunYuanMoEV1Config
 from transformers import HyperCLOVAXConfig as HyperCLOVAXConfig
 from transformers import IBertConfig as IBertConfig
+from transformers import Inkling2LoopTextConfig as Inkling2LoopTextConfig
 from transformers import Inkling2TextConfig as Inkling2TextConfig
 from transformers import InklingTextConfig as InklingTextConfig
 from transformers import Jais2Config as Jais2Config
@@ -896,6 +911,7 @@ from transformers import KimiLinearConfig as KimiLinearConfig
 from transformers import Kolibri1Config as Kolibri1Config
 from transformers import LEDConfig as LEDConfig
 from transformers import LagunaConfig as LagunaConfig
+from transformers import LaraMiniConfig as LaraMiniConfig
 from transformers import LayoutLMConfig as LayoutLMConfig
 from transformers import Lfm2Config as Lfm2Config
 from transformers import Lfm2MoeConfig as Lfm2MoeConfig
@@ -939,6 +955,7 @@ from transformers import Olmo3Config as Olmo3Config
 from transformers import OlmoConfig as OlmoConfig
 from transformers import OlmoHybridConfig as OlmoHybridConfig
 from transformers import OlmoeConfig as OlmoeConfig
+from transformers import OmniASRCTCConfig as OmniASRCTCConfig
 from transformers import OpenAIGPTConfig as OpenAIGPTConfig
 from transformers import PLBartConfig as PLBartConfig
 from transformers import PegasusConfig as PegasusConfig
@@ -995,6 +1012,7 @@ from transformers import xLSTMConfig as xLSTMConfig
 from transformers.models.afmoe.modeling_afmoe import AfmoePreTrainedModel as AfmoePreTrainedModel
 from transformers.models.albert.modeling_albert import AlbertPreTrainedModel as AlbertPreTrainedModel
 from transformers.models.apertus.modeling_apertus import ApertusPreTrainedModel as ApertusPreTrainedModel
+from transformers.models.apertus1p5.modeling_apertus1p5 import Apertus1p5TextPreTrainedModel as Apertus1p5TextPreTrainedModel
 from transformers.models.arcee.modeling_arcee import ArceePreTrainedModel as ArceePreTrainedModel
 from transformers.models.aria.modeling_aria import AriaTextPreTrainedModel as AriaTextPreTrainedModel
 from transformers.models.axk1.modeling_axk1 import AXK1PreTrainedModel as AXK1PreTrainedModel
@@ -1037,6 +1055,7 @@ from transformers.models.detr.modeling_detr import DetrPreTrainedModel as DetrPr
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaPreTrainedModel as DiffLlamaPreTrainedModel
 from transformers.models.distilbert.modeling_distilbert import DistilBertPreTrainedModel as DistilBertPreTrainedModel
 from transformers.models.doge.modeling_doge import DogePreTrainedModel as DogePreTrainedModel
+from transformers.models.dory.modeling_dory import DoryPreTrainedModel as DoryPreTrainedModel
 from transformers.models.dots1.modeling_dots1 import Dots1PreTrainedModel as Dots1PreTrainedModel
 from transformers.models.dots3_note.modeling_dots3_note import Dots3NotePreTrainedModel as Dots3NotePreTrainedModel
 from transformers.models.dpr.modeling_dpr import DPRPreTrainedModel as DPRPreTrainedModel
@@ -1094,16 +1113,19 @@ from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYu
 from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1PreTrainedModel as HunYuanMoEV1PreTrainedModel
 from transformers.models.hy_v3.modeling_hy_v3 import HYV3PreTrainedModel as HYV3PreTrainedModel
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4PreTrainedModel as HYV4PreTrainedModel
+from transformers.models.hy_v4_vl.modeling_hy_v4_vl import HYV4VLPreTrainedModel as HYV4VLPreTrainedModel
 from transformers.models.hyperclovax.modeling_hyperclovax import HyperCLOVAXPreTrainedModel as HyperCLOVAXPreTrainedModel
 from transformers.models.ibert.modeling_ibert import IBertPreTrainedModel as IBertPreTrainedModel
 from transformers.models.inkling.modeling_inkling import InklingPreTrainedModel as InklingPreTrainedModel
 from transformers.models.inkling2.modeling_inkling2 import Inkling2PreTrainedModel as Inkling2PreTrainedModel
+from transformers.models.inkling2_loop.modeling_inkling2_loop import Inkling2LoopPreTrainedModel as Inkling2LoopPreTrainedModel
 from transformers.models.jais2.modeling_jais2 import Jais2PreTrainedModel as Jais2PreTrainedModel
 from transformers.models.jamba.modeling_jamba import JambaPreTrainedModel as JambaPreTrainedModel
 from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel as JetMoePreTrainedModel
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearPreTrainedModel as KimiLinearPreTrainedModel
 from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1PreTrainedModel as Kolibri1PreTrainedModel
 from transformers.models.laguna.modeling_laguna import LagunaPreTrainedModel as LagunaPreTrainedModel
+from transformers.models.lara_mini.modeling_lara_mini import LaraMiniPreTrainedModel as LaraMiniPreTrainedModel
 from transformers.models.layoutlm.modeling_layoutlm import LayoutLMPreTrainedModel as LayoutLMPreTrainedModel
 from transformers.models.led.modeling_led import LEDPreTrainedModel as LEDPreTrainedModel
 from transformers.models.lfm2.modeling_lfm2 import Lfm2PreTrainedModel as Lfm2PreTrainedModel
@@ -1150,6 +1172,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2PreTrainedModel as Olm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3PreTrainedModel as Olmo3PreTrainedModel
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridPreTrainedModel as OlmoHybridPreTrainedModel
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel as OlmoePreTrainedModel
+from transformers.models.omniasr_ctc.modeling_omniasr_ctc import OmniASRCTCPreTrainedModel as OmniASRCTCPreTrainedModel
 from transformers.models.openai.modeling_openai import OpenAIGPTPreTrainedModel as OpenAIGPTPreTrainedModel
 from transformers.models.opt.modeling_opt import OPTPreTrainedModel as OPTPreTrainedModel
 from transformers.models.pegasus.modeling_pegasus import PegasusPreTrainedModel as PegasusPreTrainedModel

@@ -14,6 +14,7 @@ _ALL = {
     "afmoe": "Afmoe",
     "albert": "Albert",
     "apertus": "Apertus",
+    "apertus1p5_text": "Apertus1p5Text",
     "arcee": "Arcee",
     "aria_text": "AriaText",
     "axk1": "AXK1",
@@ -56,6 +57,7 @@ _ALL = {
     "diffllama": "DiffLlama",
     "distilbert": "DistilBert",
     "doge": "Doge",
+    "dory": "Dory",
     "dots1": "Dots1",
     "dots3_note_text": "Dots3Note",
     "dpr": "DPR",
@@ -105,8 +107,10 @@ _ALL = {
     "hunyuan_v1_moe": "HunYuanMoEV1",
     "hy_v3": "HYV3",
     "hy_v4": "HYV4",
+    "hy_v4_vl_text": "HYV4VL",
     "hyperclovax": "HyperCLOVAX",
     "ibert": "IBert",
+    "inkling2_loop_text": "Inkling2Loop",
     "inkling2_text": "Inkling2",
     "inkling_text": "Inkling",
     "jais2": "Jais2",
@@ -115,6 +119,7 @@ _ALL = {
     "kimi_linear": "KimiLinear",
     "kolibri1": "Kolibri1",
     "laguna": "Laguna",
+    "lara_mini": "LaraMini",
     "layoutlm": "LayoutLM",
     "led": "LED",
     "lfm2": "Lfm2",
@@ -158,6 +163,7 @@ _ALL = {
     "olmo3": "Olmo3",
     "olmo_hybrid": "OlmoHybrid",
     "olmoe": "Olmoe",
+    "omniasr_ctc": "OmniASR",
     "openai-gpt": "OpenAIGPT",
     "opt": "OPT",
     "pegasus": "Pegasus",
@@ -218,7 +224,8 @@ _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),
     **dict.fromkeys(("dots3_note_text", "inkling2_text", "internlm3", "iquestcoder", "lfm3"), (5, 23)),
-    **dict.fromkeys(("exaone", "sarvam_mla"), (5, 24)),
+    **dict.fromkeys(("apertus1p5_text", "dory", "exaone", "hy_v4_vl_text", "inkling2_loop_text", "lara_mini"), (5, 24)),
+    **dict.fromkeys(("omniasr_ctc", "sarvam_mla", "sarvam_moe"), (5, 24)),
 }
 """Release of transformers that added a model type, if older releases are supported, too."""
 _VERSION = installed_version("transformers") or "999"  # assume that a source tree without metadata is new
@@ -233,6 +240,7 @@ NEWER = {kind: prefix for kind, prefix in _ALL.items() if kind not in ARCHITECTU
 _ALL_SAME = {
     **dict.fromkeys(("exaone", "internlm3", "iquestcoder"), "llama"),
     "sarvam_mla": "deepseek_v3",
+    "sarvam_moe": "glm4_moe",
 }
 SAME_CLASSES = {kind: other for kind, other in _ALL_SAME.items() if _SINCE.get(kind, ()) <= INSTALLED}
 """Model types with a separate configuration class that share the model classes of another type."""
@@ -257,12 +265,15 @@ def names(model_type: str) -> list[str]:
     return sorted(name for name in vars(load(model_type)) if name.startswith(prefix) and name != f"{prefix}Parallel")
 
 
+_BASE = "PreTrainedModel"
+"""End of the name of the base class in transformers."""
+
+
 def model_classes(model_type: str) -> dict[str, type]:
     """Return the model classes of an architecture by name, without their transformers base."""
     from transformers import PreTrainedModel
 
-    base = f"{ARCHITECTURES[model_type]}PreTrainedModel"
-    found = {name: getattr(load(model_type), name) for name in names(model_type) if name != base}
+    found = {name: getattr(load(model_type), name) for name in names(model_type) if not name.endswith(_BASE)}
     return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)}
 
 

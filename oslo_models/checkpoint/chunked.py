@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -39,27 +39,28 @@ class ChunkedReader(CheckpointReader):
         return out
 
 
-def chunked_reader(reader: CheckpointReader, chunks: Mapping[str, Sequence[str]]) -> ChunkedReader:
-    """Return a reader that splits each fused tensor named in ``chunks`` into equal parts.
+def chunked_reader(reader: CheckpointReader, chunks: Mapping[str, Mapping[str, int]]) -> ChunkedReader:
+    """Return a reader that splits each fused tensor named in ``chunks``.
 
     Args:
-        chunks: the names of the parts of each fused tensor, in order.
+        chunks: for each fused tensor, the names of its parts and their numbers of rows, in order.
 
     Raises:
-        CheckpointError: the rows of a tensor cannot be divided into this number of parts.
+        CheckpointError: a tensor has another number of rows than its parts together.
     """
     tensors, places = dict(reader.tensors), {}
-    for source, names in chunks.items():
-        stored = tensors.pop(source)
-        rows, left = divmod(stored.shape[0], len(names))
-        if left:
+    for source, parts in chunks.items():
+        stored, first = tensors.pop(source), 0
+        if stored.shape[0] != sum(parts.values()):
             raise CheckpointError(
-                f"{source} in {reader.directory} has {stored.shape[0]} rows, but is {len(names)} tensors of equal size "
-                f"in the model ({', '.join(names)}): copy or save the checkpoint again"
+                f"{source} in {reader.directory} has {stored.shape[0]} rows, but is {len(parts)} tensors of "
+                f"{sum(parts.values())} rows in the model ({', '.join(parts)}): use the configuration of the "
+                "checkpoint, or copy or save the checkpoint again"
             )
-        for index, name in enumerate(names):
+        for name, rows in parts.items():
             tensors[name] = StoredTensor(Layout((rows, *stored.shape[1:])), stored.dtype, ())
-            places[name] = source, (index * rows, (index + 1) * rows)
+            places[name] = source, (first, first + rows)
+            first += rows
     return ChunkedReader(
         reader.directory, reader.files, reader.grid, reader.manifest, tensors, inner=reader, chunks=places
     )

@@ -70,7 +70,8 @@ def _names(text: str) -> frozenset[str]:
 # Norms ----------------------------------------------------------------------------------------------------------------
 
 RMS_NORMS = _names("""
-    apertus.ApertusRMSNorm arcee.ArceeRMSNorm aria.AriaTextRMSNorm axk1.AXK1RMSNorm axk2.AXK2RMSNorm
+    apertus.ApertusRMSNorm apertus1p5.Apertus1p5TextRMSNorm arcee.ArceeRMSNorm aria.AriaTextRMSNorm axk1.AXK1RMSNorm
+    axk2.AXK2RMSNorm
     bailing_hybrid.BailingHybridRMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm blt.BltRMSNorm
     cohere2_moe.Cohere2MoeRMSNorm cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm
     deepseek_v32.DeepseekV32RMSNorm diffllama.DiffLlamaRMSNorm doge.DogeRMSNorm dots1.Dots1RMSNorm
@@ -80,7 +81,8 @@ RMS_NORMS = _names("""
     granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
     granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
     granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
-    hy_v3.HYV3RMSNorm hy_v4.HYV4RMSNorm hyperclovax.HyperCLOVAXRMSNorm inkling.InklingRMSNorm jamba.JambaRMSNorm
+    hy_v3.HYV3RMSNorm hy_v4.HYV4RMSNorm hy_v4_vl.HYV4VLRMSNorm hyperclovax.HyperCLOVAXRMSNorm inkling.InklingRMSNorm
+    jamba.JambaRMSNorm
     jetmoe.JetMoeRMSNorm
     kimi_linear.KimiLinearRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm
     lfm3.Lfm3RMSNorm llama.LlamaRMSNorm longcat_flash.LongcatFlashRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
@@ -100,7 +102,8 @@ GEMMA_NORMS = _names("""
 """Copies of GemmaRMSNorm."""
 OLMO2_NORMS = _names("""
     afmoe.AfmoeRMSNorm beam.BeamRMSNorm deepseek_v4.DeepseekV4RMSNorm flex_olmo.FlexOlmoRMSNorm flint.FlintRMSNorm
-    gpt_oss.GptOssRMSNorm inkling2.Inkling2RMSNorm olmo2.Olmo2RMSNorm olmo3.Olmo3RMSNorm olmo_hybrid.OlmoHybridRMSNorm
+    gpt_oss.GptOssRMSNorm inkling2.Inkling2RMSNorm inkling2_loop.Inkling2LoopRMSNorm olmo2.Olmo2RMSNorm
+    olmo3.Olmo3RMSNorm olmo_hybrid.OlmoHybridRMSNorm
 """)
 """Copies of Olmo2RMSNorm."""
 if registry.INSTALLED < (5, 20):
@@ -118,9 +121,11 @@ GATED_MLPS = _names("""
     gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP gemma4.Gemma4TextMLP gemma4.Gemma4VisionMLP
     gemma4_unified.Gemma4UnifiedTextMLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP glm_moe_dsa.GlmMoeDsaMLP
     granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP hrm_text.HrmTextMLP hunyuan_v1_dense.HunYuanDenseV1MLP
-    hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hy_v4.HYV4MLP hyperclovax.HyperCLOVAXMLP jamba.JambaMLP
+    hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hy_v4.HYV4MLP hy_v4_vl.HYV4VLMLP hyperclovax.HyperCLOVAXMLP
+    jamba.JambaMLP
     kimi_linear.KimiLinearMLP
-    kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP longcat_flash.LongcatFlashMLP mellum.MellumMLP
+    kolibri1.Kolibri1MLP laguna.LagunaMLP lara_mini.LaraMiniMLP llama.LlamaMLP longcat_flash.LongcatFlashMLP
+    mellum.MellumMLP
     mimo_v2_flash.MiMoV2FlashMLP minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP
     olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmo_hybrid.OlmoHybridMLP olmoe.OlmoeMLP qwen2.Qwen2MLP
     qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP
@@ -226,7 +231,8 @@ T5_FEED_FORWARDS = _names("""
 # Attention ------------------------------------------------------------------------------------------------------------
 
 CALL_EAGER_ATTENTION = _names("""
-    afmoe.AfmoeAttention albert.AlbertAttention apertus.ApertusAttention arcee.ArceeAttention aria.AriaTextAttention
+    afmoe.AfmoeAttention albert.AlbertAttention apertus.ApertusAttention apertus1p5.Apertus1p5TextAttention
+    arcee.ArceeAttention aria.AriaTextAttention
     axk1.AXK1Attention axk2.AXK2Attention bailing_hybrid.BailingHybridAttention bamba.BambaAttention bart.BartAttention
     beam.BeamAttention bert.BertCrossAttention bert.BertSelfAttention bert_generation.BertGenerationCrossAttention
     bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention bitnet.BitNetAttention
@@ -237,7 +243,8 @@ CALL_EAGER_ATTENTION = _names("""
     data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention dbrx.DbrxAttention
     deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention
     detr.DetrCrossAttention detr.DetrSelfAttention diffllama.DiffLlamaAttention distilbert.DistilBertSelfAttention
-    doge.DogeAttention dots1.Dots1Attention dots3_note.Dots3NoteAudioAttention dots3_note.Dots3NoteTextAttention
+    doge.DogeAttention dory.DoryAttention dots1.Dots1Attention dots3_note.Dots3NoteAudioAttention
+    dots3_note.Dots3NoteTextAttention
     dots3_note.Dots3NoteVisionAttention electra.ElectraCrossAttention electra.ElectraSelfAttention
     ernie.ErnieCrossAttention ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention
     exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention
@@ -249,7 +256,8 @@ CALL_EAGER_ATTENTION = _names("""
     hrm_text.HrmTextAttention hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention
     hunyuan_v1_moe.HunYuanMoEV1Attention hy_v3.HYV3Attention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention
     jamba.JambaAttention jetmoe.JetMoeAttention kimi_linear.KimiLinearAttention kolibri1.Kolibri1Attention
-    laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention llama.LlamaAttention
+    laguna.LagunaAttention lara_mini.LaraMiniAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
+    llama.LlamaAttention
     longcat_flash.LongcatFlashMLA m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention
     mellum.MellumAttention minicpm3.MiniCPM3Attention minimax.MiniMaxAttention minimax_m2.MiniMaxM2Attention
     minimax_m3_vl.MiniMaxM3VLAttention minimax_m3_vl.MiniMaxM3VLVisionAttention ministral.MinistralAttention
@@ -314,16 +322,18 @@ ROTARY_ATTENTIONS = {
 """The copies of each attention layer with a fused forward in `rotary_attention`. All of them call Llama's
 ``apply_rotary_pos_emb`` or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
-    afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention axk2.AXK2Indexer beam.BeamAttention
+    afmoe.AfmoeAttention apertus.ApertusAttention apertus1p5.Apertus1p5TextAttention axk1.AXK1Attention axk2.AXK2Indexer
+    beam.BeamAttention
     bitnet.BitNetAttention
     blt.BltSelfAttention cohere_compass.CohereCompassAttention dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention
     deepseek_v32.DeepseekV32Indexer
-    diffllama.DiffLlamaAttention doge.DogeAttention falcon.FalconAttention falcon.FalconFlashAttention2
+    diffllama.DiffLlamaAttention doge.DogeAttention dory.DoryAttention falcon.FalconAttention
+    falcon.FalconFlashAttention2
     falcon_h1.FalconH1Attention flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
     gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
     granitemoehybrid.GraniteMoeHybridAttention hrm_text.HrmTextAttention hy_v3.HYV3Attention hy_v4.HYV4Attention
     hy_v4.HYV4Indexer jetmoe.JetMoeAttention
-    laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
+    laguna.LagunaAttention lara_mini.LaraMiniAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
     mimo_v2_flash.MiMoV2FlashAttention minicpm3.MiniCPM3Attention minimax_m3_vl.MiniMaxM3VLAttention
     minimax_m3_vl.MiniMaxM3VLIndexer ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention
     olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention

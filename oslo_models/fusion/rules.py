@@ -91,8 +91,11 @@ _PRODUCTS: dict[Any, type] = {
 
 
 def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
-    if s.model.loss_needs_full_logits:
-        yield s.candidate("head and cross entropy", None, "the loss needs the logits of the full vocabulary")
+    reason = "the loss needs the logits of the full vocabulary" if s.model.loss_needs_full_logits else ""
+    if s.cls not in (nn.Linear, VocabParallelHead):
+        reason = "the head has its own forward"
+    if reason:
+        yield s.candidate("head and cross entropy", None, reason)
         yield from _linear(s)
         return
     cls: type = LazyVocabParallelHead

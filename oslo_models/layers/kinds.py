@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
@@ -65,8 +65,10 @@ class ShardedModule(nn.Module):
         tp: axis over which the layer is sharded.
         stream: random stream for dropout in the sharded region, or ``None`` if the model uses no dropout.
         layouts: layouts of the parameters.
+        is_wrapped: whether the code of a custom layer wraps the parallel layer, instead of the reverse.
     """
 
+    is_wrapped: ClassVar[bool] = False
     tp: Axis
     stream: ShardedRngStream | None
     layouts: dict[str, Layout]
@@ -177,8 +179,8 @@ def become(module: nn.Module, layer: type[nn.Module], replaced: type[nn.Module] 
 def _joined(new: type[nn.Module], old: type[nn.Module]) -> type[nn.Module]:
     """Return the parallel class of a custom layer class.
 
-    A custom embedding's code, such as a scale, wraps the parallel lookup. Other parallel classes wrap the custom class.
-    The class keeps its name, since transformers initialises weights by class names.
+    The code of a custom embedding or LM head, such as a scale, wraps the parallel lookup or product. Other parallel
+    classes wrap the custom class. The class keeps its name, since transformers initialises weights by class names.
     """
-    bases = (old, new) if issubclass(new, nn.Embedding) else (new, old)
+    bases = (old, new) if getattr(new, "is_wrapped", False) else (new, old)
     return type(old.__name__, bases, {"__module__": old.__module__})

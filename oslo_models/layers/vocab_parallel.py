@@ -58,6 +58,7 @@ class _VocabParallel(ShardedModule):
 class VocabParallelEmbedding(_VocabParallel, nn.Embedding):
     """``nn.Embedding`` with a sharded vocabulary. Maps token ids ``[...]`` to ``[..., hidden]``, replicated."""
 
+    is_wrapped = True
     padding_idx: int | None
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -108,6 +109,7 @@ class VocabParallelHead(ShardedModule, nn.Linear):
         gathers: whether to return the full logits for backward hooks, which compare shapes.
     """
 
+    is_wrapped = True
     gathers = False
     product: ClassVar[Callable[..., Tensor]] = staticmethod(many_rows_linear)
 
@@ -295,6 +297,13 @@ def _add(logits: VocabParallelLogits, other: Any) -> Any:
     return logits._with_local(logits.local() + scatter_to(logits.tp, other, -1, logits._shard_sizes()))
 
 
+def _mul(logits: VocabParallelLogits, other: Any) -> Any:
+    """Multiply by one factor per token (``logit_scale`` of Dory)."""
+    if isinstance(other, ShardedLogits) or not isinstance(other, Tensor) or other.shape != (logits.vocab_size,):
+        return NotImplemented
+    return logits._with_local(logits.local() * scatter_to(logits.tp, other, -1, logits._shard_sizes()))
+
+
 # Functions that work on any `ShardedLogits` without gathering. Handlers may return NotImplemented.
 SHARDED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.view: _view,
@@ -307,6 +316,8 @@ SHARDED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.add: _add,
     Tensor.__add__: _add,
+    Tensor.mul: _mul,
+    Tensor.__mul__: _mul,
     **SHARDED_FUNCTIONS,
 }
 # Applied to the local shard.

@@ -1,16 +1,16 @@
-"""Converts between checkpoint and model layouts: stacked, concatenated, chunked, interleaved and padded weights."""
+"""Converts between checkpoint and model layouts: stacked, joined, chunked, interleaved, merged and padded weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Chunk,
     Concatenate,
     Interleave,
     MergeModulelist,
@@ -23,6 +23,7 @@ from oslo_models.checkpoint import CheckpointError, CheckpointReader
 from oslo_models.checkpoint.chunked import chunked_reader
 from oslo_models.checkpoint.concatenated import concatenated_reader
 from oslo_models.checkpoint.interleaved import interleaved_reader
+from oslo_models.checkpoint.merged import Merge, merged_reader
 from oslo_models.checkpoint.stacked import Piece, stacked_reader
 from oslo_models.sharding.layout import Layout, Range
 
@@ -100,7 +101,7 @@ def _concatenates(converter: WeightConverter) -> bool:
 
 
 def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
-    """Map each checkpoint tensor that transformers splits into equal parts to the model's names of these parts.
+    """Map each checkpoint tensor that transformers splits into several to the model's names of these parts.
 
     Args:
         model: the model, or a stage of it.
@@ -112,8 +113,8 @@ def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
     for name in sorted(names):
         for converter in converters:
             first, *others = converter.target_patterns
-            parts = [name, *(name.removesuffix(first) + other for other in others)]
-            if name.endswith(first) and names.issuperset(parts):
+            parts = [name, *(name.replace(first, other) for other in others)]
+            if first in name and names.issuperset(parts):
                 marks = {part: torch.arange(1) for part in parts}
                 (saved,) = revert_weight_conversion(_Conversions(conversions, model.config), marks)
                 found[str(saved)] = parts
@@ -121,10 +122,13 @@ def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _chunks(converter: WeightConverter) -> bool:
-    """Whether a conversion chunks a tensor along its first dimension."""
-    operations = converter.operations
-    known = [type(operation) for operation in operations] == [Chunk] and len(converter.target_patterns) > 1
-    return known and operations[0].dim == 0 and len(converter.source_patterns) == 1
+    """Whether a conversion splits a tensor along its first dimension.
+
+    ``Chunk`` makes parts of equal size. ``Split``, since transformers 5.24, makes parts of the sizes in the model.
+    """
+    operations = [type(operation).__name__ for operation in converter.operations]
+    known = operations in (["Chunk"], ["Split"]) and len(converter.target_patterns) > 1
+    return known and converter.operations[0].dim == 0 and len(converter.source_patterns) == 1
 
 
 def interleaved_names(model: Any, names: Iterable[str]) -> dict[str, str]:
@@ -145,9 +149,50 @@ def interleaved_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 def _interleaves(converter: WeightConverter) -> bool:
     """Whether a conversion de-interleaves the rows of the two halves of stacked experts."""
-    operations = converter.operations
+    operations = [operation for operation in converter.operations if not _dequantizes(operation)]
     known = [type(operation) for operation in operations] == [Interleave] and len(converter.target_patterns) == 1
     return known and operations[0].dim == 1 and not operations[0].inverse
+
+
+def _dequantizes(operation: Any) -> bool:
+    """Whether an operation returns weights without scales as they are (Inkling 2 Loop, since transformers 5.24)."""
+    return type(operation).__name__ == "Inkling2LoopDequantizeExperts"
+
+
+def is_renaming(converter: WeightConverter) -> bool:
+    """Whether a conversion only renames a tensor, if its other source tensors, the scales, are missing."""
+    return all(map(_dequantizes, converter.operations))
+
+
+def merged_parts(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Merge, dict[str, Tensor]]]:
+    """Map each tensor that transformers merges from several to the function, and to empty tensors by saved name.
+
+    Args:
+        model: the model, or a stage of it.
+        shapes: the shapes of the full tensors, by their names in the full model.
+    """
+    conversions = _conversions(model)
+    found: dict[str, tuple[Merge, dict[str, Tensor]]] = {}
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter) and _merges(entry)]
+    for name, shape in shapes.items():
+        converter = next((entry for entry in converters if name.endswith(entry.target_patterns[0])), None)
+        if converter is not None:
+            empty = {name: torch.empty(tuple(shape), device="meta")}
+            saved = revert_weight_conversion(_Conversions(conversions, model.config), empty)
+            found[name] = partial(_merge, converter), saved
+    return found
+
+
+def _merge(converter: WeightConverter, parts: Sequence[Tensor]) -> Tensor:
+    by_pattern = dict(zip(converter.source_patterns, parts, strict=True))
+    names = {"source_patterns": converter.source_patterns, "target_patterns": converter.target_patterns}
+    merged: Mapping[str, Tensor] = converter.operations[0].convert(by_pattern, **names)
+    return merged[converter.target_patterns[0]]
+
+
+def _merges(converter: WeightConverter) -> bool:
+    """Whether a conversion merges the queries of messages (Inkling 2 Loop, since transformers 5.24)."""
+    return [type(operation).__name__ for operation in converter.operations] == ["Inkling2LoopMergeMessageQueries"]
 
 
 def padded_names(model: Any, names: Iterable[str]) -> set[str]:
@@ -208,7 +253,7 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
             parts[name] = there[0]
     reader = concatenated_reader(reader, parts) if parts else reader
     chunks = {
-        saved: [rename(part) for part in own]
+        saved: {rename(part): shapes[part][0] for part in own}
         for name, own in chunked_names(model, shapes).items()
         for rename in renamings
         if (saved := rename(name)) in reader.tensors
@@ -220,7 +265,14 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
         for rename in renamings
         if (saved := rename(source)) in reader.tensors and name not in reader.tensors
     }
-    return interleaved_reader(reader, alternating) if alternating else reader
+    reader = interleaved_reader(reader, alternating) if alternating else reader
+    merges = {
+        name: (sources, merge)
+        for name, (merge, empty) in merged_parts(model, shapes).items()
+        for rename in renamings
+        if reader.tensors.keys() >= {*(sources := [rename(part) for part in empty])}
+    }
+    return merged_reader(reader, merges, shapes) if merges else reader
 
 
 def as_saved(
@@ -249,7 +301,7 @@ def as_saved(
         for saved, chunks in chunked_names(model, layouts).items()
         if len({layouts[chunk].dim for chunk in chunks}) == 1  # else they stay separate, which transformers also loads
     }
-    alternating = interleaved_names(model, layouts)
+    alternating, merged = interleaved_names(model, layouts), merged_parts(model, shapes)
     padded = padded_names(model, layouts)
     inside = {part for parts in chunked.values() for part in parts}
     places: dict[str, _Place] = {}
@@ -267,6 +319,10 @@ def as_saved(
         if name in alternating:
             saved = alternating[name]
             places[saved], sharded[saved] = _Place(name, alternates=True), _alternating(layouts[name])
+            continue
+        if name in merged:
+            for saved, empty in merged[name][1].items():
+                places[saved], sharded[saved] = _Place(name, split=conversions), Layout(tuple(empty.shape))
             continue
         if name in padded:
             rows = model.config.get_text_config().vocab_size
@@ -302,6 +358,7 @@ class _Place:
         others: the tensors that are concatenated after this one.
         alternates: whether the rows of the tensor's two halves are interleaved.
         added: the number of rows of zeros after the local tensor.
+        split: the conversions that split the tensor, if it is merged from several.
     """
 
     name: str
@@ -313,6 +370,7 @@ class _Place:
     others: tuple[str, ...] = ()
     alternates: bool = False
     added: int = 0
+    split: _Conversions | None = None
 
 
 class _SavedTensors(Mapping[str, Tensor]):
@@ -330,6 +388,9 @@ class _SavedTensors(Mapping[str, Tensor]):
             return torch.cat([self._tensors[each] for each in (place.name, *place.others)])
         if place.alternates:
             return self._tensors[place.name].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        if place.split is not None:
+            parts: Mapping[str, Tensor] = revert_weight_conversion(place.split, {place.name: self._tensors[place.name]})
+            return parts[name]
         if place.added:
             local = self._tensors[place.name]
             return torch.cat([local, local.new_zeros(place.added, *local.shape[1:])])

@@ -22,7 +22,7 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of, plan_over
 from oslo_models.modeling.meta_device import meta_device
-from oslo_models.modeling.stacked_experts import is_unpadding, stacking_reader
+from oslo_models.modeling.stacked_experts import is_renaming, is_unpadding, stacking_reader
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 
@@ -148,10 +148,12 @@ class WeightMapping:
         """
         reader = stacking_reader(reader, self.model)
         check_not_quantized(reader.directory, reader.tensors, self.state)
-        targets = []
+        targets: list[tuple[str, str]] = []
         for stored, target, converter in self._targets(reader.tensors, key_mapping):
-            # UnpaddedSlice handles this conversion
-            if target in self.state and converter is not None and not is_unpadding(converter):
+            # UnpaddedSlice handles unpadding
+            read = converter is None or is_unpadding(converter)
+            read = read or (is_renaming(converter) and target not in (target for _, target in targets))
+            if target in self.state and not read:
                 raise _unknown_conversion(reader, stored, target, converter)
             targets.append((stored, target))
         slices: dict[str, Any] = {

@@ -26,30 +26,34 @@ from oslo_models.models.gemma3_text import Gemma3Parallel
 
 @dataclass(frozen=True)
 class GlobalMoments(Replicated):
-    """Module that takes mean and standard deviation of a sharded activation over the features of all ranks."""
+    """Module that takes mean, standard deviation or sum of a sharded activation over the features of all ranks."""
 
     has_parameters: ClassVar[bool] = False
 
 
 @shards(GlobalMoments)
 class GlobalMomentsLayer(ShardedModule):
-    """Module that calls ``torch.mean`` and ``torch.std`` on a sharded activation ``[..., local features]``.
+    """Module that calls ``torch.mean``, ``torch.std`` or ``Tensor.sum`` on an activation ``[..., local features]``.
 
-    Both are taken over the features of all ranks. One of its column-parallel layers outputs these features.
+    All are taken over the features of all ranks. For mean and standard deviation, one of its column-parallel layers
+    outputs these features.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        layouts: Any = next(layer.layouts for layer in self.modules() if isinstance(layer, ColumnParallelLinear))
-        width = layouts["weight"].shape[0]
+        layers = (layer for layer in self.modules() if isinstance(layer, ColumnParallelLinear))
+        width = next((layer.layouts["weight"].shape[0] for layer in layers), 0)
+
+        def total(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+            return copy_to(self.tp, reduce_from(self.tp, x.sum(dim, keepdim)))
 
         def mean(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-            return copy_to(self.tp, reduce_from(self.tp, x.sum(dim, keepdim))) / width
+            return total(x, dim, keepdim) / width
 
         def std(x: Tensor, dim: int, keepdim: bool = False, unbiased: bool = True) -> Tensor:
             squares = (x - mean(x, dim, True)).square()
             return (mean(squares, dim, keepdim) * (width / (width - unbiased))).sqrt()
 
-        with FunctionOverrides({torch.mean: mean, torch.std: std}):
+        with FunctionOverrides({torch.mean: mean, torch.std: std, Tensor.sum: total}):
             return super().forward(*args, **kwargs)
 
 

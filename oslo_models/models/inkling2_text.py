@@ -7,7 +7,7 @@ they read whole hidden states.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import Inkling2TextConfig
 from transformers.models.inkling2 import modeling_inkling2 as hf
@@ -46,8 +46,13 @@ class Inkling2Parallel(InklingParallel):
     norms = (*InklingParallel.norms, *(f"{name}_input_layernorm" for name in "qkv"))
     head_norms = (_placed("self_attn.v_norm"),)
     mlp = mixture_of_experts()
-    replicated = ("post_attention_convolution", "post_mlp_convolution", "attention_input", "mlp_input")
-    optional = ("input_layernorm", "attention_input", "sconv.conv1d.weight")
+    replicated: ClassVar[tuple[str, ...]] = (
+        "post_attention_convolution",
+        "post_mlp_convolution",
+        "attention_input",
+        "mlp_input",
+    )
+    optional: ClassVar[tuple[str, ...]] = ("input_layernorm", "attention_input", "sconv.conv1d.weight")
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:

@@ -11,9 +11,22 @@ from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, R
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.pipeline_rules import InputPositions
 
 WEIGHTED_SUM = "with use_weighted_layer_sum=True, its head needs the outputs of all blocks"
 FEATURES = "feature_projection.layer_norm"
+
+
+def audio_positions(config: Any) -> InputPositions:
+    """Return the function that gives rows and positions after the convolutions over ``input_values``."""
+
+    def positions(batch: Any) -> tuple[int, int]:
+        rows, length = batch["input_values"].shape[0], batch["input_values"].shape[-1]
+        for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
+            length = (length - kernel) // stride + 1
+        return rows, length
+
+    return positions
 
 
 class Wav2Vec2Parallel(ParallelModel):
@@ -41,13 +54,6 @@ class Wav2Vec2Parallel(ParallelModel):
             "final_layer_norm": Norm(),
             "adapter_layer": Replicated(),
         }
-
-        def positions(batch: Any) -> tuple[int, int]:
-            rows, length = batch["input_values"].shape
-            for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
-                length = (length - kernel) // stride + 1
-            return rows, length
-
         norm = {"encoder.layer_norm": Norm()}
         return Plan(
             embed={
@@ -63,7 +69,7 @@ class Wav2Vec2Parallel(ParallelModel):
             optional=("adapter_layer", "adapter", "masked_spec_embed", "layer_weights", FEATURES),
         ).with_rules(
             embedding_dropouts=("encoder.dropout",),
-            input_positions={"encoder.layers": positions},
+            input_positions={"encoder.layers": audio_positions(config)},
             early_outputs={FEATURES: config.conv_dim[-1]} if cls.returns_features else {},
             single_stage_reason=WEIGHTED_SUM
             if "layer_weights" in cls.head_plan and config.use_weighted_layer_sum

@@ -330,9 +330,12 @@ class Pipeline:
 
 
 def _count_words(config: Any) -> int:
-    """Return the number of tokens that have logits. A padded head (Inkling) has more rows."""
+    """Return the number of tokens that have logits.
+
+    A padded head (Inkling) has more rows. A pruned head (Apertus 1.5) has fewer rows than the embedding.
+    """
     vocab: int = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
-    return min(vocab, getattr(config, "unpadded_vocab_size", None) or vocab)
+    return min(vocab, *(getattr(config, name, None) or vocab for name in ("unpadded_vocab_size", "output_vocab_size")))
 
 
 def _catch(run: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -212,13 +212,13 @@ def test_a_damaged_cache_of_samples_is_named(tmp_path: Path, field: str) -> None
     changed[3] = data[4]
     for wrong in (changed, data[:-1], data[None], data.astype(float)):
         np.save(path, wrong)
-        with pytest.raises(ValueError, match="is damaged .*; delete this folder"):
+        with pytest.raises(ValueError, match=r"is damaged .*; delete this folder"):
             DatasetForCausalLM(str(tmp_path / "a"), 16)
     (path.parent / "checksums.json").unlink()
     for wrong in (data[:-1], data[None], data.astype(float)):  # as earlier releases wrote it
         np.save(path, wrong)
-        with pytest.raises(ValueError, match="is damaged .*; delete this folder"):
+        with pytest.raises(ValueError, match=r"is damaged .*; delete this folder"):
             DatasetForCausalLM(str(tmp_path / "a"), 16)
     path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(ValueError, match="is damaged .*; delete this folder"):
+    with pytest.raises(ValueError, match=r"is damaged .*; delete this folder"):
         DatasetForCausalLM(str(tmp_path / "a"), 16)

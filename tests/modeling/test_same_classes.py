@@ -18,7 +18,7 @@ from oslo_models import registry
 from support import zoo
 from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import TOLERANCE, differences
+from support.reference import TOLERANCE, differences, reference_model
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 35},
@@ -43,14 +43,15 @@ def test_model_matches_transformers_and_keeps_its_type(pool: Pool, tmp_path: Pat
     torch.manual_seed(seed)
     same = registry.SAME_CLASSES[model_type]
     config = CONFIG_MAPPING[model_type](**SIZES if same == "llama" else {**zoo.MORE[same], "vocab_size": 61})
-    full = transformers.AutoModelForCausalLM.from_config(config).to(torch.float64).eval()
+    name = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+    full = reference_model(name, config, seed).eval()
     assert same == type(full).config_class.model_type
     full.save_pretrained(tmp_path)
     ids = torch.randint(3, 61, (2, 7))
     with torch.no_grad(), lifted_casts():
         logits = full(ids).logits
         tokens = full.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    pool.run(2, check, type(full).__name__, tmp_path, ids, logits, tokens)
+    pool.run(2, check, name, tmp_path, ids, logits, tokens)
     merged = tmp_path / "merged"
     assert json.loads((merged / "config.json").read_text())["model_type"] == model_type
     again = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64).state_dict()

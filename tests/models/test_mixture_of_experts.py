@@ -90,7 +90,7 @@ def test_step_with_losses_of_the_routers_of_both_stacks_matches(
                 "inkling2_text",
             ),
             *("deepseek_v4", "dots3_note_text", "llama4_text", "longcat_flash", "minimax", "minimax_m3_vl_text"),
-            *("hy_v4", "qwen4_exp_text"),
+            *("hy_v4", "qwen4_exp_text", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text"),
         )
     ),
 )

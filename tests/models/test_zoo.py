@@ -90,7 +90,7 @@ def check_type(
         zoo.batch if variant.startswith("rag") else pipelines.batch
     )  # no micro-batches, and several rows for one
     step = saved_step(name, config, seed, make_batch(name, config, seed), folder / "whole")
-    generates = hasattr(zoo.original(name), "generate")
+    generates = hasattr(zoo.original(name), "generate") and not name.endswith("ForCTC")  # takes other arguments
     tokens = generate_tokens(reference_model(name, config, seed), step.batch, ways) if generates else {}
     if tp == pp:
         pool.run(tp, check_both, step, tokens, ways, folder, tp)
@@ -422,8 +422,9 @@ def test_newer_model_types_are_left_out_and_named_in_errors(monkeypatch: pytest.
 def test_base_classes_of_transformers_are_exported() -> None:
     """``isinstance(model, GPT2PreTrainedModel)``, for every architecture with such a class."""
     without = []
-    for model_type, prefix in registry.ARCHITECTURES.items():
-        if (name := f"{prefix}PreTrainedModel") not in registry.names(model_type):
+    for model_type in registry.ARCHITECTURES:
+        name = next((name for name in registry.names(model_type) if name.endswith("PreTrainedModel")), None)
+        if name is None:
             without.append(model_type)
             continue
         base: Any = registry.find(name)

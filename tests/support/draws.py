@@ -161,6 +161,29 @@ def _fit_inkling(values: Values, draw: random.Random) -> None:
             values[key] = draw.randint(1, 3)
 
 
+def _fit_inkling2_loop(values: Values, draw: random.Random) -> None:
+    _fit_inkling(values, draw)
+    values["n_layers_per_attn_res_block"] = values["loop_layer_index_start"] = 1
+    values["loop_layer_index_end"] = draw.randint(2, values["num_hidden_layers"])
+    values["loop_num_passes"], values["loop_gate_rank"] = draw.randint(1, 3), draw.randint(2, 6)
+
+
+def _fit_apertus1p5(values: Values, draw: random.Random) -> None:
+    values["output_vocab_size"] = draw.randint(30, 61)
+
+
+def _fit_dory(values: Values, draw: random.Random) -> None:
+    depth = values["num_hidden_layers"] = len(values["layer_types"])
+    values["n_input_layers"] = draw.randint(0, depth - 1)
+    values["n_output_layers"] = draw.randint(0, depth - 1 - values["n_input_layers"])
+    values["n_recurrent_loops"] = draw.randint(1, 3)
+    values["recurrent_kv_cache_mode"] = draw.choice(("per_loop", "last_loop"))
+
+
+def _fit_omniasr(values: Values, draw: random.Random) -> None:
+    values["num_conv_pos_embeddings"], values["num_conv_pos_embedding_groups"] = 2 * draw.randint(1, 3), 2
+
+
 def _fit_gptj(values: Values, draw: random.Random) -> None:
     values["rotary_dim"] = draw.choice(range(2, values["n_embd"] // values["n_head"] + 1, 2))
 
@@ -327,6 +350,7 @@ def _fit_zamba(values: Values, draw: random.Random) -> None:
 
 FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "albert": _fit_albert,
+    "apertus1p5_text": _fit_apertus1p5,
     "axk2": _fit_low_rank_query,
     "bamba": _fit_mamba_beside_attention,
     "blt": _fit_blt,
@@ -339,6 +363,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v32": _fit_low_rank_query,
     "deepseek_v4": _fit_deepseek_v4,
     "detr": _fit_detr,
+    "dory": _fit_dory,
     "dots3_note_text": _fit_dots3_note,
     "funnel": _fit_funnel,
     "gemma3n_text": _fit_gemma3n,
@@ -352,6 +377,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "granitemoehybrid": _fit_mamba_beside_attention,
     "helium": _fit_helium,
     "hubert": _fit_wav2vec2,
+    "inkling2_loop_text": _fit_inkling2_loop,
     "inkling2_text": _fit_inkling,
     "inkling_text": _fit_inkling,
     "kimi_linear": _fit_latent_attention,
@@ -366,6 +392,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "minimax_m3_vl_text": _fit_minimax_m3,
     "mobilebert": _fit_mobilebert,
     "olmo_hybrid": _fit_two_kinds,
+    "omniasr_ctc": _fit_omniasr,
     "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,

@@ -154,6 +154,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
     "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
     "apertus": _KV,
+    "apertus1p5_text": {**_KV, "tie_word_embeddings": False, "output_vocab_size": 97},
     "arcee": _LLAMA,
     "bart": _BART,
     "bert-generation": {**_BERT, "is_decoder": True},
@@ -292,6 +293,13 @@ MORE: dict[str, Mapping[str, Any]] = {
     "olmo2": _KV,
     "olmo3": {**_KV, **_WINDOW},
     "olmoe": {**_KV, **_MIXTURE},
+    "omniasr_ctc": {
+        "audio_config": {
+            **{**_BERT, **{key: _WAV2VEC2[key] for key in ("conv_dim", "conv_kernel", "conv_stride")}},
+            **{"num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0},
+        },
+        "vocab_size": TOKENS["vocab_size"],
+    },
     "openai-gpt": _GPT2,
     "opt": {**_SIZE, "ffn_dim": 35, "word_embed_proj_dim": 20},
     "pegasus": _BART,
@@ -382,6 +390,11 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
         **{"hc_mult": 3, "swiglu_limit": 0.5},
     },
+    "hy_v4_vl_text": {
+        **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
+        **{"hc_mult": 3, "swiglu_limit": 0.5, "tie_word_embeddings": False},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]},
+    },
     "inkling2_text": {
         **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
         **{**_MIXTURE, "n_routed_experts": 5, "route_scale": 2.0, "tie_word_embeddings": False},
@@ -390,11 +403,25 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3, "unpadded_vocab_size": 97},
         **{"qk_l2_clip_threshold": 0.2, "rel_l2_clip_threshold": 0.1, "final_logit_softcapping": 3.0},
     },
+    "inkling2_loop_text": {
+        **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
+        **{**_MIXTURE, "n_routed_experts": 5, "route_scale": 2.0, "tie_word_embeddings": False},
+        **{"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid"]},
+        **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_gate_rank": 5, "loop_num_passes": 2},
+        **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
+        **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3, "unpadded_vocab_size": 97},
+        **{"n_layers_per_attn_res_block": 1, "final_logit_softcapping": 3.0},
+    },
     "inkling_text": {
         **{**_LLAMA, **_SPARSE, "layer_types": ["hybrid", "hybrid_sliding"], "tie_word_embeddings": False},
         **{"n_routed_experts": 5, "n_shared_experts": 2, "route_scale": 2.0, "logits_mup_width_multiplier": 2.0},
         **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
         **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3},
+    },
+    "dory": {
+        **{**_LLAMA, **_WINDOW, "num_hidden_layers": 4, "layer_types": 2 * _WINDOW["layer_types"]},
+        **{"n_input_layers": 1, "n_output_layers": 1, "tie_word_embeddings": False},
+        "initializer_range": 0.5,  # parameters are divided by it and squared, and the weights of tests add 0.1 to it
     },
     "dots3_note_text": {
         **{**_LATENT, **_INDEXED, **_SPARSE, "layer_types": ["indexed_attention", "sliding_attention"]},
@@ -407,6 +434,11 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"ffn_hidden_size": 35, "expert_ffn_hidden_size": 11, "n_routed_experts": 5, "zero_expert_num": 3},
         **{"q_lora_rank": 10, "kv_lora_rank": 7, "qk_rope_head_dim": 4, "qk_nope_head_dim": 5, "v_head_dim": 3},
         "head_dim": 4,
+    },
+    "lara_mini": {
+        **{**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
+        **{"num_hidden_layers": 3, "sliding_window": 4, "layer_types": ["linear_attention", *_WINDOW["layer_types"]]},
+        **{"linear_num_key_heads": 5, "linear_num_value_heads": 10},
     },
     "lfm3": {**_LLAMA, **_WINDOW, "num_hidden_layers": 3, "layer_types": [*_WINDOW["layer_types"], "conv"]},
     # without noise, its router does not sample
@@ -661,6 +693,11 @@ LEFT_OUT: dict[str, set[str]] = {
     "cohere_compass_text": {
         *("CohereCompassForConditionalGeneration", "CohereCompassModel", "CohereCompassVisionModel"),
     },
+    "apertus1p5_text": {
+        *("Apertus1p5ForConditionalGeneration", "Apertus1p5Model", "Apertus1p5VisionTokenizerModel"),
+    },
+    "hy_v4_vl_text": {"HYV4VLForConditionalGeneration", "HYV4VLModel", "HYV4VLVisionModel"},
+    "inkling2_loop_text": {"Inkling2LoopForConditionalGeneration", "Inkling2LoopModel"},
     "blt": {"BltPatcher"},  # a submodel of the other classes
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
     "inkling2_text": {"Inkling2ForConditionalGeneration", "Inkling2Model", "Inkling2VisionModel"},
@@ -692,13 +729,13 @@ SLOW_TESTS_ONLY = {
     *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("axk1", "deepseek_v32", "deepseek_v4", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3", "longcat_flash"),
-    *("glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
+    *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
-    *("rwkv", "xlstm"),
+    *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
@@ -719,7 +756,7 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
     """Return a configuration with all dropout rates set to ``dropout``."""
     model_type, values = {**VARIANTS, **ODD}.get(variant) or (variant, MORE[variant])
     tokens = {} if {"image_size", "vision_config", "backbone_config"} & values.keys() else TOKENS
-    parts = [name for name in ("encoder", "decoder", "question_encoder", "generator") if name in values]
+    parts = [name for name in ("encoder", "decoder", "question_encoder", "generator", "audio_config") if name in values]
     if parts:  # the parts define vocabulary sizes
         tokens = {key: value for key, value in TOKENS.items() if key != "vocab_size"}
     made = CONFIG_MAPPING[model_type](**copy.deepcopy({**tokens, **values, **changes}))
@@ -821,7 +858,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     vocab = getattr(config, "vocab_size", None) or config.decoder.vocab_size
-    vocab = min(vocab, getattr(config, "unpadded_vocab_size", None) or vocab)
+    for smaller in ("unpadded_vocab_size", "output_vocab_size"):
+        vocab = min(vocab, getattr(config, smaller, None) or vocab)
     choices = (2,) if name.endswith(("MultipleChoice", "DoubleHeadsModel")) else ()
     shape = (rows, *choices, length)
     ids, mask = integers(3, vocab, *shape), torch.ones(shape, dtype=torch.long)
@@ -949,7 +987,8 @@ def _regions(
 def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return `batch` of a class for images or audio: right-padded audio, and labels of its kind."""
     known, rows, positions = parameters_of_forward(name), 3, 19
-    shapes: dict[str, tuple[int, ...]] = {"input_values": (rows, 200), "input_ids": (rows, 9)}
+    channels = (1,) if "padding_mask" in known else ()
+    shapes: dict[str, tuple[int, ...]] = {"input_values": (rows, *channels, 200), "input_ids": (rows, 9)}
     if "pixel_values" in known:
         images = getattr(config, "vision_config", config)
         side = getattr(images, "image_size", 64)
@@ -974,6 +1013,9 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "attention_mask" in known and main != "pixel_values" and not name.startswith("Whisper"):
         given["attention_mask"] = torch.ones(shapes[main][:2], dtype=torch.long)
         given["attention_mask"][1, -shapes[main][1] // 4 :] = 0
+    if "padding_mask" in known:
+        given["padding_mask"] = torch.ones(rows, 200, dtype=torch.long)
+        given["padding_mask"][1, -50:] = 0
     if name.endswith(("ForConditionalGeneration", "ForCTC")):
         given["labels"] = integers(3, config.vocab_size, rows, 7)
         given["labels"][2, -2:] = -100

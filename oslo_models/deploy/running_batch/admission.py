@@ -128,6 +128,8 @@ def reason_against(config: Any) -> str | None:
     text = config.get_text_config(decoder=True)
     if not _has_positions_of_their_own(text):
         return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"
+    if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
+        return "the first passes of its loop read the whole cache of the last pass (recurrent_kv_cache_mode last_loop)"
     kinds = getattr(text, "layer_types", None) or ()
     return next(filter(None, (_KINDS.get(kind, _STATES) for kind in kinds)), EXCLUSIVE.get(config.model_type))
 

@@ -1,0 +1,42 @@
+"""OmniASR CTC: an audio encoder like Wav2Vec2, with norms before attention and MLP; convolutions are replicated."""
+
+from typing import Any
+
+from transformers import OmniASRCTCConfig
+from transformers.models.omniasr_ctc import modeling_omniasr_ctc as hf
+from transformers.models.omniasr_ctc.modeling_omniasr_ctc import OmniASRCTCPreTrainedModel
+
+from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
+from oslo_models.models.wav2vec2 import audio_positions
+
+
+class OmniASRParallel(ParallelModel):
+    """Sharding plan of the OmniASR CTC family."""
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        heads = heads_of(config.audio_config)
+        block = {
+            **qkv("attention", heads),
+            "attention.out_proj": RowParallel(heads),
+            "layer_norm": Norm(),
+            "feed_forward.intermediate_dense": ColumnParallel(),
+            "feed_forward.output_dense": RowParallel(),
+            "final_layer_norm": Norm(),
+        }
+        plan = Plan(
+            embed={"subsampling": Replicated(), "encode_positions": Replicated()},
+            blocks={"layers": block},
+            head={"layer_norm": Norm()},
+        ).with_rules(input_positions={"layers": audio_positions(config.audio_config)})
+        return plan.under("audio_tower.")
+
+
+class OmniASRCTCModel(OmniASRParallel, hf.OmniASRCTCModel):
+    pass
+
+
+class OmniASRForCTC(OmniASRParallel, hf.OmniASRForCTC):
+    head_plan = {"ctc_head": Replicated()}
