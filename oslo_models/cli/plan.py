@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from oslo_models.cli.output import chatter_to_stderr
+
 # torch takes seconds to import: the command line asks this file for its options only.
 
 DESCRIPTION = """\
@@ -72,27 +74,29 @@ def run(args: argparse.Namespace) -> int:
     devices = None if args.devices is None else sizes.parse_devices(args.devices)
     given = (args.tensor_parallel_size, args.pipeline_parallel_size)
     targets = args.lora_targets
-    job = memory.make_job(
-        args.model,
-        task=args.task,
-        tensor_parallel_size=given[0] or 1,
-        pipeline_parallel_size=given[1] or 1,
-        expert_parallel_size=args.expert_parallel_size,
-        batch=args.batch,
-        length=args.length,
-        micro_batch_size=args.micro_batch_size,
-        dtype=args.dtype,
-        lora_rank=args.lora_rank,
-        lora_targets=targets if targets == "all-linear" else targets.split(","),
-        gradient_checkpointing=args.gradient_checkpointing,
-        device_type=args.device_type,
-    )
-    if args.dry_run is not None:
-        found = dry_run.dry_run(job, args.dry_run)
+    with chatter_to_stderr():
+        job = memory.make_job(
+            args.model,
+            task=args.task,
+            tensor_parallel_size=given[0] or 1,
+            pipeline_parallel_size=given[1] or 1,
+            expert_parallel_size=args.expert_parallel_size,
+            batch=args.batch,
+            length=args.length,
+            micro_batch_size=args.micro_batch_size,
+            dtype=args.dtype,
+            lora_rank=args.lora_rank,
+            lora_targets=targets if targets == "all-linear" else targets.split(","),
+            gradient_checkpointing=args.gradient_checkpointing,
+            device_type=args.device_type,
+        )
+        found = None if args.dry_run is None else dry_run.dry_run(job, args.dry_run)
+        if found is None:
+            choice = sizes.choose_sizes(job, devices) if devices is not None and given == (None, None) else None
+            estimate = memory.estimate_job(job) if choice is None else choice.estimate
+    if found is not None:
         print(json.dumps(found.as_dict(), indent=1) if args.json else found)
         return 0
-    choice = sizes.choose_sizes(job, devices) if devices is not None and given == (None, None) else None
-    estimate = memory.estimate_job(job) if choice is None else choice.estimate
     fits = devices is None or estimate.largest.total <= devices.usable
     if args.picture is not None:
         args.picture.write_text(picture.page(estimate, devices, choice), encoding="utf-8")

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from oslo_models.cli.output import chatter_to_stderr
+
 # torch takes seconds to import: the command line asks this file for its options only.
 
 DESCRIPTION = """\
@@ -47,20 +49,21 @@ def run(args: argparse.Namespace) -> int:
     """Print the certificate. Return 1 on a difference."""
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from oslo_models.planning.certificate import verify
+    with chatter_to_stderr():
+        from oslo_models.planning.certificate import verify
 
-    disable_progress_bar()
-    set_verbosity_error()
-    found = verify(
-        args.model,
-        args.tensor_parallel_size,
-        args.pipeline_parallel_size,
-        args.expert_parallel_size,
-        text=None if args.text is None else args.text.read_text(encoding="utf-8"),
-        length=args.length,
-        dtype=args.dtype,
-        blocks=args.blocks,
-        ranks_from=args.ranks_from,
-    )
+        disable_progress_bar()
+        set_verbosity_error()
+        found = verify(
+            args.model,
+            args.tensor_parallel_size,
+            args.pipeline_parallel_size,
+            args.expert_parallel_size,
+            text=None if args.text is None else args.text.read_text(encoding="utf-8"),
+            length=args.length,
+            dtype=args.dtype,
+            blocks=args.blocks,
+            ranks_from=args.ranks_from,
+        )
     print(json.dumps(found.as_dict(), indent=1) if args.json else found)
     return 0 if found.passed else 1

@@ -273,8 +273,10 @@ def start_send(axis: Axis, x: Tensor, dst: int) -> PendingSend:
     """Start to send a contiguous tensor to position ``dst`` on the axis, without waiting for its arrival."""
     with waiting(axis, "a send", dst):
         call = partial(dist.isend, x, axis.ranks[dst], group=axis.group)
-        is_watched = x.is_cuda and axis.watchdog is not None
-        # NCCL connects a pair of ranks in their first message
-        work = axis.watchdog.in_flight.connect(axis, "a send", call) if is_watched else call()
+        if x.is_cuda and axis.watchdog is not None:
+            # NCCL connects a pair of ranks in their first message
+            work = axis.watchdog.in_flight.connect(axis, "a send", call)
+        else:
+            work = call()
     assert work is not None
     return PendingSend(work, x, axis, dst)

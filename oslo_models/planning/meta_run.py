@@ -350,7 +350,7 @@ class OnDevice(TorchFunctionMode):
         if func is torch.tensor:
             result = func(*args, **kwargs)
             if result.is_meta and result.numel() <= SMALL:
-                result._value = func(*args, **{**kwargs, "device": "cpu"})
+                vars(result)["_value"] = func(*args, **{**kwargs, "device": "cpu"})
             return result
         return func(*args, **kwargs)
 
@@ -359,7 +359,8 @@ class OnDevice(TorchFunctionMode):
             type(each) in (Tensor, torch.nn.Parameter) for each in (*args, *kwargs.values()) if _is_tensor(each)
         ):
             return False
-        query, _, value, mask, dropout, *_ = (*args, *(kwargs.get(name) for name in _ATTENTION[len(args) :]))
+        given: list[Any] = [*args, *(kwargs.get(name) for name in _ATTENTION[len(args) :])]
+        query, _, value, mask, dropout, *_ = given
         return (
             query.is_meta
             and query.dim() == 4

@@ -108,9 +108,8 @@ def _candidates(job: Job, count: int) -> Iterator[Job]:
     sizes = [(tp, pp) for tp in range(1, count + 1) for pp in range(1, count + 1) if count % (tp * pp) == 0]
     for tp, pp in sorted(sizes, key=lambda pair: (pair[0] * pair[1], pair[1])):
         replicas = count // (tp * pp) if job.trains else 1
-        changes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": replicas}
         try:
-            candidate = replace(job, **changes)
+            candidate = replace(job, tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=replicas)
         except ValueError:  # more ranks than heads, or stages that the model does not have
             continue
         try:
