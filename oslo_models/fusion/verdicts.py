@@ -90,7 +90,9 @@ def _settings(model: Any) -> Iterator[Any]:
     kind = model.device.type
     yield from (model.device, model.dtype, model.main_input_name, torch.get_default_dtype(), torch.get_num_threads())
     yield from (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled())
-    yield from (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.backends.mkldnn.enabled)
+    if torch.amp.is_autocast_available(kind):
+        yield from (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+    yield torch.backends.mkldnn.enabled
     yield from (torch.is_inference_mode_enabled(), torch.backends.cuda.flash_sdp_enabled())
 
 
