@@ -109,6 +109,8 @@ setup(
         # for dequantize=True of their formats, and for TorchAoConfig
         "quantization": ["bitsandbytes>=0.48", "compressed-tensors>=0.13", "torchao>=0.15"],
         "grammar": ["llguidance>=1.2"],  # json_schema, regular expressions and grammars of the server
+        # of oslo-models sft, dpo, grpo and pretrain
+        "recipes": ["accelerate>=1.10", "datasets", "matplotlib", "peft>=0.18", "trl>=1.0"],
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "serve": SERVE,
         "test": TEST,

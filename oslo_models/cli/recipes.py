@@ -29,7 +29,7 @@ Train a recipe over several devices. A recipe has the keys of `trl {task} --conf
 command after an interruption continues from the last checkpoint.
 
 {_OWN}
-Needs: pip install "trl>=1.0" datasets peft
+Needs: pip install "oslo-models[recipes]"
 
 examples:
   oslo-models {task} recipe.yaml
@@ -51,7 +51,7 @@ The model and the data:
   pipeline_parallel_size  stages, with micro_batch_size rows at a time (default: 1)
 
 {_OWN}
-Needs: pip install "trl>=1.0" datasets peft
+Needs: pip install "oslo-models[recipes]"
 
 examples:
   oslo-models pretrain recipe.yaml

@@ -62,7 +62,7 @@ def dataclasses_of(task: str) -> tuple[Any, ...]:
         from trl import DatasetMixtureConfig, DPOConfig, GRPOConfig, ModelConfig, ScriptArguments, SFTConfig
         from trl.scripts.grpo import GRPOScriptArguments
     except ImportError as error:
-        raise ImportError(f'recipes need trl and datasets: pip install "trl>=1.0" datasets peft ({error})') from error
+        raise ImportError(f'recipes need trl and datasets: pip install "oslo-models[recipes]" ({error})') from error
     from transformers import TrainingArguments
 
     if task == "pretrain":
