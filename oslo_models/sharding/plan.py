@@ -18,30 +18,12 @@ from oslo_models.sharding.head_counts import attribute_of_heads
 from oslo_models.sharding.pipeline_rules import PipelineRules as PipelineRules
 from oslo_models.sharding.pipeline_rules import joined_fields
 
-_OF_ARCHITECTURES = {
-    "DenseExperts": "llama4_text",
-    "EinsumHeads": "xlnet",
-    "GlobalMinMax": "ibert",
-    "GlobalMoments": "gemma3n_text",
-    "GroupMeans": "zaya",
-    "GroupedHeadsProjection": "deepseek_v4",
-    "HeadNorms": "stablelm",
-    "Latent": "deepseek_v2",
-    "RecurrentState": "rwkv",
-    "ReplicatedDropout": "deberta",
-    "ReplicatedEmbedding": "mobilebert",
-    "ShortConvolution": "inkling_text",
-    "VectorExperts": "doge",
-}
-"""Former names of this module, with the architectures that define them."""
-
 
 def __getattr__(name: str) -> Any:
     """Import an entry on first access. It stands beside its layer, and layers import this package."""
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    owner = _OF_ARCHITECTURES.get(name)
-    value = getattr(import_module(f"oslo_models.models.{owner}" if owner else "oslo_models.layers.entries"), name)
+    value = getattr(import_module("oslo_models.layers.entries"), name)
     globals()[name] = value
     return value
 

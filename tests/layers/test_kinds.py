@@ -97,10 +97,7 @@ def test_vocabulary_of_plans_stays_small() -> None:
     assert len(fields(Plan)) <= 8
 
 
-def test_former_names_of_entries_are_those_of_their_architectures() -> None:
-    for name, architecture in plan._OF_ARCHITECTURES.items():
-        entry = getattr(plan, name)
-        assert (entry.__name__, entry.__module__) == (name, f"oslo_models.models.{architecture}")
+def test_entries_are_imported_from_the_module_of_plans_too() -> None:
     assert plan.ColumnParallel is ColumnParallel
     with pytest.raises(ImportError, match="Missing"):
         from oslo_models.sharding.plan import Missing  # noqa: F401

@@ -24,8 +24,9 @@ from oslo_models import IBertModel, registry
 from oslo_models.cli import main as cli
 from oslo_models.cli import support_table as support
 from oslo_models.distributed.sharded_tensor import local_tensor
+from oslo_models.layers.entries import HeadNorm
 from oslo_models.modeling.apply_plan import layouts_of
-from oslo_models.sharding.plan import HeadNorm, Latent
+from oslo_models.models.deepseek_v2 import Latent
 
 from support import ROOT, pipelines, zoo
 from support.float64 import lifted_casts
