@@ -18,6 +18,7 @@ from typing import Any
 from support import ROOT
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test reaches for the network
+os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/oslo-models-tests-{os.getuid()}-datasets")
 for package, source in (("oslo_kernels", ROOT / "kernels"), ("oslo_models", ROOT)):
     if importlib.util.find_spec(package) is None:  # not installed
         sys.path.insert(0, str(source))

@@ -27,6 +27,10 @@ _USER_CODE = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria
 """Arguments of `generate` that run code of the user, beside ``streamer``."""
 
 
+class OtherRankError(RuntimeError):
+    """Raised on a rank because user code has raised on another. The exception of the other rank gives the reason."""
+
+
 class UserErrors:
     """Errors of user code within a call of `generate`, kept until all ranks learn of them.
 
@@ -58,7 +62,7 @@ class UserErrors:
         if self.first is not None:
             raise self.first
         if position := int(found[-1]):
-            raise RuntimeError(
+            raise OtherRankError(
                 f"a stopping criterion, logits processor or streamer of generate has raised on another rank, "
                 f"{self.axis.ranks[position - 1]}, whose error says why"
             )

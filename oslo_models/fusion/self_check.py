@@ -107,6 +107,8 @@ def _compare(
     names, failed = _agreed_names(model, sorted(first), modules.values())
     compared = [] if failed else [c for c in candidates if c.module in names and c.module in kinds]
     blocks = [(modules[c.module], c.attributes["decoding"].form) for c in compared if "decoding" in c.attributes]
+    if fusion.weights is not None:  # copies in fewer bits refuse another weight
+        blocks = []
     with _undisturbed(model, list(modules.values())), small(blocks):
         runs, failed = ([], failed) if failed else recorded(model, modules, names, fusion.weights is None)
         fusion.apply(model, candidates, selected)

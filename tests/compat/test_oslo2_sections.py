@@ -114,7 +114,7 @@ def test_tp_mapping_names_layers_of_the_model(seed: int) -> None:
     assert isinstance(of(own), oslo_models.GPT2LMHeadModel)
     assert isinstance(of(own, "GPT2PreTrainedModel"), oslo_models.GPT2LMHeadModel)
     for entries, key, message in (
-        ([Column("q_proj")], hf.GPT2PreTrainedModel, "tp_mapping names 'q_proj', which GPT2LMHeadModel has not"),
+        ([Column("q_proj")], hf.GPT2PreTrainedModel, "tp_mapping names 'q_proj', which GPT2LMHeadModel lacks"),
         (own, hf.BertPreTrainedModel, "tp_mapping has no entry for GPT2LMHeadModel"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "absent blocks": (policy(NotePolicy, original_layer_class=other_layer), "is for Bilinear, which NoteForCausalLM"),
     "absent layer": (
         policy(NotePolicy, mlp_in=lambda: [linear("upp")]),
-        r"mlp_in names upp.weight, which is no tensor of a layer there; did you mean up.weight\?",
+        r"mlp_in names upp.weight, which is not a tensor of a layer there; did you mean up.weight\?",
     ),
     "absent attribute": (
         policy(NotePolicy, replace_arguments=lambda config, n: {"attention.num_heads": 6 // n}),

@@ -252,7 +252,7 @@ def config_with(**rules: Any) -> Any:
         ("has no attribute 'heads'", {"attr_rules": {"0": {"heads": lambda value, rank: value}}}),
         ("is for 3 ranks, and the model is sharded over 2", {"state_rules": {"0": Split(3, 0)}}),
         ("does not divide dimension 0", {"state_rules": {r"0\.": SplitInChunks(2, 0, 3)}}),
-        ("the buffer 1.running_mean computes something else", {"state_rules": {"running_mean": Scale(2)}}),
+        ("the buffer 1.running_mean does not return shards", {"state_rules": {"running_mean": Scale(2)}}),
         ("sharded over 2 ranks, differs", {"output_rules": {"5": {0: "sum"}}}),
         ("returns no 1, but", {"output_rules": {"5": {1: "sum"}}}),
         ("contradict for 0 of 5", {"output_rules": {"5": {0: "sum"}, "^5$": {"0": "scale"}}}),

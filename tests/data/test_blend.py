@@ -130,7 +130,7 @@ def test_blender_rejects_bad_arguments() -> None:
         ([1, 2], [1.0, -1.0], "are not numbers of at least 0"),
         ([1, 2], [0.0, 0.0], "are not numbers"),
         ([1, 2], [float("nan"), 1.0], "are not numbers"),
-        ([1, 0], [1.0, 1.0], "dataset 1 has a weight and no samples"),
+        ([1, 0], [1.0, 1.0], "dataset 1 has a weight but no samples"),
     ):
         with pytest.raises(ValueError, match=message):
             DatasetBlender(numbered(counts), weights)

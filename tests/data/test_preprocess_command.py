@@ -49,7 +49,7 @@ def test_preprocess_command_reports_user_errors_in_one_line(folder: Path, capsys
     known = ["preprocess", "-o", str(folder / "out"), "-t", str(folder / "tokenizer"), str(folder / "b.txt.gz")]
     (folder / "c.csv").write_text("")
     for arguments, message in (
-        ([*known, "--eod", "absent"], "'absent' is no token"),
+        ([*known, "--eod", "absent"], "'absent' is not a token"),
         ([*known, "--eod", "self", "--no-eod"], "exclude each other"),
         ([*known, str(folder / "absent.txt")], "no file"),
         ([*known, str(folder / "c.csv")], "the ending is not"),

@@ -54,6 +54,7 @@ def test_process_groups_are_made_in_mesh_and_by_workers_of_a_deployment() -> Non
     assert callers(GROUPS) == {
         "deploy/model_runner.py": {"init_process_group"},
         "distributed/mesh.py": {"init_process_group", "new_group"},
+        "planning/fake_rank.py": {"init_process_group"},
     }
 
 

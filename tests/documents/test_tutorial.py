@@ -284,7 +284,7 @@ def test_unsupported_models_are_rejected(tmp_path: Path) -> None:
         oslo_models.initialize(hf.GPT2Model(zoo.config("gpt2")), {})
     resized = hf.GPT2Model(zoo.config("gpt2"))
     resized.more = torch.nn.Linear(1, 1)
-    with pytest.raises(ValueError, match=r"differs in: \['more.bias', 'more.weight'\]"):
+    with pytest.raises(ValueError, match=r"differs from its configuration in: \['more.bias', 'more.weight'\]"):
         oslo_models.initialize(resized, {})
 
 

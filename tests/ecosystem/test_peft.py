@@ -315,7 +315,7 @@ def joined_batch(name: str, config: Any, seed: int) -> dict[str, torch.Tensor]:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "LoHa": (lambda: peft.LoHaConfig(target_modules=["q_proj"]), "of the kind LOHA, .*supported: LoRA"),
-    "OFT": (lambda: peft.OFTConfig(target_modules=["q_proj"], oft_block_size=2), "of the kind OFT"),
+    "OFT": (lambda: peft.OFTConfig(target_modules=["q_proj"], oft_block_size=2), "has the type OFT"),
     "PiSSA": (
         lambda: peft.LoraConfig(init_lora_weights="olora", target_modules=["q_proj"]),
         "init_lora_weights='olora'",
@@ -359,7 +359,7 @@ def refuse_biases() -> None:
     model: Any = GptOssForCausalLM.from_config_with_parallel(
         zoo.config("gpt_oss"), 2, seed=0, experts_implementation="eager"
     )
-    with pytest.raises(ValueError, match=r"down_proj_bias of .*experts is no stack of matrices, .*leave it out"):
+    with pytest.raises(ValueError, match=r"down_proj_bias of .*experts is not a stack of matrices, .*leave it out"):
         peft.get_peft_model(model, peft.LoraConfig(target_parameters=["down_proj_bias"]))
 
 
@@ -401,7 +401,7 @@ def combine_whole_adapters(config: Any) -> None:
 
     model: Any = peft.get_peft_model(LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), 2), config)
     model.add_adapter("other", copy.deepcopy(config))
-    with pytest.raises(ValueError, match=r'combination_type=.ties. looks at whole adapters.*"cat" or "linear"'):
+    with pytest.raises(ValueError, match=r'combination_type=.ties. needs whole adapters.*"cat" or "linear"'):
         model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", combination_type="ties", density=0.5)
     assert list(model.peft_config) == ["default", "other"]
 

@@ -165,7 +165,7 @@ def test_what_threads_do_not_support_is_refused(seed: int) -> None:
 
 def combine(model: Any) -> None:
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False))
-    with pytest.raises(ValueError, match=r'combination_type=.svd. looks at whole adapters.*"cat" or "linear"'):
+    with pytest.raises(ValueError, match=r'combination_type=.svd. needs whole adapters.*"cat" or "linear"'):
         model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", combination_type="svd")
     assert list(model.peft_config) == ["default", "other"]
 

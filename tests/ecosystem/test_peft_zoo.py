@@ -125,7 +125,7 @@ def test_layers_that_a_mixer_does_not_call_are_refused(pool: Pool, seed: int) ->
 
 def adapt_inputs_of_several_ranks(run: Run) -> None:
     base = parallel_model(run.name, run.config, run.weights, 3)
-    with pytest.raises(ValueError, match=r"DoRA does not work on .*o_b_proj, some inputs of which are on several"):
+    with pytest.raises(ValueError, match=r"DoRA does not work on .*o_b_proj, since several ranks hold some"):
         peft.get_peft_model(base, copy.deepcopy(run.adapter))
 
 

@@ -167,7 +167,7 @@ def test_narrow_weights_refuse_what_they_cannot_do() -> None:
     model = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=0)
     with pytest.raises(ValueError, match="'int4' is none of 'bfloat16', 'int8'"):
         model.fuse(weights="int4")
-    with pytest.raises(ValueError, match=r"computes in float32, and the model is in torch\.float64"):
+    with pytest.raises(ValueError, match=r"computes in float32, but the model is in torch\.float64"):
         model.double().fuse(weights="int8")
     assert model.float()._fusion is None
     model.bfloat16().eval().fuse(weights="int8")

@@ -203,7 +203,7 @@ def test_a_head_without_a_base_model_has_no_stages(pool: Pool) -> None:
     ids = torch.arange(14).view(2, 7)
     assert_same_as_one_process(model, {"input_ids": ids, "labels": ids}, flat_plan, 3)
     messages = pool.run(2, split_flat)
-    assert all("FlatNoteForCausalLM are not inside of a base model" in message for message in messages)
+    assert all("FlatNoteForCausalLM are not inside a base model" in message for message in messages)
 
 
 def split_flat() -> str:

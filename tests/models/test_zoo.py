@@ -346,7 +346,7 @@ def test_glm_5_has_as_many_stages_as_blocks_that_choose_their_positions(pool: Po
 def refuse_more_stages_than_choices(config: PreTrainedConfig) -> None:
     cls: Any = registry.find("GlmMoeDsaForCausalLM")
     with pytest.raises(
-        ValueError, match=r"pipeline_parallel_size=2: a stage of Glm.* can only begin with block 0, as .*; use 1$"
+        ValueError, match=r"pipeline_parallel_size=2: a stage of Glm.* can only begin with block 0, since .*; use 1$"
     ):
         cls.from_config_with_parallel(config, pipeline_parallel_size=2)
 

@@ -107,7 +107,7 @@ def well(model: Any, batch: Batch) -> None:
 Play = Callable[[Any, Batch], None]
 NONE, OOPS = (type(None),), (Oops,)
 FORGOTTEN = "was not called in the body of the loop"
-AGAIN = "backward of micro-batch 0 was called, and that of"
+AGAIN = "backward of micro-batch 0 was called, but micro-batch"
 
 
 def scenarios(stages: int, rows: int) -> Iterator[tuple[str, Play, tuple[int, ...], type | None, str]]:

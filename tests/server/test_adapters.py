@@ -181,7 +181,7 @@ def refusals(folder: Path, base: Any) -> dict[str, tuple[list[str], str]]:
         "wider": ([f"x={folder / 'wider'}"], "size mismatch"),
         "bias": ([f"x={folder / 'bias'}"], "which would stay in the model"),
         "modules_to_save": ([f"x={folder / 'saves'}"], "which would stay in the model"),
-        "kind": ([f"x={folder / 'ia3'}"], "it is of the kind IA3"),
+        "kind": ([f"x={folder / 'ia3'}"], "it has the type IA3"),
     }
 
 

@@ -205,7 +205,7 @@ def test_content_that_is_no_text_is_refused_and_empty_fields_are_not(app: Any) -
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}]}),
     ):
         status, answer = post_json(app, path, body)
-        assert status == 400 and re.search("is text|takes text", answer["error"]["message"]), answer
+        assert status == 400 and re.search("supports text|takes text", answer["error"]["message"]), answer
     empty = {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None, "name": None}
     assert post_json(app, "/v1/chat/completions", {"messages": [*CHAT, empty, *CHAT], "max_tokens": 2})[0] == 200
 

@@ -155,7 +155,7 @@ class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc]
         for what, (rows, generations) in sizes.items():
             if rows % generations:
                 raise ValueError(
-                    f"{what} times {replicas} replica(s) of the model is {rows} which is not a multiple of the "
+                    f"{what} times {replicas} replica(s) of the model is {rows}, which is not a multiple of the "
                     f"{generations} generations of a prompt: change one of them"
                 )
 
