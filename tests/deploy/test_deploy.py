@@ -215,7 +215,7 @@ def test_fault_of_a_worker_raises_and_ends_all_workers(stand: faults.Stand, faul
     assert all_gone
 
 
-@pytest.mark.parametrize("fault", ["worker killed in a call", "one rank raises, the other waits for it"])
+@pytest.mark.parametrize("fault", ["worker killed in a call", "user code raises on one rank"])
 def test_fault_while_the_caller_polls_raises_and_ends_all_workers(
     stand: faults.Stand, fault: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
