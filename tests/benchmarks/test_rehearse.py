@@ -22,7 +22,7 @@ from benchmarks.rehearse.schedule import Schedule
 
 from support import ROOT
 
-pytestmark = pytest.mark.drawn(11, of="file")
+pytestmark = pytest.mark.drawn(5, of="file")
 
 
 def run(cases: list[Case], folder: Path, seconds: float = 100, gigabytes: float = 100) -> list[dict[str, Any]]:

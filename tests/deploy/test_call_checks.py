@@ -36,7 +36,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"attention_mask has shape \(1, 4\), and input_ids has \(1, 5\): they have to be equal",
     ),
     "long": ({"input_ids": LONG}, r"input_ids has 513 tokens, and the model has 512 positions .*: shorten the prompt"),
-    "class": ({"logits_processor": [Own()]}, r"logits_processor of generate .* holds Own of the script itself .*module"),
+    "class": (
+        {"logits_processor": [Own()]},
+        r"logits_processor of generate .* holds Own of the script itself .*module",
+    ),
     "function": (
         {"prefix_allowed_tokens_fn": own_prefixes},
         "prefix_allowed_tokens_fn of generate .* holds own_prefixes",
