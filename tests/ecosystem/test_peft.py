@@ -314,7 +314,7 @@ def joined_batch(name: str, config: Any, seed: int) -> dict[str, torch.Tensor]:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "LoHa": (lambda: peft.LoHaConfig(target_modules=["q_proj"]), "of the kind LOHA, .*supported: LoRA"),
+    "LoHa": (lambda: peft.LoHaConfig(target_modules=["q_proj"]), "has the type LOHA, .*supported: LoRA"),
     "OFT": (lambda: peft.OFTConfig(target_modules=["q_proj"], oft_block_size=2), "has the type OFT"),
     "PiSSA": (
         lambda: peft.LoraConfig(init_lora_weights="olora", target_modules=["q_proj"]),

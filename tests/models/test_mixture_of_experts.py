@@ -152,7 +152,7 @@ def test_experts_that_compute_every_token_are_not_over_replicas(pool: Pool) -> N
             (2, 2),
             "expert_parallel_size=2 is for mixtures of experts, and LlamaForCausalLM has none",
         ),
-        ("DogeForCausalLM", (2, 2), "DogeForCausalLM has none that can be divided"),
+        ("DogeForCausalLM", (2, 2), "DogeForCausalLM has no experts to divide"),
         ("MixtralForCausalLM", (1, 0), "expert_parallel_size must be an integer of at least 1"),
     ],
 )
