@@ -53,9 +53,9 @@ def chunked_reader(reader: CheckpointReader, chunks: Mapping[str, Mapping[str, i
         stored, first = tensors.pop(source), 0
         if stored.shape[0] != sum(parts.values()):
             raise CheckpointError(
-                f"{source} in {reader.directory} has {stored.shape[0]} rows, but is {len(parts)} tensors of "
-                f"{sum(parts.values())} rows in the model ({', '.join(parts)}): use the configuration of the "
-                "checkpoint, or copy or save the checkpoint again"
+                f"{source} in {reader.directory} has {stored.shape[0]} rows, but its {len(parts)} parts in the model "
+                f"({', '.join(parts)}) have {sum(parts.values())}: use the configuration of the checkpoint, or copy or "
+                "save the checkpoint again"
             )
         for name, rows in parts.items():
             tensors[name] = StoredTensor(Layout((rows, *stored.shape[1:])), stored.dtype, ())

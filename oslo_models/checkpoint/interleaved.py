@@ -69,7 +69,7 @@ def interleaved_reader(reader: CheckpointReader, sources: Mapping[str, str]) -> 
         stored = tensors.pop(source)
         if len(stored.shape) != 3 or stored.shape[1] % 2:
             raise CheckpointError(
-                f"{source} in {reader.directory} has shape {stored.shape}, but is {name} in the model, whose rows "
+                f"{source} in {reader.directory} has shape {stored.shape}, but the rows of {name} in the model "
                 "alternate between two projections: copy or save the checkpoint again"
             )
         tensors[name] = replace(stored, layout=Layout(stored.shape), files=())

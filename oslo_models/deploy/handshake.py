@@ -81,8 +81,7 @@ def connect(address: str | tuple[str, int], secret: str | None) -> socket.socket
         where = f"the socket {address[1:]} of this host" if isinstance(address, str) else ":".join(map(str, address))
         raise ConnectionError(
             f"the application is not at {where}, the address in the store of the launcher: {error}. Processes on "
-            "several "
-            "hosts need an equal deploy_secret=; if they have, another program writes to the store"
+            "several hosts need an equal deploy_secret=; if they have, another program writes to the store"
         ) from error
     return made
 

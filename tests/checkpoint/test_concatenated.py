@@ -40,7 +40,7 @@ def test_rows_that_are_no_equal_parts_are_refused_by_name(tmp_path: Path) -> Non
     name = next(key for key in tensors if key.endswith("attn.gqkv_proj.weight"))
     tensors[name] = tensors[name][:-1].contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"gqkv_proj\.weight .* has 143 rows, but is 4 tensors .*self_attn\.gate"):
+    with pytest.raises(CheckpointError, match=r"gqkv_proj\.weight .* has 143 rows, but its 4 parts .*self_attn\.gate"):
         registry.find("HrmTextForCausalLM").from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]
 
 
