@@ -204,9 +204,8 @@ class Worker:
             raise
         except BaseException as error:  # noqa: BLE001  everything is reported
             from oslo_models.distributed.stopping import OtherRankError
-            from oslo_models.pipeline.stage_runner import OtherStageError
 
-            secondary = isinstance(error, (OtherRankError, OtherStageError))
+            secondary = isinstance(error, OtherRankError)
             failure = Failure(request.number, portable(error), traceback.format_exc(), secondary)
             self.send(failure, request.number)
         self._cancelled.discard(request.number)

@@ -28,7 +28,7 @@ _USER_CODE = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria
 
 
 class OtherRankError(RuntimeError):
-    """Raised on a rank because user code has raised on another. The exception of the other rank gives the reason."""
+    """Raised on a rank because another rank has raised. The exception of the other rank gives the reason."""
 
 
 class UserErrors:

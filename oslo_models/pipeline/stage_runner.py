@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import MoEModelOutput
 from transformers.utils import ModelOutput
 
+from oslo_models.distributed.stopping import OtherRankError
 from oslo_models.pipeline.placeholders import BoundaryDropout
 from oslo_models.pipeline.stage import Stage, hidden_size
 
@@ -19,7 +20,7 @@ Batch = Mapping[str, Any]
 EMBEDS = "inputs_embeds"
 
 
-class OtherStageError(RuntimeError):
+class OtherStageError(OtherRankError):
     """Raised on a stage because another stage has raised. The exception of the other stage gives the reason."""
 
 

@@ -22,7 +22,7 @@ from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_g
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.deploy.serialization import portable
-from oslo_models.pipeline.stage_runner import OtherStageError
+from oslo_models.distributed.stopping import OtherRankError
 
 CHANGING = frozenset(("adapters", "fuse", "unfuse"))
 """Methods that change the outputs of the model. They, and all later calls, wait until all rows have ended."""
@@ -214,7 +214,7 @@ class RunningBatch:
 
     def _fail(self, number: int, error: BaseException) -> None:
         self._forget(number)
-        secondary = isinstance(error, OtherStageError)
+        secondary = isinstance(error, OtherRankError)
         text = "".join(traceback.format_exception(error))
         self._send(Failure(number, portable(error), text, secondary), number)
 
@@ -329,7 +329,7 @@ class RunningBatch:
 
     def _report(self, error: Exception) -> None:
         """Report the failed calls to the application, which waits for the leader's answer for a while."""
-        secondary, text = isinstance(error, OtherStageError), "".join(traceback.format_exception(error))
+        secondary, text = isinstance(error, OtherRankError), "".join(traceback.format_exception(error))
         for number in {number for runner in self.runners for number in runner.calls()}:
             self._send(Failure(number, portable(error), text, secondary), number)
         self._clear()
