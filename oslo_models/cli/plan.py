@@ -44,7 +44,7 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--devices", metavar="NxSIZE", help="devices at hand, such as 2x24GB: choose the sizes for them")
     numbers: dict[str, Any] = {"metavar": "N", "type": size}
     add("--batch", **numbers, default=1, help="rows of each replica (default: %(default)s)")
-    add("--length", **numbers, default=512, help="tokens of a row (default: %(default)s)")
+    add("--length", **numbers, help="tokens of a row (default: 512, or the positions of a model with fewer)")
     add("--micro-batch-size", **numbers, default=1, help="rows of a micro-batch, with stages (default: %(default)s)")
     add("--tensor-parallel-size", **numbers, help="ranks per layer (default: 1, or chosen for --devices)")
     add("--pipeline-parallel-size", **numbers, help="stages (default: 1, or chosen for --devices)")

@@ -36,8 +36,15 @@ from oslo_models.planning.quantized_layers import quantize_frozen_layers
 from oslo_models.sharding.layout import Layout
 
 TASKS = ("lora", "qlora", "full", "serve")
+DEFAULT_LENGTH = 512
 PREFILL = 2048
 """Tokens of one prompt that a server computes at once."""
+
+
+def positions(config: Any) -> int | None:
+    """Return the number of positions of a model, or ``None`` if it has no limit."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class Job:
     data_parallel_size: int = 1
     expert_parallel_size: int = 1
     batch: int = 1
-    length: int = 512
+    length: int = DEFAULT_LENGTH
     micro_batch_size: int = 1
     dtype: torch.dtype = torch.float32
     lora_rank: int = 16
@@ -87,9 +94,12 @@ class Job:
                 f"{self.cls.__name__} reads {self.cls.main_input_name}, and a plan has batches of tokens only: choose "
                 "a model that reads input_ids"
             )
-        limit = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
-        if isinstance(limit, int) and 0 < limit < self.length:
-            raise ValueError(f"length={self.length} is more than {limit}, the positions of {self.cls.__name__}")
+        limit = positions(self.config)
+        if limit is not None and limit < self.length:
+            raise ValueError(
+                f"length={self.length} exceeds the positions of {self.cls.__name__}: use at most {limit}, or a "
+                "configuration with more"
+            )
         if self.task in ("lora", "qlora") and (reason := missing_library("peft")) is not None:
             raise ImportError(f"task={self.task!r} plans adapters of peft: {reason}")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oslo_models.config.arguments import parse_dtype
-from oslo_models.planning.job import Job, RankRun, distinct_ranks
+from oslo_models.planning.job import DEFAULT_LENGTH, Job, RankRun, distinct_ranks, positions
 from oslo_models.planning.meta_run import PARTS
 from oslo_models.planning.model_source import find_model
 
@@ -77,9 +77,10 @@ class Estimate:
 
     def __str__(self) -> str:
         shown = [part for part in PARTS if any(rank.parts[part] for rank in self.ranks)]
-        rows = [("GiB of a rank", *shown, "total")]
+        unit, name = (GIB, "GiB") if self.largest.total >= GIB / 10 else (GIB / 1024, "MiB")
+        rows = [(f"{name} of a rank", *shown, "total")]
         for rank in self.ranks:
-            rows.append((rank.name, *(f"{rank.parts[part] / GIB:.2f}" for part in shown), f"{rank.total / GIB:.2f}"))
+            rows.append((rank.name, *(f"{rank.parts[part] / unit:.2f}" for part in shown), f"{rank.total / unit:.2f}"))
         return table(rows)
 
 
@@ -110,7 +111,7 @@ def estimate(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     batch: int = 1,
-    length: int = 512,
+    length: int | None = None,
     *,
     data_parallel_size: int = 1,
     expert_parallel_size: int = 1,
@@ -135,7 +136,8 @@ def estimate(
         tensor_parallel_size, pipeline_parallel_size: as in the constructors, like ``expert_parallel_size`` and
             ``micro_batch_size``.
         batch: rows of each data-parallel replica.
-        length: tokens of a row. An encoder-decoder has as many in its decoder.
+        length: tokens of a row, by default 512, or the positions of a model with fewer. An encoder-decoder has as many
+            in its decoder.
         data_parallel_size: replicas of ``DistributedDataParallel``. They shard nothing, and its buckets take memory.
         dtype: of the weights, by default as in the configuration.
         lora_rank: rank of the adapters.
@@ -171,11 +173,13 @@ def estimate(
     return estimate_job(job)
 
 
-def make_job(model: Any, dtype: torch.dtype | str | None = None, **options: Any) -> Job:
+def make_job(model: Any, dtype: torch.dtype | str | None = None, length: int | None = None, **options: Any) -> Job:
     """Return the job of a model; see `estimate`."""
     cls, config = find_model(model)
+    if length is None:
+        length = min(DEFAULT_LENGTH, positions(config) or DEFAULT_LENGTH)
     parsed = parse_dtype({"dtype": dtype}) or config.dtype or config.get_text_config().dtype or torch.float32
-    return Job(cls, config, dtype=parsed, **options)
+    return Job(cls, config, dtype=parsed, length=length, **options)
 
 
 def estimate_job(job: Job) -> Estimate:

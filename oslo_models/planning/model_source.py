@@ -48,8 +48,7 @@ def read_config(source: str | Path) -> PreTrainedConfig:
     except OSError as error:
         first = str(error).strip().partition("\n")[0]
         raise OSError(
-            f"MODEL {source} is neither a directory with a config.json nor a model that the hub gives ({first}); "
-            "check the name"
+            f"MODEL {source} is neither a directory with a config.json nor a model on the hub ({first}); check the name"
         ) from error
 
 
