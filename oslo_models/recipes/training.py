@@ -20,7 +20,7 @@ from oslo_models.recipes.record import text_of, write_record
 from oslo_models.recipes.rows import load_rows
 from oslo_models.recipes.sizes import Sizes
 
-MERGED_ELSEWHERE = ("device_map", "quantization_config", "tp_plan", "distributed_config")
+PLACING_OPTIONS = ("device_map", "quantization_config", "tp_plan", "distributed_config")
 """Arguments of ``model_init_kwargs`` that place or quantise weights."""
 
 
@@ -79,11 +79,11 @@ def _load_model(recipe: Recipe, sizes: Sizes, cls: Any) -> Any:
         options = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
         options |= {"revision": model_args.model_revision, **(args.model_init_kwargs or {})}
         args.model_init_kwargs = None  # used here
-        if placed := [name for name in MERGED_ELSEWHERE if options.get(name) is not None]:
+        if placed := [name for name in PLACING_OPTIONS if options.get(name) is not None]:
             raise ValueError(
                 f"model_init_kwargs: {placed[0]}={options[placed[0]]!r} does not work with a sharded model"
             )
-        options = {name: value for name, value in options.items() if value is not None and name not in MERGED_ELSEWHERE}
+        options = {name: value for name, value in options.items() if value is not None}
         if (quantization := get_quantization_config(model_args)) is not None:
             options["quantization_config"] = quantization
         options.pop("trust_remote_code", None)  # the class is this library's
