@@ -203,11 +203,15 @@ class _LauncherProcesses:
             number = self._order(rank, "start")
             while accepted is None:
                 try:
-                    accepted = self._accept(_START_TIMEOUT, conn)
+                    accepted = self._accept(_START_TIMEOUT, *([conn] if pid is None else []))
                 except ConnectionError:
-                    if _receive(conn)[0] >= number:  # otherwise a late answer to an earlier order
-                        raise
-            pid = self._answer(rank, number, _START_TIMEOUT)
+                    answered, value = _receive(conn)
+                    if answered == number:  # it has connected, and is being authenticated
+                        if value is None:
+                            raise
+                        pid = value
+            if pid is None:
+                pid = self._answer(rank, number, _START_TIMEOUT)
         if accepted is None or pid is None:
             conn.close()  # the connection of a worker that starts late would be mistaken for another one
             if accepted is not None:

@@ -354,6 +354,36 @@ def test_strangers_do_not_keep_a_process_with_the_secret_waiting(monkeypatch: py
         each.close()
 
 
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_worker_whose_launcher_answers_before_it_is_authenticated(
+    monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    check = handshake.require_same_user
+
+    def slow(accepted: socket.socket) -> None:
+        time.sleep(0.3)
+        check(accepted)
+
+    monkeypatch.setattr(handshake, "require_same_user", slow)
+    others: Any = object.__new__(torchrun._LauncherProcesses)
+    ours, theirs = Pipe()
+    others._lock, others._orders, others.loopback = threading.Lock(), {1: ours}, True
+    others._prepare_orders()
+    others._prepare_handshakes()
+    others._listener, (name,) = others._listen()
+    with others._listener, handshake.connect("\0" + name, None) as made:
+        torchrun._send(theirs, [-1, True])  # a late answer to an earlier order
+        torchrun._send(theirs, [0, 88 if starts else None])
+        if starts:
+            process, connection = others.start(1)
+            assert process.pid == 88
+            connection.close()
+            assert made.recv(1) == b""
+        else:
+            with pytest.raises(ConnectionError, match="the process of rank 1 that the launcher started has ended"):
+                others.start(1)
+
+
 def test_a_launcher_that_stands_still_delays_calls_by_seconds_and_its_late_answers_are_dropped() -> None:
     """Its worker was killed. Callers wait for the reason of the worker's end, and for its successor's start."""
     others: Any = object.__new__(torchrun._LauncherProcesses)
