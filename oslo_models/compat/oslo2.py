@@ -151,7 +151,7 @@ def has_plan(cls: type[Any]) -> bool:
     return cls in found.__mro__
 
 
-def zoo_class(model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | str | None = None) -> Any:
+def zoo_class(model: object, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | str | None = None) -> Any:
     """Return the parallel class for a full transformers model: from the zoo, or with a user's plan.
 
     Args:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from oslo_models.distributed.collectives import all_gather
 from oslo_models.distributed.mesh import Axis
+from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.sharding.layout import even_ranges
 
 PARALLELISM, CHECKPOINTING, FUSION = "model_parallelism", "activation_checkpointing", "kernel_fusion"
@@ -51,7 +52,9 @@ def read_sections(config: Mapping[str, Any] | str | Path) -> dict[str, Mapping[s
     return {name: section for name, section in given.items() if name == PARALLELISM or section.get("enable", True)}
 
 
-def check_sections(sections: Mapping[str, Mapping[str, Any]], model: Any, tensor_parallel_size: int) -> None:
+def check_sections(
+    sections: Mapping[str, Mapping[str, Any]], model: ParallelModelInternals, tensor_parallel_size: int
+) -> None:
     """Raise ``ValueError`` if a section cannot be applied to this model at this size."""
     options = sections.get(CHECKPOINTING)
     if options is not None:
@@ -67,11 +70,11 @@ def check_sections(sections: Mapping[str, Mapping[str, Any]], model: Any, tensor
         raise ValueError(f"custom_cuda_kernels has 'FusedRMSNorm', but a {type(model).__name__} has no RMS norm")
 
 
-def _layers(model: Any) -> set[str]:
+def _layers(model: ParallelModelInternals) -> set[str]:
     return {type(module).__name__ for module in model.modules()}
 
 
-def apply_sections(sections: Mapping[str, Mapping[str, Any]], model: Any) -> None:
+def apply_sections(sections: Mapping[str, Mapping[str, Any]], model: ParallelModelInternals) -> None:
     """Apply the sections to this rank's part of a model."""
     if (options := sections.get(CHECKPOINTING)) is not None:
         offloads = options.get("cpu_checkpointing", False)

@@ -18,6 +18,7 @@ from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, Replic
 from oslo_models.registry import did_you_mean
 from oslo_models.sharding.entry import entry_of
 from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.model_protocol import TransformersModel
 
 _REPLACEMENTS = ("AllReduceLinear", "AllReduceConv1D")
 _METHODS = ("replace_arguments", "replace_modules", "attn_qkv", "attn_out", "mlp_in", "mlp_out", "original_layer_class")
@@ -68,7 +69,7 @@ class PlanOfPolicies:
             self._made[key] = self._plan(model)
         return self._made[key]
 
-    def _plan(self, model: Any) -> Plan:
+    def _plan(self, model: TransformersModel) -> Plan:
         blocks: dict[str, dict[str, Replicated]] = {}
         found = set()
         for name, module in model.named_modules():
@@ -244,7 +245,7 @@ def _local_value(policy: type[Any], config: Any, key: str, n: int, rank: int) ->
 
 
 def _stacks(
-    model: nn.Module, blocks: dict[str, dict[str, Replicated]]
+    model: TransformersModel, blocks: dict[str, dict[str, Replicated]]
 ) -> tuple[dict[str, dict[str, Replicated]], dict[str, Replicated]]:
     """Return the entries for each ``ModuleList`` of blocks, and the entries for single blocks.
 
@@ -266,7 +267,7 @@ def _stacks(
 
 
 def _replicated(
-    model: nn.Module, entries: dict[str, Replicated], without: tuple[str, ...] = ()
+    model: TransformersModel, entries: dict[str, Replicated], without: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Replicated]]:
     """Yield replicated entries for modules with parameters that no policy names.
 

@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from oslo_models.sharding.model_protocol import TransformersModel
+
 _Call = tuple[str, tuple[Any, ...]]
 _OVERRIDING = (("set_adapter",), ("enable_adapters", "disable_adapters"))
 """Methods that override their earlier calls, so a restart repeats only the last call."""
@@ -85,7 +87,7 @@ def _names(names: str | list[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def call_adapters(model: Any, method: str, args: tuple[Any, ...]) -> Any:
+def call_adapters(model: TransformersModel, method: str, args: tuple[Any, ...]) -> Any:
     """Call one of these methods on a rank's model, or on a full model. A collective of all ranks."""
     result = getattr(model, method)(*args)
     model.eval()

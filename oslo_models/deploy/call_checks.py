@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from oslo_models import cache_argument
+from oslo_models.sharding.model_protocol import TransformersModel
 
 SCRIPT = "__main__"
 _OTHER_INPUTS = ("inputs_embeds", *cache_argument.NAMES, "encoder_outputs")
@@ -68,7 +69,7 @@ def check_prompt(given: Mapping[str, Any], positions: int | None, skeleton: Call
         )
 
 
-def _has_table(model: Any, positions: int) -> bool:
+def _has_table(model: TransformersModel, positions: int) -> bool:
     """Return whether the model has a position table of this size. Rotary and relative positions have no limit."""
     return any(
         _OF_POSITIONS.search(f"{name}.{leaf}")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oslo_models.deploy.grammar import Grammar
+from oslo_models.sharding.model_protocol import TransformersModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +89,7 @@ class Decoding:
             front.insert(0, keep)
             streamer = _ScoringStreamer(streamer, scores, self.scored)
 
-        def decode(model: Any, input_ids: Any, logits_processor: Any, **options: Any) -> Any:
+        def decode(model: TransformersModel, input_ids: Any, logits_processor: Any, **options: Any) -> Any:
             if len(input_ids) > 1:
                 raise ValueError(
                     f"decoding={self!r:.200} is for one row, and the call computes {len(input_ids)}: pass one prompt, "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +33,7 @@ class HeldTensor(NamedTuple):
     bytes: int
 
 
-def held_tensors(model: Any) -> dict[str, HeldTensor]:
+def held_tensors(model: ShardedModel) -> dict[str, HeldTensor]:
     """In a worker: return the parameters and buffers of its part of the model, by their names in the full model."""
     params = dict(model.named_parameters(remove_duplicate=False))
     saved, found, first = model.state_dict().keys(), {}, dict[int, str]()
@@ -46,7 +48,7 @@ def held_tensors(model: Any) -> dict[str, HeldTensor]:
     return found
 
 
-def held_part(model: Any, name: str) -> tuple[Layout | None, int, Tensor] | None:
+def held_part(model: ShardedModel, name: str) -> tuple[Layout | None, int, Tensor] | None:
     """In a worker: return its shard of a tensor, with the layout (``None``: replicated) and the rank in the layout.
 
     Returns:

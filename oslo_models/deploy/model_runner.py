@@ -16,6 +16,7 @@ from oslo_models.contracts import require
 from oslo_models.deploy.full_state import held_part, held_tensors
 from oslo_models.deploy.messages import Join, Listening, Loading, Request, Setup, Streamed
 from oslo_models.locking import locked_property
+from oslo_models.sharding.model_protocol import TransformersModel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -257,13 +258,13 @@ def _seed(seed: int, device: Any, only_torch: bool) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def _adapters(model: Any, method: str, args: tuple[Any, ...]) -> Any:
+def _adapters(model: TransformersModel, method: str, args: tuple[Any, ...]) -> Any:
     from oslo_models.deploy.adapters import call_adapters
 
     return call_adapters(model, method, args)
 
 
-def _get_dtype(model: Any) -> Any:
+def _get_dtype(model: TransformersModel) -> Any:
     return model.dtype
 
 

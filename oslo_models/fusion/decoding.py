@@ -21,6 +21,7 @@ import torch
 
 from oslo_models.cache_argument import generation_name
 from oslo_models.contracts import holds
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 SHORTEST = 256
 """The number of positions of the shortest cache."""
@@ -119,7 +120,7 @@ class Decoder:
         self.rows, self.cache, self.runs = rows, cache, False
         self._compiled: list[tuple[Any, Callable[..., Any]]] = []
 
-    def step(self, model: Any, config: Any) -> Callable[..., Any]:
+    def step(self, model: ShardedModel, config: Any) -> Callable[..., Any]:
         """Return the model's compiled forward for this cache. ``config``: a ``CompileConfig``, ``None`` for default."""
         for known, compiled in self._compiled:
             if known == config:
@@ -133,7 +134,7 @@ class Decoder:
         self._compiled.append((config, compiled))
         return compiled
 
-    def _config(self, model: Any) -> Any:
+    def _config(self, model: ShardedModel) -> Any:
         """Return transformers' configuration. With one row, also tune products, which then become Triton kernels."""
         config = copy.copy(model._default_compile_config())
         from torch._inductor import list_mode_options  # takes a second
@@ -158,7 +159,7 @@ class Decoders:
     def __reduce__(self) -> Any:
         return Decoders, ()
 
-    def cache(self, model: Any, rows: int, length: int, new: Any, limit: int) -> Any:
+    def cache(self, model: ShardedModel, rows: int, length: int, new: Any, limit: int) -> Any:
         """Return an empty cache for these rows and positions: a kept cache, or ``new``, which is kept from now on.
 
         Args:
@@ -175,7 +176,7 @@ class Decoders:
         decoder.cache.reset()
         return decoder.cache
 
-    def make_room(self, model: Any, rows: int, length: int, limit: int) -> None:
+    def make_room(self, model: ShardedModel, rows: int, length: int, limit: int) -> None:
         """Drop the least recently used caches until such a cache fits. Call this before it takes memory."""
         if _key(model, rows, length) in self._kept:
             return
@@ -205,7 +206,7 @@ class Decoders:
             decoder.runs = False
 
 
-def _key(model: Any, rows: int, length: int) -> tuple[Any, ...]:
+def _key(model: ShardedModel, rows: int, length: int) -> tuple[Any, ...]:
     """Return the properties of a cache for the current autocast and inference modes."""
     kind = model.device.type
     casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

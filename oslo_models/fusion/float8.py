@@ -29,6 +29,7 @@ from oslo_models.layers.linear import (
     RowParallelConv1D,
     RowParallelLinear,
 )
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 RECIPES = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """The recipes by torchao's names, with the required compute capability."""
@@ -222,7 +223,7 @@ def _why_not_on_cpus(recipe: str) -> str | None:
 
 
 def in_float8(
-    model: Any,
+    model: ShardedModel,
     candidates: Iterable[FusionCandidate],
     subjects: Iterable[Any],
     entries: Mapping[str, Replicated],

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
 from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.sharding.model_protocol import TransformersModel
 
 _ROWS, _LENGTH, _OUTPUTS = 2, 5, 256
 _CACHES = ("cache", "past_key_values")
@@ -114,7 +115,7 @@ def _copied_cache(cache: Any) -> Any:
 
 
 def recorded(
-    model: Any, modules: Mapping[str, nn.Module], names: list[str], trains: bool
+    model: TransformersModel, modules: Mapping[str, nn.Module], names: list[str], trains: bool
 ) -> tuple[list[Call], str | None]:
     """Return the calls of the originals in a few small runs of the model, and the reason if a run failed.
 
@@ -142,7 +143,7 @@ def recorded(
 
 
 def _in_runs(
-    model: Any, base: Any, modules: Mapping[str, nn.Module], trains: bool, generator: torch.Generator
+    model: TransformersModel, base: Any, modules: Mapping[str, nn.Module], trains: bool, generator: torch.Generator
 ) -> list[_Recorder]:
     # transformers' forward: the forward of this library gathers outputs and runs pipeline stages
     defining = (cls for cls in type(base).__mro__ if cls.__module__.startswith("transformers."))

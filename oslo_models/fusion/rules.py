@@ -47,10 +47,11 @@ from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.norm import HeadParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelHead
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 
-def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
+def fusion_candidates(model: ShardedModel, backend: str) -> Iterator[FusionCandidate]:
     """Yield the candidates of a model: the model itself for decoding, and all modules that match a rule."""
     yield from _decoding(model)
     changed: dict[FusionRule, str | None] = {}
@@ -64,7 +65,7 @@ def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
 # Decoding -------------------------------------------------------------------------------------------------------------
 
 
-def _decoding(model: Any) -> Iterator[FusionCandidate]:
+def _decoding(model: ShardedModel) -> Iterator[FusionCandidate]:
     if not model.can_generate():
         return
     cls, attributes = None, {}

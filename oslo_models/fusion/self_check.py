@@ -26,6 +26,7 @@ from oslo_models.fusion.lazy_logits import LazyHead, LazyLogits
 from oslo_models.fusion.recorded_calls import Call, copied, recorded, width, with_few_outputs
 from oslo_models.fusion.small_blocks import small
 from oslo_models.fusion.swap import Fusion, FusionCandidate
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 BOUNDS = {
     # transformers' norms, softmax and positions round to float32 (2^-24) inside, and kernels in float64 do not. Without
@@ -57,7 +58,7 @@ def kind_of(candidate: FusionCandidate, cls: type) -> str:
 
 
 def apply_checked(
-    model: Any, fusion: Fusion, candidates: Iterable[FusionCandidate], selected: set[type] | None
+    model: ShardedModel, fusion: Fusion, candidates: Iterable[FusionCandidate], selected: set[type] | None
 ) -> list[FusionCandidate]:
     """Apply a fusion and undo it for the kinds that differ from the originals. A collective of the ranks of the model.
 
@@ -84,12 +85,12 @@ def apply_checked(
     return fusion.fusion_candidates
 
 
-def _all_agree(model: Any, is_known: bool) -> bool:
+def _all_agree(model: ShardedModel, is_known: bool) -> bool:
     return is_known if model.mesh is None else all(gather_objects(model.mesh.model, is_known))
 
 
 def _compare(
-    model: Any,
+    model: ShardedModel,
     fusion: Fusion,
     modules: Mapping[str, nn.Module],
     kinds: Mapping[str, str],
@@ -135,7 +136,7 @@ def _decided(
     return candidate
 
 
-def _agreed_names(model: Any, names: list[str], modules: Iterable[nn.Module]) -> tuple[list[str], str | None]:
+def _agreed_names(model: ShardedModel, names: list[str], modules: Iterable[nn.Module]) -> tuple[list[str], str | None]:
     """Return the modules to compare on every tensor-parallel rank, and the reason if none can be compared."""
     found = [(names, _unchecked_reason(modules))]
     if model.mesh is not None:
@@ -160,7 +161,7 @@ def _unchecked_reason(modules: Iterable[nn.Module]) -> str | None:
 
 
 def _differing(
-    model: Any, fusion: Fusion, kinds: Mapping[str, str], names: list[str], runs: list[Call], bound: float
+    model: ShardedModel, fusion: Fusion, kinds: Mapping[str, str], names: list[str], runs: list[Call], bound: float
 ) -> dict[str, str]:
     """Undo the kinds that differ from the originals. Return them with the differences.
 
@@ -271,7 +272,7 @@ def _visible(x: Tensor, visible: Tensor | None) -> Tensor:
 
 
 @contextmanager
-def _undisturbed(model: Any, modules: list[nn.Module]) -> Iterator[None]:
+def _undisturbed(model: ShardedModel, modules: list[nn.Module]) -> Iterator[None]:
     """Set the model to evaluation mode without foreign hooks; restore attributes, buffers and random states after."""
     kept = [(each, dict(each)) for m in modules for each in (m.__dict__, m._buffers) if each]
     buffers = [buffer for m in modules for buffer in m._buffers.values() if buffer is not None]

@@ -15,6 +15,7 @@ from oslo_models.fusion.known_layers import layer_name
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.entries import VocabParallel
 from oslo_models.pipeline.placeholders import Placeholder
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 ONE_PASS = "one pass in C++"
 
@@ -31,7 +32,7 @@ class Subject:
         parent: the class of the parent module, as `known_layers` names it.
     """
 
-    model: Any
+    model: ShardedModel
     backend: str
     name: str
     module: Any
@@ -88,7 +89,7 @@ class FusionRule:
         return next((found for found in map(broken, self.relies_on) if found is not None), None)
 
 
-def subjects(model: Any, backend: str) -> Iterator[Subject]:
+def subjects(model: ShardedModel, backend: str) -> Iterator[Subject]:
     """Yield the modules of this rank's pipeline stage, without placeholders for modules of other stages."""
     entries = {**model.plan(model.config).under(model._prefix()).head, **model.head_entries(model.config)}
     lm_heads = {name for name, entry in entries.items() if isinstance(entry, VocabParallel)}
@@ -105,10 +106,10 @@ def subjects(model: Any, backend: str) -> Iterator[Subject]:
         yield Subject(model, backend, name, module, layers[name], _classes_around(model, name), is_lm_head, parent)
 
 
-def _classes_around(model: nn.Module, name: str) -> tuple[type, ...]:
+def _classes_around(model: ShardedModel, name: str) -> tuple[type, ...]:
     """Return the classes of transformers' layers from the module outward, with the class of the model last."""
     found: list[type] = []
-    module = model
+    module: Any = model
     for part in name.split(".") if name else ():
         module = getattr(module, part)
         if type(module).__module__.startswith("transformers.models."):

@@ -16,6 +16,7 @@ from torch import nn
 
 from oslo_models.fusion import apex
 from oslo_models.fusion.lazy_logits import LazyHead
+from oslo_models.sharding.model_protocol import TransformersModel
 
 BACKENDS = ("auto", "triton", "apex", "torch")
 
@@ -88,7 +89,9 @@ class Fusion:
         self.fusion_candidates: list[FusionCandidate] = []
         self._swapped: dict[str, tuple[nn.Module, type, tuple[str, ...]]] = {}
 
-    def apply(self, model: nn.Module, fusion_candidates: Iterable[FusionCandidate], selected: set[type] | None) -> None:
+    def apply(
+        self, model: TransformersModel, fusion_candidates: Iterable[FusionCandidate], selected: set[type] | None
+    ) -> None:
         """Replace the candidates' modules inside selected classes. ``None`` selects all."""
         self.fusion_candidates, modules = list(fusion_candidates), dict(model.named_modules())
         for candidate in self.fusion_candidates:

@@ -23,6 +23,7 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion.decoder_blocks import BlockDecoding
 from oslo_models.fusion.decoder_layers import BlockForm
 from oslo_models.fusion.swap import Fusion, FusionCandidate
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 Key = tuple[Any, ...]
 _MOST = 16
@@ -57,7 +58,7 @@ def forget() -> None:
 
 
 def key_of(
-    model: Any,
+    model: ShardedModel,
     fusion: Fusion,
     modules: Mapping[str, nn.Module],
     names: Iterable[str],
@@ -86,7 +87,7 @@ def key_of(
     )
 
 
-def _settings(model: Any) -> Iterator[Any]:
+def _settings(model: ShardedModel) -> Iterator[Any]:
     kind = model.device.type
     yield from (model.device, model.dtype, model.main_input_name, torch.get_default_dtype(), torch.get_num_threads())
     yield from (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled())

@@ -310,7 +310,7 @@ class Accelerator(accelerate.Accelerator):
             pairs.append((model, found[0]))
         return pairs
 
-    def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint that transformers can load. A parallel model is merged. A collective of all ranks."""
         parallel = find_parallel_model(model)
         if parallel is None:
@@ -318,7 +318,7 @@ class Accelerator(accelerate.Accelerator):
         else:
             parallel.save_pretrained_with_parallel(save_directory, save_with_merging=True)
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the state dict of a model. Raise ``ValueError`` for a sharded model."""
         parallel = find_parallel_model(model)
         if parallel is None or not parallel.is_model_parallelized():

@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.utils import ModelOutput
 
@@ -156,7 +156,7 @@ def broadcast_tensors(axis: Axis, data: Any, src: int, device: torch.device) -> 
     return tree_map_only(_TensorLike, receive, skeleton)
 
 
-def autocast_micro_batches(model: Any, autocast: Any) -> None:
+def autocast_micro_batches(model: nn.Module, autocast: Any) -> None:
     """Run the loop over micro-batches under autocast: accelerate's own wrapper ends before the loop starts."""
     forward = model.forward
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.utils import send_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -61,7 +61,7 @@ class ParallelTrainerMixin(_Base):
         self.accelerator.use_model(model)
         return model
 
-    def _check_arguments(self, model: Any) -> None:
+    def _check_arguments(self, model: nn.Module) -> None:
         """Check on all ranks that a parallel model supports the arguments of this trainer."""
         found = find_parallel_model(model)
         if found is not None:
@@ -129,7 +129,7 @@ class ParallelTrainerMixin(_Base):
             return batch
         return broadcast_object(self._mesh.model, send_to_device(batch, "cpu"))
 
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Train on a batch. With pipeline stages, transformers' method runs for each micro-batch.
 
         Returns:
@@ -159,13 +159,12 @@ class ParallelTrainerMixin(_Base):
 
     # Evaluation -------------------------------------------------------------------------------------------------------
 
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict a batch. With pipeline stages, every stage gets the output of the last stage."""
         if self._parallel is not None:
             inputs = self._share(inputs)
-        if self._staged is not None:
-            model = EvaluationStages(model, self._staged)
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        called: Any = model if self._staged is None else EvaluationStages(model, self._staged)
+        return super().prediction_step(called, inputs, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search hyperparameters as transformers does. Raise ``ValueError`` for a parallel model."""
@@ -177,7 +176,7 @@ class ParallelTrainerMixin(_Base):
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self._parallel is None:
             super()._save_checkpoint(model, trial)
             return
@@ -244,7 +243,7 @@ class ParallelTrainerMixin(_Base):
                 raise ValueError(f"{self.args.output_dir} has no complete checkpoint to resume from")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._parallel is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
@@ -287,7 +286,7 @@ class Seq2SeqTrainer(ParallelTrainerMixin, transformers.Seq2SeqTrainer):
     """transformers' ``Seq2SeqTrainer`` for models of this library on several ranks."""
 
 
-def _has_adapters(model: Any) -> bool:
+def _has_adapters(model: nn.Module) -> bool:
     """Return whether the model has peft adapters. Checkpoints then have adapters in place of the model."""
     return bool(getattr(model, "peft_config", None))
 

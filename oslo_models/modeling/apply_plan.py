@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,11 +15,12 @@ from oslo_models.layers.kinds import ShardingContext, shard_module
 from oslo_models.layers.linear import ColumnParallel
 from oslo_models.layers.local_module import LocalModule
 from oslo_models.modeling.quantizing import shard_of
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Entries, Plan, Replicated, entry_of
 
 
-def plan_over(model: Any, mesh: ParallelMesh) -> Plan:
+def plan_over(model: ShardedModel, mesh: ParallelMesh) -> Plan:
     """Return the plan of a model on a mesh. Expert parallelism divides the experts over the ranks."""
     plan: Plan = model.plan(model.config)
     return plan.with_experts_over(mesh.expert_parallel_size) if mesh.expert_parallel_size > 1 else plan

@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from oslo_models.distributed.autograd_collectives import gather_from
 from oslo_models.distributed.mesh import Axis
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.sharding.plan import Plan
 
 
@@ -28,7 +29,7 @@ class AttentionOutputs:
         depth: the number of nested calls. The outermost call gathers the outputs.
     """
 
-    def __init__(self, model: Any, tp: Axis, plan: Plan) -> None:
+    def __init__(self, model: ShardedModel, tp: Axis, plan: Plan) -> None:
         self.tp, self.plan, self.depth = tp, plan, 0
         self.groups = model.attention_groups(model.config)
         for path, module in model.named_modules():

@@ -28,6 +28,7 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group
 from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects, require_equal
 from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.meta_device import allocate, meta_device, uninitialized_on_meta
 from oslo_models.modeling.own_plan import class_with_plan
 from oslo_models.modeling.packing import check_combination, freeze_packed, packing_reader, quantizing_reader
@@ -54,7 +55,7 @@ def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kw
     return (model, info) if kwargs.get("output_loading_info") else model
 
 
-def start(model: Any, arguments: Arguments, are_random: bool = False) -> None:
+def start(model: ParallelModelInternals, arguments: Arguments, are_random: bool = False) -> None:
     """Finish construction after this rank's weights are loaded. This is a collective of all ranks."""
     assert model.mesh is not None
     model.gather_logits = arguments.gather_logits

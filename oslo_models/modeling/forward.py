@@ -23,6 +23,7 @@ from oslo_models.fusion.decoding import with_own_code
 from oslo_models.fusion.lazy_logits import LazyLogits
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
+from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.pipeline.stage import Stage
 
 
@@ -40,7 +41,7 @@ class ForwardMode(Enum):
 def with_full_outputs(forward: Any) -> Any:
     """Wrap ``forward`` to gather its sharded outputs. The signature stays, since ``generate`` inspects it."""
 
-    def full_forward(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def full_forward(model: ParallelModelInternals, /, *args: Any, **kwargs: Any) -> Any:
         if model._peft_config is not None:
             model.adopt_adapters()
         if model.mesh is not None:
@@ -61,7 +62,7 @@ def with_full_outputs(forward: Any) -> Any:
     return functools.update_wrapper(own, forward)
 
 
-def _refuse_transforms(model: Any) -> None:
+def _refuse_transforms(model: ParallelModelInternals) -> None:
     """Raise ``RuntimeError`` inside ``torch.func`` transforms and forward-mode differentiation."""
     if torch.compiler.is_compiling() or not model.is_model_parallelized():
         return
@@ -73,7 +74,7 @@ def _refuse_transforms(model: Any) -> None:
         )
 
 
-def _forward_mode(model: Any, kwargs: Mapping[str, Any]) -> ForwardMode:
+def _forward_mode(model: ParallelModelInternals, kwargs: Mapping[str, Any]) -> ForwardMode:
     """Return the mode of a call with these arguments, and tell LM heads whether their logits may be lazy."""
     if model.pipeline is not None:
         return ForwardMode.PIPELINE
@@ -88,7 +89,9 @@ WITHOUT_WEIGHTS = ("prepare_inputs_for_generation", "prepare_decoder_input_ids_f
 """Methods of transformers models that read only their arguments and the configuration."""
 
 
-def call_with_full_outputs(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_with_full_outputs(
+    model: ParallelModelInternals, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call another method of the model, such as ``get_text_features``, and gather its sharded outputs.
 
     Raises:
@@ -103,7 +106,7 @@ def call_with_full_outputs(model: Any, name: str, args: tuple[Any, ...], kwargs:
     args, kwargs = _on_device(model.mesh.device, args, kwargs)
     model._at(name, steps=1)
     with within_model(model):
-        output = gathered(getattr(model, name)(*args, **kwargs))
+        output: Any = gathered(getattr(model, name)(*args, **kwargs))
     model._at(f"after {name}")
     if isinstance(output, ModelOutput):
         return type(output)(**_gather_fields(model, output, kwargs))
@@ -115,7 +118,9 @@ def call_with_full_outputs(model: Any, name: str, args: tuple[Any, ...], kwargs:
     return tree_map_only(ShardedLogits, lambda logits: logits.full(), output)
 
 
-def _gathered_forward(forward: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gathered_forward(
+    forward: Any, model: ParallelModelInternals, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     as_tuple = not (model.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"])
     if as_tuple:  # output names tell which outputs are sharded
         kwargs["return_dict"] = True
@@ -147,7 +152,7 @@ def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
             return
 
 
-def within_model(model: Any) -> Any:
+def within_model(model: ParallelModelInternals) -> Any:
     """Return a context in which encoders and decoders return attention weights of local heads only."""
     return nullcontext() if model.attention_outputs is None else model.attention_outputs.within_model()
 
@@ -156,19 +161,20 @@ def with_full_stage_outputs(forward: Any) -> Any:
     """Wrap ``forward`` of a pipeline stage to gather its sharded outputs."""
 
     @functools.wraps(forward)
-    def stage_forward(model: Any, /, **kwargs: Any) -> Any:
+    def stage_forward(model: ParallelModelInternals, /, **kwargs: Any) -> Any:
         if "return_dict" in kwargs or not model.config.return_dict:
             kwargs["return_dict"] = True  # the pipeline needs the loss by name
         wanted = kwargs.get("output_hidden_states")
         if not isinstance(wanted, bool) and wanted is not None:  # indices of some hidden states in the full model
             kwargs["output_hidden_states"] = True
         model.use_lazy_logits()
-        with within_model(model), model.stage.reading_own_layers(model):
+        stage = model.stage
+        assert stage is not None
+        with within_model(model), stage.reading_own_layers(model):
             output = forward(model, **kwargs)
         if not isinstance(output, ModelOutput):
             return output
-        fields, stage = _gather_fields(model, output, kwargs), model.stage
-        assert stage is not None
+        fields = _gather_fields(model, output, kwargs)
         if not model._generates and not kwargs.get("use_cache"):
             fields = {name: value for name, value in fields.items() if name not in NAMES}  # caches of local blocks only
         return type(output)(**{name: _of_all_blocks(stage, name, value, wanted) for name, value in fields.items()})
@@ -227,7 +233,7 @@ def with_synchronized_rng(generate: Any) -> Any:
 
     @functools.wraps(generate)
     def synchronized_generate(
-        model: Any, /, *args: Any, fused_no_repeat_ngram_blocking: bool | None = None, **kwargs: Any
+        model: ParallelModelInternals, /, *args: Any, fused_no_repeat_ngram_blocking: bool | None = None, **kwargs: Any
     ) -> Any:
         model.fuse_ngram_blocking(fused_no_repeat_ngram_blocking)
         try:
@@ -236,7 +242,7 @@ def with_synchronized_rng(generate: Any) -> Any:
             model._release_caches()
             raise
 
-    def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(model: ParallelModelInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if model.mesh is None or model._generates:
             return generate(model, *args, **kwargs)
         if model.mesh.has_experts_over_replicas and kwargs.get("synced_gpus") is None:
@@ -266,7 +272,7 @@ def with_synchronized_rng(generate: Any) -> Any:
     return synchronized_generate
 
 
-def _refuse_outputs_of_blocks(model: Any, kwargs: Mapping[str, Any]) -> None:
+def _refuse_outputs_of_blocks(model: ParallelModelInternals, kwargs: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if ``generate`` should return outputs of blocks on other stages."""
 
     def value(name: str) -> Any:
@@ -282,7 +288,7 @@ def _refuse_outputs_of_blocks(model: Any, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _gather_fields(model: Any, output: ModelOutput, given: Mapping[str, Any]) -> dict[str, Any]:
+def _gather_fields(model: ParallelModelInternals, output: ModelOutput, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a forward's output fields like transformers, with gathered logits and attention weights."""
     loss = output.get("loss")
     omit_logits = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)

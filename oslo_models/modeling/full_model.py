@@ -13,17 +13,18 @@ from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.distributed.sharded_tensor import local_tensor, unmark_parameter
+from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.original_class import original_class
 from oslo_models.modeling.quantizing import check_not_quantized
 
 
-def is_full(model: Any) -> bool:
+def is_full(model: object) -> bool:
     """Whether this process holds all weights: a transformers model, or a parallel model of sizes 1."""
     mesh = getattr(model, "mesh", None)
     return mesh is None or mesh.model.size == 1
 
 
-def remove_parallel_state(model: Any) -> None:
+def remove_parallel_state(model: ParallelModelInternals) -> None:
     """Remove the attributes of a parallel model of sizes 1 from a full model, in place."""
     if getattr(model, "_fusion", None) is not None:
         model.unfuse()
@@ -37,7 +38,7 @@ def remove_parallel_state(model: Any) -> None:
         vars(model).pop(name, None)
 
 
-def plain_view(model: Any) -> Any:
+def plain_view(model: nn.Module) -> Any:
     """Return a full model itself, or a parallel model of sizes 1 as an object of its transformers class.
 
     Raises:
@@ -62,7 +63,7 @@ def _attributes(cls: type) -> set[str]:
 
 
 @torch.no_grad()
-def make_full(model: Any) -> None:
+def make_full(model: ParallelModelInternals) -> None:
     """Implement `ParallelizedModel.deparallelize`."""
     mesh: ParallelMesh | None = model.mesh
     cls = vars(model).get("_full_class", type(model))
@@ -84,7 +85,7 @@ def make_full(model: Any) -> None:
         model.layouts = {}
 
 
-def _gather(model: Any, mesh: ParallelMesh) -> dict[str, Tensor]:
+def _gather(model: ParallelModelInternals, mesh: ParallelMesh) -> dict[str, Tensor]:
     """Gather the full tensors in host memory on every rank, with tied tensors under one of their names."""
     tensors, layouts = model._full_names(model.state_dict())
     tied = model._tied_names()
@@ -99,7 +100,7 @@ def _gather(model: Any, mesh: ParallelMesh) -> dict[str, Tensor]:
     return full
 
 
-def _replace_modules(model: Any, cls: Any, tensors: dict[str, Tensor]) -> None:
+def _replace_modules(model: ParallelModelInternals, cls: Any, tensors: dict[str, Tensor]) -> None:
     """Give the model the modules of a full model with these tensors. Local parameters stay the same objects."""
     full_names = {} if model.stage is None else model.stage.full_names
     named = model.named_parameters(remove_duplicate=False)

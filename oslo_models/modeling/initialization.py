@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from oslo_models.distributed.rng import default_generator, stable_hash
 from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.model_protocol import TransformersModel
 
 
 class SeededByName(TorchDispatchMode):
@@ -95,7 +96,7 @@ class SeededByName(TorchDispatchMode):
 
 @torch.no_grad()
 def initialize_whole(
-    model: Any,
+    model: TransformersModel,
     name: str,
     layouts: Mapping[str, Layout],
     seed: int,
@@ -140,7 +141,7 @@ def initialize_whole(
             param.copy_(own[leaf].shard(full[leaf].detach(), rank_in(own[leaf])))
 
 
-def _initializer(model: Any, name: str) -> Any:
+def _initializer(model: TransformersModel, name: str) -> Any:
     """Return the innermost model around a module. transformers initialises the module by this model's configuration."""
     parts = name.split(".")[:-1]
     around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]

@@ -14,6 +14,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from oslo_models.checkpoint import CheckpointReader
 from oslo_models.checkpoint.quantized import DequantizingReader, PackedWeight, PackingReader, quantize
 from oslo_models.modeling.weight_mapping import WeightMapping
+from oslo_models.sharding.model_protocol import TransformersModel
 
 
 def check_combination(settings: Mapping[str, Any] | None, on_the_fly: Any, dequantize: bool) -> None:
@@ -78,7 +79,7 @@ def quantizing_reader(
     return _packing_reader(reader, names, quantized, transposed, compute_dtype)
 
 
-def freeze_packed(model: Any) -> None:
+def freeze_packed(model: TransformersModel) -> None:
     """Freeze quantised weights. Set the flag by which transformers and ``peft`` recognise bitsandbytes models."""
     packed = [param for param in model.parameters() if isinstance(param, PackedWeight)]
     for param in packed:

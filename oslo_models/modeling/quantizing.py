@@ -15,10 +15,11 @@ from oslo_models.checkpoint.quantized import PackedWeight
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_parameter
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.sharding.layout import Layout
 
 
-def skipped_modules(model: Any, config: Any) -> list[str]:
+def skipped_modules(model: ShardedModel, config: Any) -> list[str]:
     """Return the modules that transformers would not quantise: LM heads, and modules that the user excludes."""
     fp32 = model._keep_in_fp32_modules
     given = getattr(config, "modules_to_not_convert", None) or getattr(config, "llm_int8_skip_modules", None)
@@ -26,7 +27,7 @@ def skipped_modules(model: Any, config: Any) -> list[str]:
     return names
 
 
-def quantize_linear_layers(model: Any, config: Any, skipped: Collection[str]) -> None:
+def quantize_linear_layers(model: ShardedModel, config: Any, skipped: Collection[str]) -> None:
     """Quantise this rank's linear layers in place. This is a collective of all ranks.
 
     Each rank gathers the full weights one after another, quantises each with torchao and keeps its shard. The scales
@@ -119,7 +120,7 @@ def check_not_quantized(tensors: Mapping[str, Tensor], what: str) -> None:
             raise ValueError(f"{name} is quantised ({type(tensor).__name__}), and {what}")
 
 
-def _layers(model: Any, skipped: Collection[str]) -> Iterator[tuple[nn.Linear, Sharding]]:
+def _layers(model: ShardedModel, skipped: Collection[str]) -> Iterator[tuple[nn.Linear, Sharding]]:
     """Yield the linear layers to quantise and their weights' sharding, in the same order on all ranks of a stage."""
     full_names = {} if model.stage is None else model.stage.full_names
     for path, module in model.named_modules():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead, has_backward_hooks
+from oslo_models.sharding.model_protocol import TransformersModel
 
 
 class ShardedLayers:
@@ -24,7 +26,7 @@ class ShardedLayers:
         self._edges = _edges(modules)
         self._heads = _heads(modules)
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: TransformersModel) -> None:
         """Raise ``RuntimeError`` if a layer was replaced since the last call. Runs before each forward pass.
 
         The check takes a few dictionary lookups per block, unless a module was moved.
@@ -38,7 +40,7 @@ class ShardedLayers:
         for head, modules in self._heads:
             head.gathers = any(map(has_backward_hooks, modules))
 
-    def _look_again(self, model: nn.Module) -> None:
+    def _look_again(self, model: TransformersModel) -> None:
         for layer in self._paths:
             path, module = _deepest(model, layer)
             if path == layer:
@@ -105,9 +107,10 @@ def _ends(path: str) -> list[int]:
     return [*(position for position, letter in enumerate(path) if letter == "."), len(path)]
 
 
-def _deepest(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+def _deepest(model: TransformersModel, path: str) -> tuple[str, Any]:
     """Return the module at a path, or the last one that exists on it. Wrappers on the path may forward attributes."""
-    found, names = model, path.split(".")
+    names = path.split(".")
+    found: Any = model
     for depth, name in enumerate(names):
         inner = getattr(found, name, None)
         if not isinstance(inner, nn.Module):

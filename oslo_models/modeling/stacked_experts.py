@@ -25,10 +25,11 @@ from oslo_models.checkpoint.concatenated import concatenated_reader
 from oslo_models.checkpoint.interleaved import interleaved_reader
 from oslo_models.checkpoint.merged import Merge, merged_reader
 from oslo_models.checkpoint.stacked import Piece, stacked_reader
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.sharding.layout import Layout, Range
 
 
-def expert_pieces(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
+def expert_pieces(model: ShardedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
     """Return the checkpoint's matrices of each stack of experts, by the name of the stack. Other models have none.
 
     The names come from transformers' own reverse conversion of a small stack with numbered elements.
@@ -58,13 +59,13 @@ class _Conversions:
     config: Any
 
 
-def _conversions(model: Any) -> list[Any]:
+def _conversions(model: ShardedModel) -> list[Any]:
     """Return transformers' checkpoint conversions of a model, without conversions for old checkpoints only."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
 
 
-def concatenated_parts(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
+def concatenated_parts(model: ShardedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
     """Map each tensor that transformers concatenates from checkpoint tensors to the names of these parts.
 
     Args:
@@ -100,7 +101,7 @@ def _concatenates(converter: WeightConverter) -> bool:
     return known and operations[0].dim == 0
 
 
-def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
+def chunked_names(model: ShardedModel, names: Iterable[str]) -> dict[str, list[str]]:
     """Map each checkpoint tensor that transformers splits into several to the model's names of these parts.
 
     Args:
@@ -131,7 +132,7 @@ def _chunks(converter: WeightConverter) -> bool:
     return known and converter.operations[0].dim == 0 and len(converter.source_patterns) == 1
 
 
-def interleaved_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+def interleaved_names(model: ShardedModel, names: Iterable[str]) -> dict[str, str]:
     """Map the model's names of stacked experts with interleaved rows in checkpoints to the checkpoint names.
 
     Args:
@@ -164,7 +165,9 @@ def is_renaming(converter: WeightConverter) -> bool:
     return all(map(_dequantizes, converter.operations))
 
 
-def merged_parts(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Merge, dict[str, Tensor]]]:
+def merged_parts(
+    model: ShardedModel, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[Merge, dict[str, Tensor]]]:
     """Map each tensor that transformers merges from several to the function, and to empty tensors by saved name.
 
     Args:
@@ -195,7 +198,7 @@ def _merges(converter: WeightConverter) -> bool:
     return [type(operation).__name__ for operation in converter.operations] == ["Inkling2LoopMergeMessageQueries"]
 
 
-def padded_names(model: Any, names: Iterable[str]) -> set[str]:
+def padded_names(model: ShardedModel, names: Iterable[str]) -> set[str]:
     """Return the names of LM heads that transformers pads to ``config.vocab_size`` rows for saving.
 
     Args:
@@ -218,7 +221,7 @@ def _stacks(converter: WeightConverter, name: str) -> bool:
     return known and len(converter.target_patterns) == 1 and name.endswith(converter.target_patterns[0])
 
 
-def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
+def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> CheckpointReader:
     """Wrap a reader so that it returns the model's tensors where the checkpoint has single experts or other parts.
 
     Args:
@@ -276,7 +279,7 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
 
 
 def as_saved(
-    model: Any, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], tied: Mapping[str, str]
+    model: ShardedModel, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], tied: Mapping[str, str]
 ) -> tuple[Mapping[str, Tensor], dict[str, Layout], dict[str, str]]:
     """Convert shards, layouts and tied weights to the names and parts of transformers' saved checkpoints.
 

@@ -313,7 +313,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def _experts_over_replicas(model: Any) -> list[str]:
+def _experts_over_replicas(model: TrainableModel) -> list[str]:
     """Return the names of `TrainableModel.expert_parameters`, or no names for other models."""
     mesh = model.mesh
     if mesh is None or not mesh.has_experts_over_replicas:

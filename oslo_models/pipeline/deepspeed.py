@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import CellType
 from typing import Any
 
-from torch import nn
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 
 class DeepSpeedAdapter:
@@ -32,7 +32,7 @@ class DeepSpeedAdapter:
         self._boundary = engine._is_gradient_accumulation_boundary
 
     @classmethod
-    def find(cls, model: nn.Module) -> DeepSpeedAdapter | None:
+    def find(cls, model: ShardedModel) -> DeepSpeedAdapter | None:
         """Find the engine that wraps the model by its registered hook. Returns ``None`` without an engine.
 
         Raises:

@@ -21,6 +21,7 @@ from oslo_models.pipeline.batch_rows import count_rows, divide_rows
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, asks_for_loss
 from oslo_models.pipeline.schedule import Schedule
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.pipeline.shared_outputs import SharedOutputs
 from oslo_models.pipeline.stage import Stack, Stage, hidden_size
 from oslo_models.pipeline.stage_runner import OtherStageError, StageRunner
@@ -36,7 +37,7 @@ class Pipeline:
         forward: forward of the model class, with outputs resolved.
     """
 
-    def __init__(self, model: Any, stage: Stage, forward: Callable[..., Any]) -> None:
+    def __init__(self, model: ShardedModel, stage: Stage, forward: Callable[..., Any]) -> None:
         self.model, self.stage, self.mesh = model, stage, model.mesh
         self.runner = StageRunner(model, stage, forward)
         self._signature = inspect.signature(forward)

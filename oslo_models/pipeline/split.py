@@ -25,6 +25,7 @@ from oslo_models.pipeline.partition import partition
 from oslo_models.pipeline.stage import Stack, Stage, hidden_size, stack_of
 from oslo_models.sharding.layer_lists import layer_lists
 from oslo_models.sharding.layout import Layout, Range
+from oslo_models.sharding.model_protocol import TransformersModel
 from oslo_models.sharding.plan import Entries, Plan, entry_of
 
 
@@ -267,7 +268,12 @@ def _stages_of(
 
 
 def _count_routers(
-    model: Any, stage: Stage, plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], layouts: Mapping[str, Layout]
+    model: TransformersModel,
+    stage: Stage,
+    plan: Plan,
+    prefix: str,
+    blocks: Sequence[tuple[str, str]],
+    layouts: Mapping[str, Layout],
 ) -> None:
     """Record the number of routers of each stage and their number of experts. ``model`` must still have every block."""
     recorded = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")

@@ -11,6 +11,7 @@ from oslo_models.pipeline.caches import CacheLayers
 from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.layer_lists import replaced_values
 from oslo_models.sharding.layout import Range
+from oslo_models.sharding.model_protocol import TransformersModel
 from oslo_models.sharding.pipeline_rules import InputPositions
 
 
@@ -84,7 +85,7 @@ class Stage:
     counting_layer: int | None = None
 
     @contextmanager
-    def reading_own_layers(self, model: Any) -> Iterator[None]:
+    def reading_own_layers(self, model: TransformersModel) -> Iterator[None]:
         """Restrict the layer lists in the configurations of ``model`` to this stage within the block.
 
         The forward reads the lists by local block number. Outside of the forward they list all layers, since scripts
@@ -119,7 +120,7 @@ def stack_of(entry: str, prefix: str, stacks: Sequence[Stack], default: int) -> 
     return named[0] if named else stacks[default]
 
 
-def hidden_size(model: Any, blocks: str) -> int:
+def hidden_size(model: TransformersModel, blocks: str) -> int:
     """Return the width of hidden states from the innermost module around ``blocks`` with a ``config.hidden_size``.
 
     Raises:

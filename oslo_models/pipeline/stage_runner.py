@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from oslo_models.distributed.stopping import OtherRankError
 from oslo_models.pipeline.placeholders import BoundaryDropout
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.pipeline.stage import Stage, hidden_size
 
 Batch = Mapping[str, Any]
@@ -47,7 +48,7 @@ class StageRunner:
         is_running: whether the current call of the model is for one micro-batch.
     """
 
-    def __init__(self, model: Any, stage: Stage, forward: Callable[..., Any]) -> None:
+    def __init__(self, model: ShardedModel, stage: Stage, forward: Callable[..., Any]) -> None:
         self.model, self.stage, self._forward = model, stage, forward
         self._boundary_dropouts = [module for module in model.modules() if isinstance(module, BoundaryDropout)]
         self.abandoned = self.is_running = False

@@ -16,6 +16,7 @@ from torch import Tensor
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError
 from oslo_models.distributed.object_exchange import gather_objects
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.planning.reference import generation_options
 
 SMALL = 1e-3
@@ -45,7 +46,7 @@ def main(scratch: Path) -> None:
     (scratch / f"rank-{rank}.json").write_text(json.dumps(report))
 
 
-def compare(model: Any, scratch: Path, bound: float) -> Iterator[tuple[str, bool, str]]:
+def compare(model: ShardedModel, scratch: Path, bound: float) -> Iterator[tuple[str, bool, str]]:
     """Yield name, verdict and figures of each check. This is a collective of all ranks of the model."""
     reference = torch.load(scratch / "reference.pt", weights_only=True)
     batch = reference["batch"]
@@ -69,7 +70,7 @@ def compare(model: Any, scratch: Path, bound: float) -> Iterator[tuple[str, bool
     yield _files(scratch / "merged", scratch / "plain")
 
 
-def _gradients(model: Any, scratch: Path, bound: float) -> tuple[str, bool, str]:
+def _gradients(model: ShardedModel, scratch: Path, bound: float) -> tuple[str, bool, str]:
     names = json.loads((scratch / "names.json").read_text())
     floor = SMALL * names["largest"]
     full_names = {} if model.stage is None else model.stage.full_names

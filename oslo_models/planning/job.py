@@ -19,6 +19,7 @@ from oslo_models.checkpoint.quantized.weight import missing_library
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.mesh import ParallelMesh, check_size
 from oslo_models.modeling.meta_device import meta_device
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.planning.fake_rank import fake_rank
 from oslo_models.planning.meta_run import (
     ACTIVATIONS,
@@ -250,14 +251,14 @@ def _vocabulary(job: Job, mesh: ParallelMesh) -> set[int]:
     return {size, small, small + 1} if more else {size, small}
 
 
-def _batch(job: Job, model: nn.Module) -> dict[str, Tensor]:
+def _batch(job: Job) -> dict[str, Tensor]:
     tokens = torch.zeros(job.batch, job.length, dtype=torch.long, device="meta")
     of_row = job.cls.__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
     labels = tokens[:, 0] if of_row else tokens
     return {"input_ids": tokens, "labels": labels}
 
 
-def _train(job: Job, model: Any, run: MetaRun) -> Counter[str]:
+def _train(job: Job, model: ShardedModel, run: MetaRun) -> Counter[str]:
     """Run a forward and a backward pass and a step of AdamW. Return the peak of a later step."""
     trained = [param for param in model.parameters() if param.requires_grad]
     handles = [
@@ -265,9 +266,9 @@ def _train(job: Job, model: Any, run: MetaRun) -> Counter[str]:
     ]
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base.pipeline is None:
-        model(**_batch(job, model)).loss.backward()
+        model(**_batch(job)).loss.backward()
     else:
-        for output in model(**_batch(job, model)):
+        for output in model(**_batch(job)):
             output.loss.backward()
     for handle in handles:
         handle.remove()
@@ -287,7 +288,7 @@ def _train(job: Job, model: Any, run: MetaRun) -> Counter[str]:
 
 
 @torch.no_grad()
-def _serve(job: Job, model: Any, run: MetaRun) -> Counter[str]:
+def _serve(job: Job, model: ShardedModel, run: MetaRun) -> Counter[str]:
     """Return the peak of a server with a cache of all rows, while it computes a part of one prompt."""
     cache = _prefill(job, model, run)[CACHE]
     chunk = replace(job, batch=1, length=min(job.length, PREFILL))
@@ -297,10 +298,10 @@ def _serve(job: Job, model: Any, run: MetaRun) -> Counter[str]:
     return peak
 
 
-def _prefill(job: Job, model: Any, run: MetaRun) -> Counter[str]:
+def _prefill(job: Job, model: ShardedModel, run: MetaRun) -> Counter[str]:
     """Compute prompts. Return the peak, with the cache that remains as its own part."""
     run.reset_peak()
-    batch = _batch(job, model)
+    batch = _batch(job)
     batch.pop("labels")
     with model.generating():
         if job.config.is_encoder_decoder:
@@ -317,7 +318,7 @@ def _prefill(job: Job, model: Any, run: MetaRun) -> Counter[str]:
     return peak
 
 
-def _keeps_logits(model: Any) -> bool:
+def _keeps_logits(model: ShardedModel) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from oslo_models.checkpoint import current_folder
 from oslo_models.planning.job import Job, run_rank
 from oslo_models.planning.meta_run import GRADIENTS, WEIGHTS
+from oslo_models.sharding.model_protocol import TransformersModel
 
 NEW_TOKENS = 16
 TEXT = "The quick brown fox jumps over the lazy dog. In the beginning the model was split, and every part was equal. "
@@ -108,7 +109,9 @@ def compute_reference(
     return notes
 
 
-def make_batch(model: Any, directory: Path, text: str | None, length: int) -> tuple[dict[str, Tensor], list[str]]:
+def make_batch(
+    model: TransformersModel, directory: Path, text: str | None, length: int
+) -> tuple[dict[str, Tensor], list[str]]:
     """Return two rows of tokens of the text, by default of `TEXT`, and notes for the user."""
     notes = []
     size = model.config.get_text_config().vocab_size
@@ -135,7 +138,7 @@ def make_batch(model: Any, directory: Path, text: str | None, length: int) -> tu
     return {"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": labels}, notes
 
 
-def generation_options(model: Any) -> dict[str, Any]:
+def generation_options(model: TransformersModel) -> dict[str, Any]:
     """Return the options of greedy generation of a fixed number of tokens."""
     end = model.config.get_text_config().eos_token_id
     pad = model.config.get_text_config().pad_token_id

@@ -6,9 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
+
+if TYPE_CHECKING:
+    from oslo_models.deploy import Deployment
 
 _UNKNOWN = object()
 
@@ -40,7 +43,7 @@ class AdapterTurns:
         model: a deployed model that has loaded the adapters. Nothing else may switch them.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Deployment) -> None:
         self._model = model
         self._lock, self._switching = threading.Lock(), threading.Lock()
         self._waiting: list[_Waiting] = []

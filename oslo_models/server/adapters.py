@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from oslo_models.deploy import Deployment
 
 
 def parse_adapters(given: Sequence[str], models: Sequence[str]) -> dict[str, Path]:
@@ -82,7 +85,7 @@ def _check_adapter(kind: type[Any], config: Any, folder: Path) -> None:
         raise ValueError(f"of its tensors, {found[0]} ({len(found)} differ)")
 
 
-def load_adapters(model: Any, adapters: Mapping[str, Path]) -> dict[str, str]:
+def load_adapters(model: Deployment, adapters: Mapping[str, Path]) -> dict[str, str]:
     """Load adapters into a deployed model.
 
     Returns:

@@ -6,7 +6,7 @@ import asyncio
 import base64
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from oslo_models.server.embedding_config import POOLINGS, EmbeddingConfig
 from oslo_models.server.schema import Request, Texts
+
+if TYPE_CHECKING:
+    from oslo_models.deploy import Deployment
 
 
 class EmbeddingRequest(Request):
@@ -44,7 +47,9 @@ class Embedder:
         batch: limit of inputs per call.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: EmbeddingConfig, normalizes: bool, batch: int = 16) -> None:
+    def __init__(
+        self, model: Deployment, tokenizer: Any, config: EmbeddingConfig, normalizes: bool, batch: int = 16
+    ) -> None:
         if config.pooling not in POOLINGS:
             raise ValueError(f"pooling={config.pooling!r} is none of {', '.join(POOLINGS)}")
         self.model, self.config, self.normalizes, self.batch = model, config, normalizes, batch

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from oslo_models.server.text import decode_after
 from oslo_models.server.token_reader import GenerationJob, TokenReader, TokenSource
 from oslo_models.server.token_texts import TokenTexts
 
+if TYPE_CHECKING:
+    from oslo_models.deploy import Deployment
+
 
 class AnswerGenerator:
     """Generates answers in separate threads. The model batches their calls, see `deploy.running_batch`.
@@ -33,7 +36,7 @@ class AnswerGenerator:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, threads: int, metrics: Metrics, turns: AdapterTurns | None = None
+        self, model: Deployment, tokenizer: Any, threads: int, metrics: Metrics, turns: AdapterTurns | None = None
     ) -> None:
         self._turns = turns
         self.model, self.tokenizer, self.metrics = model, tokenizer, metrics

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oslo_models.deploy.decoding import Decoding
 from oslo_models.server.adapter_turns import AdapterTurns
@@ -22,6 +22,9 @@ from oslo_models.server.metrics import Metrics
 from oslo_models.server.schema import ChatRequest, CompletionRequest, Generation
 from oslo_models.server.text import StopAutomaton, prompt_context
 from oslo_models.server.token_reader import GenerationJob
+
+if TYPE_CHECKING:
+    from oslo_models.deploy import Deployment
 
 UNKNOWN_LENGTH = 2048
 """Default limit of prompt and answer tokens, for models without a limit in their configuration."""
@@ -60,7 +63,7 @@ class ServedModel:
 
     def __init__(
         self,
-        model: Any,
+        model: Deployment,
         tokenizer: Any,
         name: str,
         length: int | None,

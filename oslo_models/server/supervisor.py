@@ -8,7 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oslo_models.deploy import Deployment
 
 log = logging.getLogger("oslo_models.server")
 
@@ -51,7 +54,7 @@ class Supervisor:
 
     def __init__(
         self,
-        models: Mapping[str, Any],
+        models: Mapping[str, Deployment],
         policy: RestartPolicy,
         restarted: Callable[[str], object],
         give_up: Callable[[str], object],
@@ -65,7 +68,7 @@ class Supervisor:
         """Make no further restarts. A running restart ends when its model is closed."""
         self._stopped.set()
 
-    def _watch(self, name: str, model: Any) -> None:
+    def _watch(self, name: str, model: Deployment) -> None:
         policy, past = self._policy, deque[float]()
         while (reason := self._failure(model)) is not None:
             now = time.monotonic()
@@ -82,7 +85,7 @@ class Supervisor:
             self._restarted(name)
             self._restart(name, model)
 
-    def _failure(self, model: Any) -> str | None:
+    def _failure(self, model: Deployment) -> str | None:
         """Wait until the workers die or are silent for too long. Return the reason, or ``None`` after `stop`."""
         heard = time.monotonic()
         while not self._stopped.wait(self._policy.interval):
@@ -93,7 +96,7 @@ class Supervisor:
                 return str(state["reason"])
         return None
 
-    def _restart(self, name: str, model: Any) -> None:
+    def _restart(self, name: str, model: Deployment) -> None:
         began = time.monotonic()
         try:
             model.restart()

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from oslo_models.compat.tensor_parallel.api import tensor_parallel
+from oslo_models.sharding.model_protocol import TransformersModel
 from oslo_models.sharding.plan import Plan
 
 
@@ -61,7 +62,7 @@ def assert_same_as_one_process(
         )
 
 
-def _step(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+def _step(model: TransformersModel, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Run a forward and a backward pass, from the loss if any, else from all outputs. Return the outputs."""
     output = model(**batch)
     found = dict(_tensors(output))

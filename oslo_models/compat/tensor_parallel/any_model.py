@@ -26,7 +26,7 @@ _TRIED_PARAMETERS = 50_000_000
 """Without inputs, rules of larger models are not verified."""
 
 
-def class_for(model: Any, plan: Any, inputs: Any, n: int) -> tuple[Any, bool]:
+def class_for(model: nn.Module, plan: Any, inputs: Any, n: int) -> tuple[Any, bool]:
     """Return the parallel class for a model, and whether its plan needs no check at the first call.
 
     Args:
@@ -62,7 +62,7 @@ def class_for(model: Any, plan: Any, inputs: Any, n: int) -> tuple[Any, bool]:
     return derived_class(type(model), derived), is_tried
 
 
-def _ruled(model: Any, rules: Config, inputs: Any, n: int) -> tuple[Any, bool]:
+def _ruled(model: nn.Module, rules: Config, inputs: Any, n: int) -> tuple[Any, bool]:
     """Implement `class_for` for a user's rules."""
     cls: Any = original_class(type(model)) if isinstance(model, PreTrainedModel) else type(model)
     if inputs is not None:
@@ -90,7 +90,7 @@ def check_rules(rules: Any, plan: Any, sharded: Any) -> None:
 
 
 @torch.no_grad()
-def initialize_ruled(model: Any, rules: Config, inputs: Any) -> Any:
+def initialize_ruled(model: nn.Module, rules: Config, inputs: Any) -> Any:
     """Shard a module of any class for this rank by rules, in place. A collective.
 
     Raises:
@@ -108,7 +108,7 @@ def initialize_ruled(model: Any, rules: Config, inputs: Any) -> Any:
     return shard_in_place(model, cls, ParallelMesh(world.size, 1), broadcast_weights)
 
 
-def default_plan(model: Any) -> str | None:
+def default_plan(model: nn.Module) -> str | None:
     """Return ``"derive"`` for a model without a plan in the zoo, else ``None``."""
     return None if isinstance(model, PreTrainedModel) and has_plan(type(model)) else "derive"
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from oslo_models.deploy.running_batch.static_step import Capture, Compute
 from oslo_models.distributed.object_exchange import agree
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 GRAPHED = frozenset(("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"))
 """Model types with tested static steps."""
@@ -24,7 +25,7 @@ class CaptureError(RuntimeError):
     """A computation runs eagerly, but cannot be captured."""
 
 
-def capture_of(model: Any) -> tuple[Capture | None, str]:
+def capture_of(model: ShardedModel) -> tuple[Capture | None, str]:
     """Return the capture for a model's decoding steps on this rank; or ``None`` and the reason for eager decoding."""
     reason = reason_against(model)
     if reason is not None:
@@ -32,14 +33,14 @@ def capture_of(model: Any) -> tuple[Capture | None, str]:
     return CudaGraphs(model.device, model.mesh.model if model.is_tensor_parallelized() else None), ""
 
 
-def reason_against(model: Any) -> str | None:
+def reason_against(model: ShardedModel) -> str | None:
     """Return why no step of a model is captured; ``None`` if steps are captured."""
     if model.device.type != "cuda":
         return f"its device is {model.device}, not a GPU"
     return reason_of_model(model)
 
 
-def reason_of_model(model: Any) -> str | None:
+def reason_of_model(model: ShardedModel) -> str | None:
     """Return the reason on a GPU, see `reason_against`."""
     config = model.config
     if config.model_type not in GRAPHED:

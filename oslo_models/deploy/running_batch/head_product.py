@@ -50,6 +50,7 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
 from oslo_models.fusion.modules import FusedProduct
 from oslo_models.layers.vocab_parallel import VocabParallelHead
+from oslo_models.sharding.model_protocol import TransformersModel
 
 FEWEST_OUTPUTS = 8192
 """Minimum outputs of the weight. Smaller weights are in MKL's fast range."""
@@ -88,7 +89,7 @@ class PackedHead:
             seconds = [_seconds(by_onednn, x, packed), _seconds(product, x, plain_VD)]
         return packed if seconds[0] < seconds[1] else None
 
-    def reserve(self, model: Any) -> int:
+    def reserve(self, model: TransformersModel) -> int:
         """Pack the weight of a model's head now. Return its bytes."""
         with torch.no_grad(), fast_head(model, self):
             head = model.get_output_embeddings()
@@ -110,7 +111,7 @@ def _seconds(product: Callable[..., Tensor], x: Tensor, weight: Tensor) -> float
 
 
 @contextmanager
-def fast_head(model: Any, packed: PackedHead | None = None) -> Iterator[None]:
+def fast_head(model: TransformersModel, packed: PackedHead | None = None) -> Iterator[None]:
     """Context in which a model's head computes its logits with `product`, unless the head is adapted or quantised.
 
     Args:

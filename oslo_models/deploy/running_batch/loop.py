@@ -23,6 +23,7 @@ from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.deploy.serialization import portable
 from oslo_models.distributed.stopping import OtherRankError
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 CHANGING = frozenset(("adapters", "fuse", "unfuse"))
 """Methods that change the outputs of the model. They, and all later calls, wait until all rows have ended."""
@@ -53,7 +54,7 @@ class RunningBatch:
 
     def __init__(
         self,
-        model: Any,
+        model: ShardedModel,
         limits: BatchLimits,
         channel: PlanChannel,
         leads: bool,

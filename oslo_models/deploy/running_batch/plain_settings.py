@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from oslo_models.sharding.model_protocol import TransformersModel
+
 MOST = 1024
 """Maximum number of cached settings."""
 _VALUES = (bool, int, float, str, type(None))
@@ -44,7 +46,7 @@ class PlainSettings:
         device: of the model. Cached, because the lookup is slow.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: TransformersModel) -> None:
         self._model, self.device = model, model.device
         self._defaults: dict[str, Any] = {}
         self._found: dict[Key, tuple[Any, tuple[int, ...]]] = {}

@@ -23,6 +23,7 @@ from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.sampling import warp_of
 from oslo_models.deploy.running_batch.static_step import to_device
 from oslo_models.distributed.stopping import of_one_rank
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 
 class Row:
@@ -162,7 +163,7 @@ class Call:
         return torch.cat([F.pad(row.host_ids_BL, (0, longest - len(row.new)), value=row.pad) for row in self.rows])
 
 
-def prepare(model: Any, request: Any, known: PlainSettings | None = None) -> Call:
+def prepare(model: ShardedModel, request: Any, known: PlainSettings | None = None) -> Call:
     """Return the call of a request, with all settings that `generate` prepares before its first forward.
 
     Args:
@@ -192,7 +193,7 @@ def prepare(model: Any, request: Any, known: PlainSettings | None = None) -> Cal
 
 
 def _make_row(
-    model: Any,
+    model: ShardedModel,
     request: Any,
     given: dict[str, Any],
     prompt: list[int],
@@ -209,13 +210,18 @@ def _make_row(
 
 
 def _prepare_row(
-    model: Any, request: Any, given: dict[str, Any], decoding: Decoding | None
+    model: ShardedModel, request: Any, given: dict[str, Any], decoding: Decoding | None
 ) -> tuple[Tensor, list[int], Any]:
     """Return the tokens of a row with and without padding, and its settings."""
     prepared: list[tuple[Tensor, list[int], Any]] = []
 
     def capture(
-        model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
+        model: ShardedModel,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **rest: Any,
     ) -> Any:
         """Record the prepared arguments, in place of transformers' decoding loop."""
         mask_BL = rest.get("attention_mask")

@@ -26,6 +26,7 @@ from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 from oslo_models.deploy.running_batch.static_step import StaticSteps, to_device
 from oslo_models.deploy.running_batch.step import Step
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 
 class StepRunner:
@@ -45,7 +46,7 @@ class StepRunner:
     """
 
     def __init__(
-        self, model: Any, limits: BatchLimits, keeps_logits: bool = False, packed: PackedHead | None = None
+        self, model: ShardedModel, limits: BatchLimits, keeps_logits: bool = False, packed: PackedHead | None = None
     ) -> None:
         self.model, self._keeps_logits, self._packed = model, keeps_logits, packed
         # looked up once, because each lookup takes as long as a layer

@@ -20,6 +20,7 @@ from oslo_models.integrations.accelerator import find_parallel_model
 from oslo_models.layers.cross_entropy import VocabShard
 from oslo_models.layers.token_statistics import LogitScaling, TokenStatistics, token_statistics
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.sharding.model_protocol import TransformersModel
 
 IGNORED = -100
 
@@ -47,7 +48,7 @@ def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
     model.forward = MethodType(marked, model)
 
 
-def _vocabulary(model: Any) -> VocabShard | None:
+def _vocabulary(model: TransformersModel) -> VocabShard | None:
     """Return this rank's vocabulary shard of the LM head; ``None`` if the head is not sharded."""
     head = model.get_output_embeddings()
     layout = getattr(head, "layouts", {}).get("weight")
@@ -91,7 +92,7 @@ def _fused_forward(
     return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / items, label_mask=mask_BL, **fields)
 
 
-def _score(model: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> TokenStatistics:
+def _score(model: TransformersModel, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> TokenStatistics:
     head, shard = model.get_output_embeddings(), _vocabulary(model)
     assert shard is not None
     weight, bias = head.weight, head.bias

@@ -58,6 +58,7 @@ from oslo_models.modeling.adapters.peft_model import become_sharded
 from oslo_models.modeling.adapters.state import register_state_hooks
 from oslo_models.modeling.adapters.support import check_config, check_layer
 from oslo_models.pipeline.placeholders import Placeholder
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.sharding.layout import Layout
 
 
@@ -231,7 +232,7 @@ def _adopt_ia3(tuner: Any, name: str) -> None:
 # Names and checks -----------------------------------------------------------------------------------------------------
 
 
-def _check_replicated(model: Any, name: str, tuners: dict[str, Any]) -> None:
+def _check_replicated(model: ShardedModel, name: str, tuners: dict[str, Any]) -> None:
     """Raise ``ValueError`` if a replicated parameter differs between ranks."""
     tp, differing = model.mesh.tp, []
     for path, tuner in tuners.items():
@@ -250,7 +251,7 @@ def _check_replicated(model: Any, name: str, tuners: dict[str, Any]) -> None:
             )
 
 
-def _name_parameters(model: Any) -> None:
+def _name_parameters(model: ShardedModel) -> None:
     """Update the layouts, and a pipeline stage's full names, to ``peft``'s parameter names."""
     before, stage = dict(model.layouts), model.stage
     sharded = {

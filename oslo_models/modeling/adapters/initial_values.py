@@ -24,6 +24,7 @@ from oslo_models.distributed.rng import default_generator
 from oslo_models.modeling.adapters.experts import parameter_layout
 from oslo_models.modeling.adapters.layouts import adapter_layouts, features
 from oslo_models.pipeline.placeholders import zeros_without_memory
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 _KINDS = (nn.Linear, Conv1D, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -38,7 +39,7 @@ class _Drawn:
 
 
 @torch.no_grad()
-def draw(model: Any, name: str, tuners: Mapping[str, Any], rng_state: Tensor) -> None:
+def draw(model: ShardedModel, name: str, tuners: Mapping[str, Any], rng_state: Tensor) -> None:
     """Give the adapter ``name`` the same initial values as in the full model. This is a collective of all ranks.
 
     Args:

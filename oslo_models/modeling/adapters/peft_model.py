@@ -87,7 +87,8 @@ class ShardedPeftModel(PeftModel):
         prompt = super().get_prompt(*args, **kwargs)
         if self.active_peft_config.peft_type != PeftType.PREFIX_TUNING:
             return prompt
-        return local_heads(self.get_base_model(), prompt)
+        model: Any = self.get_base_model()
+        return local_heads(model, prompt)
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().add_adapter(*args, **kwargs)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.rng import synchronize
+from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.sharding.layout import GroupedHeads
 
 _SUPPORTED = (PeftType.PROMPT_TUNING, PeftType.P_TUNING, PeftType.PREFIX_TUNING)
@@ -37,7 +38,7 @@ class FullVocabulary(nn.Module):
         return embedded
 
 
-def vocabulary_for_prompts(model: Any, peft_model: Any, name: str) -> FullVocabulary:
+def vocabulary_for_prompts(model: ShardedModel, peft_model: Any, name: str) -> FullVocabulary:
     """Return the token embeddings that ``peft`` uses to build the prompt encoder ``name``.
 
     Raises:
@@ -59,7 +60,7 @@ def vocabulary_for_prompts(model: Any, peft_model: Any, name: str) -> FullVocabu
     return FullVocabulary(embeddings, shape[0])
 
 
-def local_heads(model: Any, cache: Any) -> Any:
+def local_heads(model: ShardedModel, cache: Any) -> Any:
     """Restrict a cache of learned keys and values ``[rows, heads, tokens, width]`` to this rank's heads, in place."""
     tp, config = model.mesh.tp, model.config.get_text_config(decoder=True)
     if tp.size == 1 or model.plan(model.config).max_ranks() is None:  # every rank computes all heads

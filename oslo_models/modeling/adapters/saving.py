@@ -18,6 +18,7 @@ from oslo_models.checkpoint.gather import gather_full_tensor
 from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects
 from oslo_models.distributed.rng import default_generator
 from oslo_models.distributed.sharded_tensor import local_tensor
+from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.original_class import original_class
 
 PREFIX = "base_model.model."
@@ -56,7 +57,7 @@ def save_peft_model(
     _save(model, make, wanted, PREFIX, save, save_directory)
 
 
-def save_injected(model: Any, save_directory: Any, **options: Any) -> None:
+def save_injected(model: ParallelModelInternals, save_directory: Any, **options: Any) -> None:
     """Save the active adapter of a sharded model like transformers' ``save_pretrained``."""
     configs = _full_configs(model, model.peft_config)
     active = model.active_adapters()
@@ -79,7 +80,7 @@ def save_injected(model: Any, save_directory: Any, **options: Any) -> None:
 
 
 @torch.no_grad()
-def _save(model: Any, make: Any, wanted: Any, prefix: str, save: Any, save_directory: Any) -> None:
+def _save(model: ParallelModelInternals, make: Any, wanted: Any, prefix: str, save: Any, save_directory: Any) -> None:
     """Build the full model on world rank 0, gather the tensors to save, and save the model.
 
     Args:
@@ -104,7 +105,7 @@ def _save(model: Any, make: Any, wanted: Any, prefix: str, save: Any, save_direc
     mesh.world.set_phase("after saving")
 
 
-def gather_parameters(model: Any, names: Sequence[str]) -> dict[str, Tensor]:
+def gather_parameters(model: ParallelModelInternals, names: Sequence[str]) -> dict[str, Tensor]:
     """Gather parameters on world rank 0, by their names in the full model. This is a collective of all ranks."""
     mesh = model.mesh
     full_names = {} if model.stage is None else model.stage.full_names
@@ -124,7 +125,7 @@ def gather_parameters(model: Any, names: Sequence[str]) -> dict[str, Tensor]:
     return gathered
 
 
-def _full_configs(model: Any, configs: Mapping[str, Any]) -> dict[str, Any]:
+def _full_configs(model: ParallelModelInternals, configs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the adapter configurations with the target modules of all pipeline stages (for ``"all-linear"``)."""
     found = {name: copy.deepcopy(config) for name, config in configs.items()}
     for config in found.values():
@@ -135,7 +136,7 @@ def _full_configs(model: Any, configs: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _plain_model(model: Any) -> Any:
+def _plain_model(model: ParallelModelInternals) -> Any:
     """Construct a full transformers model of the same class and configuration, on the meta device."""
     cls = original_class(type(model))
     with torch.device("meta"):

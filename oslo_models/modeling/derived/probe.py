@@ -69,7 +69,7 @@ def same_structure(one: nn.Module, other: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _randomized(model: Any) -> Any:
+def _randomized(model: nn.Module) -> Any:
     """Convert a model to float64, disable dropout and randomise all parameters: zeros and ones would hide mistakes."""
     model.double()
     for name, param in model.named_parameters():

@@ -25,7 +25,7 @@ Sharding = Callable[[Any, ParallelMesh], dict[str, Layout]]
 
 
 @torch.no_grad()
-def shard_module(model: Any, plan: Plan | Sharding, mesh: ParallelMesh) -> dict[str, Layout]:
+def shard_module(model: nn.Module, plan: Plan | Sharding, mesh: ParallelMesh) -> dict[str, Layout]:
     """Shard a module in place and return its layouts. Tied parameters stay tied."""
     if not isinstance(plan, Plan):
         return plan(model, mesh)
