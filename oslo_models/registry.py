@@ -6,6 +6,7 @@ import difflib
 import importlib
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 from oslo_models.installed import installed_version, release_of
 
@@ -259,22 +260,33 @@ def load(model_type: str) -> ModuleType:
     return importlib.import_module(f"oslo_models.models.{model_type.replace('-', '_')}")
 
 
-def names(model_type: str) -> list[str]:
-    """Return the public names of an architecture: classes, their transformers base, configuration and layers."""
-    prefix = ARCHITECTURES[model_type]
-    return sorted(name for name in vars(load(model_type)) if name.startswith(prefix) and name != f"{prefix}Parallel")
-
-
 _BASE = "PreTrainedModel"
 """End of the name of the base class in transformers."""
+
+
+def exports(model_type: str) -> dict[str, Any]:
+    """Return the public objects of an architecture by name: classes, configurations, layers, and transformers' base."""
+    prefix, module = ARCHITECTURES[model_type], load(model_type)
+    found = {name: value for name, value in vars(module).items() if name.startswith(prefix)}
+    found.pop(f"{prefix}Parallel", None)
+    base = getattr(module.hf, prefix + _BASE, None)
+    return found if base is None else {prefix + _BASE: base, **found}
+
+
+def names(model_type: str) -> list[str]:
+    """Return the public names of an architecture."""
+    return sorted(exports(model_type))
 
 
 def model_classes(model_type: str) -> dict[str, type]:
     """Return the model classes of an architecture by name, without their transformers base."""
     from transformers import PreTrainedModel
 
-    found = {name: getattr(load(model_type), name) for name in names(model_type) if not name.endswith(_BASE)}
-    return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)}
+    return {
+        name: value
+        for name, value in sorted(exports(model_type).items())
+        if isinstance(value, type) and issubclass(value, PreTrainedModel) and not name.endswith(_BASE)
+    }
 
 
 ADDING = 'docs/develop/architecture.md ("Adding an architecture") says how another one is added'
@@ -293,8 +305,8 @@ def find(name: str, others: Iterable[str] = ()) -> object:
     """
     fitting = [kind for kind, prefix in ARCHITECTURES.items() if name.startswith(prefix)]
     for model_type in sorted(fitting, key=lambda kind: -len(ARCHITECTURES[kind])):
-        if name in names(model_type):
-            return getattr(load(model_type), name)
+        if name in (exported := exports(model_type)):
+            return exported[name]
     if newer := [kind for kind, prefix in NEWER.items() if name.startswith(prefix)]:
         raise AttributeError(f"oslo_models cannot import {name}: {needed_release(newer[0])}")
     hint = did_you_mean(name, [*_names_near(name), *others]) or f"; architectures: {', '.join(ARCHITECTURES)}."

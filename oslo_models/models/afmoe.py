@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import AfmoeConfig
 from transformers.models.afmoe import modeling_afmoe as hf
-from transformers.models.afmoe.modeling_afmoe import AfmoePreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated
 from oslo_models.modeling.blocks import mixture_of_experts

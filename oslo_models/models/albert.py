@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import AlbertConfig
 from transformers.models.albert import modeling_albert as hf
-from transformers.models.albert.modeling_albert import AlbertPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv

@@ -4,7 +4,6 @@ from transformers import ApertusConfig
 from transformers import initialization as init
 from transformers.activations import XIELUActivation
 from transformers.models.apertus import modeling_apertus as hf
-from transformers.models.apertus.modeling_apertus import ApertusPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, HeadNorm, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, SCORE

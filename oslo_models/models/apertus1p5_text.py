@@ -6,21 +6,16 @@ from typing import Any
 from torch import Tensor
 from transformers import Apertus1p5TextConfig
 from transformers.models.apertus1p5 import modeling_apertus1p5 as hf
-from transformers.models.apertus1p5.modeling_apertus1p5 import Apertus1p5TextPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.apertus import ApertusParallel
 
 
-class Apertus1p5TextParallel(ApertusParallel):
-    """Sharding plan of the text models of the Apertus 1.5 family."""
-
-
-class Apertus1p5TextModel(Apertus1p5TextParallel, hf.Apertus1p5TextModel):
+class Apertus1p5TextModel(ApertusParallel, hf.Apertus1p5TextModel):
     pass
 
 
-class Apertus1p5TextForCausalLM(Apertus1p5TextParallel, hf.Apertus1p5TextForCausalLM):
+class Apertus1p5TextForCausalLM(ApertusParallel, hf.Apertus1p5TextForCausalLM):
     head_plan = LM_HEAD
 
     @property

@@ -2,7 +2,6 @@
 
 from transformers import ArceeConfig
 from transformers.models.arcee import modeling_arcee as hf
-from transformers.models.arcee.modeling_arcee import ArceePreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE

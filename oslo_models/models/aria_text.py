@@ -2,7 +2,6 @@
 
 from transformers import AriaTextConfig
 from transformers.models.aria import modeling_aria as hf
-from transformers.models.aria.modeling_aria import AriaTextPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Experts, Replicated, SummedModule
 from oslo_models.modeling.blocks import gated_mlp

@@ -2,7 +2,6 @@
 
 from transformers import AXK1Config
 from transformers.models.axk1 import modeling_axk1 as hf
-from transformers.models.axk1.modeling_axk1 import AXK1PreTrainedModel
 
 from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, SCORE

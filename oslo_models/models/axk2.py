@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import AXK2Config
 from transformers.models.axk2 import modeling_axk2 as hf
-from transformers.models.axk2.modeling_axk2 import AXK2PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Replicated
 from oslo_models.modeling.heads import LM_HEAD, SCORE

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import BailingHybridConfig
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid as hf
-from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries
 from oslo_models.modeling.heads import LM_HEAD

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import BambaConfig
 from transformers.models.bamba import modeling_bamba as hf
-from transformers.models.bamba.modeling_bamba import BambaPreTrainedModel
 
 from oslo_models.modeling.blocks import gated_mlp, state_space
 from oslo_models.modeling.heads import LM_HEAD

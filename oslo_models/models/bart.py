@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 from transformers import BartConfig
 from transformers.models.bart import modeling_bart as hf
-from transformers.models.bart.modeling_bart import BartPreTrainedModel
 
 from oslo_models.layers.entries import Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import BeamConfig
 from transformers.models.beam import modeling_beam as hf
-from transformers.models.beam.modeling_beam import BeamPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries
 from oslo_models.modeling.blocks import mixture_of_experts

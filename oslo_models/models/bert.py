@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from transformers import BertConfig
 from transformers.models.bert import modeling_bert as hf
-from transformers.models.bert.modeling_bert import BertPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

@@ -2,7 +2,6 @@
 
 from transformers import BertGenerationConfig
 from transformers.models.bert_generation import modeling_bert_generation as hf
-from transformers.models.bert_generation.modeling_bert_generation import BertGenerationPreTrainedModel
 
 from oslo_models.layers.entries import VocabParallel
 from oslo_models.models.bert import BertParallel

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import BigBirdConfig
 from transformers.models.big_bird import modeling_big_bird as hf
-from transformers.models.big_bird.modeling_big_bird import BigBirdPreTrainedModel
 
 from oslo_models.layers.entries import Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import replicated_attention

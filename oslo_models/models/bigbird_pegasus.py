@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import BigBirdPegasusConfig
 from transformers.models.bigbird_pegasus import modeling_bigbird_pegasus as hf
-from transformers.models.bigbird_pegasus.modeling_bigbird_pegasus import BigBirdPegasusPreTrainedModel
 
 from oslo_models.layers.entries import LocalModule, Plan, Replicated, RowParallel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv

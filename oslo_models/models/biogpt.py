@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import BioGptConfig
 from transformers.models.biogpt import modeling_biogpt as hf
-from transformers.models.biogpt.modeling_biogpt import BioGptPreTrainedModel
 
 from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import BitNetConfig
 from transformers.models.bitnet import modeling_bitnet as hf
-from transformers.models.bitnet.modeling_bitnet import BitNetPreTrainedModel
 
 from oslo_models.layers.entries import Plan, WidthNorm
 from oslo_models.modeling.heads import LM_HEAD

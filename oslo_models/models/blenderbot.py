@@ -2,7 +2,6 @@
 
 from transformers import BlenderbotConfig
 from transformers.models.blenderbot import modeling_blenderbot as hf
-from transformers.models.blenderbot.modeling_blenderbot import BlenderbotPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.bart import BartParallel

@@ -2,24 +2,19 @@
 
 from transformers import BlenderbotSmallConfig
 from transformers.models.blenderbot_small import modeling_blenderbot_small as hf
-from transformers.models.blenderbot_small.modeling_blenderbot_small import BlenderbotSmallPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.bart import BartParallel
 
 
-class BlenderbotSmallParallel(BartParallel):
-    """Sharding plan of the Blenderbot-small family."""
-
-
-class BlenderbotSmallModel(BlenderbotSmallParallel, hf.BlenderbotSmallModel):
+class BlenderbotSmallModel(BartParallel, hf.BlenderbotSmallModel):
     pass
 
 
-class BlenderbotSmallForConditionalGeneration(BlenderbotSmallParallel, hf.BlenderbotSmallForConditionalGeneration):
+class BlenderbotSmallForConditionalGeneration(BartParallel, hf.BlenderbotSmallForConditionalGeneration):
     head_plan = LM_HEAD
 
 
-class BlenderbotSmallForCausalLM(BlenderbotSmallParallel, hf.BlenderbotSmallForCausalLM):
+class BlenderbotSmallForCausalLM(BartParallel, hf.BlenderbotSmallForCausalLM):
     head_plan = LM_HEAD
     stacks = ("decoder",)

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import BloomConfig
 from transformers.models.bloom import modeling_bloom as hf
-from transformers.models.bloom.modeling_bloom import BloomPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

@@ -11,7 +11,6 @@ from typing import Any
 
 from transformers import BltConfig
 from transformers.models.blt import modeling_blt as hf
-from transformers.models.blt.modeling_blt import BltPreTrainedModel
 
 from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel

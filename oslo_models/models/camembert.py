@@ -2,39 +2,35 @@
 
 from transformers import CamembertConfig
 from transformers.models.camembert import modeling_camembert as hf
-from transformers.models.camembert.modeling_camembert import CamembertPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
-from oslo_models.models.roberta import LM_HEAD, RobertaParallel
+from oslo_models.models.bert import BertParallel
+from oslo_models.models.roberta import LM_HEAD
 
 
-class CamembertParallel(RobertaParallel):
-    """Sharding plan of the CamemBERT family."""
-
-
-class CamembertModel(CamembertParallel, hf.CamembertModel):
+class CamembertModel(BertParallel, hf.CamembertModel):
     pass
 
 
-class CamembertForCausalLM(CamembertParallel, hf.CamembertForCausalLM):
+class CamembertForCausalLM(BertParallel, hf.CamembertForCausalLM):
     head_plan = LM_HEAD
 
 
-class CamembertForMaskedLM(CamembertParallel, hf.CamembertForMaskedLM):
+class CamembertForMaskedLM(BertParallel, hf.CamembertForMaskedLM):
     head_plan = LM_HEAD
 
 
-class CamembertForSequenceClassification(CamembertParallel, hf.CamembertForSequenceClassification):
+class CamembertForSequenceClassification(BertParallel, hf.CamembertForSequenceClassification):
     head_plan = DENSE_CLASSIFIER
 
 
-class CamembertForMultipleChoice(CamembertParallel, hf.CamembertForMultipleChoice):
+class CamembertForMultipleChoice(BertParallel, hf.CamembertForMultipleChoice):
     head_plan = CLASSIFIER
 
 
-class CamembertForTokenClassification(CamembertParallel, hf.CamembertForTokenClassification):
+class CamembertForTokenClassification(BertParallel, hf.CamembertForTokenClassification):
     head_plan = CLASSIFIER
 
 
-class CamembertForQuestionAnswering(CamembertParallel, hf.CamembertForQuestionAnswering):
+class CamembertForQuestionAnswering(BertParallel, hf.CamembertForQuestionAnswering):
     head_plan = QA_OUTPUTS

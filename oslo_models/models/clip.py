@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 from transformers import initialization as init
 from transformers.models.clip import modeling_clip as hf
-from transformers.models.clip.modeling_clip import CLIPPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

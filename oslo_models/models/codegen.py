@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import CodeGenConfig
 from transformers.models.codegen import modeling_codegen as hf
-from transformers.models.codegen.modeling_codegen import CodeGenPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import CohereConfig
 from transformers.models.cohere import modeling_cohere as hf
-from transformers.models.cohere.modeling_cohere import CoherePreTrainedModel
 
 from oslo_models.layers.entries import Entries, HeadNorm
 from oslo_models.modeling.heads import LM_HEAD

@@ -2,7 +2,6 @@
 
 from transformers import Cohere2Config
 from transformers.models.cohere2 import modeling_cohere2 as hf
-from transformers.models.cohere2.modeling_cohere2 import Cohere2PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel

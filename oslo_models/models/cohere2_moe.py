@@ -2,7 +2,6 @@
 
 from transformers import Cohere2MoeConfig
 from transformers.models.cohere2_moe import modeling_cohere2_moe as hf
-from transformers.models.cohere2_moe.modeling_cohere2_moe import Cohere2MoePreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.cohere2 import Cohere2Parallel

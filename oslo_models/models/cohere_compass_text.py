@@ -2,23 +2,18 @@
 
 from transformers import CohereCompassTextConfig
 from transformers.models.cohere_compass import modeling_cohere_compass as hf
-from transformers.models.cohere_compass.modeling_cohere_compass import CohereCompassPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.cohere2 import Cohere2Parallel
 
 
-class CohereCompassParallel(Cohere2Parallel):
-    """Sharding plan of the Cohere Compass family."""
-
-
-class CohereCompassTextModel(CohereCompassParallel, hf.CohereCompassTextModel):
+class CohereCompassTextModel(Cohere2Parallel, hf.CohereCompassTextModel):
     pass
 
 
-class CohereCompassForCausalLM(CohereCompassParallel, hf.CohereCompassForCausalLM):
+class CohereCompassForCausalLM(Cohere2Parallel, hf.CohereCompassForCausalLM):
     head_plan = LM_HEAD
 
 
-class CohereCompassTextForSequenceClassification(CohereCompassParallel, hf.CohereCompassTextForSequenceClassification):
+class CohereCompassTextForSequenceClassification(Cohere2Parallel, hf.CohereCompassTextForSequenceClassification):
     head_plan = SCORE

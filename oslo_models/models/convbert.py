@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import ConvBertConfig
 from transformers.models.convbert import modeling_convbert as hf
-from transformers.models.convbert.modeling_convbert import ConvBertPreTrainedModel
 
 from oslo_models.modeling.blocks import replicated_attention
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS

@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import CpmAntConfig
 from transformers.models.cpmant import modeling_cpmant as hf
-from transformers.models.cpmant.modeling_cpmant import CpmAntPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

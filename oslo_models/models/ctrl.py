@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import CTRLConfig
 from transformers.models.ctrl import modeling_ctrl as hf
-from transformers.models.ctrl.modeling_ctrl import CTRLPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

@@ -2,13 +2,13 @@
 
 from transformers import Data2VecTextConfig
 from transformers.models.data2vec import modeling_data2vec_text as hf
-from transformers.models.data2vec.modeling_data2vec_text import Data2VecTextPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
-from oslo_models.models.roberta import LM_HEAD, RobertaParallel
+from oslo_models.models.bert import BertParallel
+from oslo_models.models.roberta import LM_HEAD
 
 
-class Data2VecTextParallel(RobertaParallel):
+class Data2VecTextParallel(BertParallel):
     """Sharding plan of the family of Data2Vec for text."""
 
     zeros = ("lm_head.bias",)

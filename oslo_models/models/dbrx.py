@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from transformers import DbrxConfig
 from transformers.models.dbrx import modeling_dbrx as hf
-from transformers.models.dbrx.modeling_dbrx import DbrxPreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.sharded_tensor import without_override

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from transformers import DebertaConfig
 from transformers.models.deberta import modeling_deberta as hf
-from transformers.models.deberta.modeling_deberta import DebertaPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, Replicated
 from oslo_models.layers.kinds import ShardingContext, shards

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import DebertaV2Config
 from transformers.models.deberta_v2 import modeling_deberta_v2 as hf
-from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS

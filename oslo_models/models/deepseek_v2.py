@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as hf
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2PreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.sharded_tensor import layer_context

@@ -2,27 +2,22 @@
 
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.deepseek_v2 import DeepseekV2Parallel
 
 
-class DeepseekV3Parallel(DeepseekV2Parallel):
-    """Sharding plan of the DeepSeek-V3 family."""
-
-
-class DeepseekV3Model(DeepseekV3Parallel, hf.DeepseekV3Model):
+class DeepseekV3Model(DeepseekV2Parallel, hf.DeepseekV3Model):
     pass
 
 
-class DeepseekV3ForCausalLM(DeepseekV3Parallel, hf.DeepseekV3ForCausalLM):
+class DeepseekV3ForCausalLM(DeepseekV2Parallel, hf.DeepseekV3ForCausalLM):
     head_plan = LM_HEAD
 
 
-class DeepseekV3ForSequenceClassification(DeepseekV3Parallel, hf.DeepseekV3ForSequenceClassification):
+class DeepseekV3ForSequenceClassification(DeepseekV2Parallel, hf.DeepseekV3ForSequenceClassification):
     head_plan = SCORE
 
 
-class DeepseekV3ForTokenClassification(DeepseekV3Parallel, hf.DeepseekV3ForTokenClassification):
+class DeepseekV3ForTokenClassification(DeepseekV2Parallel, hf.DeepseekV3ForTokenClassification):
     head_plan = SCORE

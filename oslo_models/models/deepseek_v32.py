@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as hf
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.deepseek_v2 import DeepseekV2Parallel

@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTrainedModel
 
 from oslo_models.layers.entries import (
     ColumnParallel,

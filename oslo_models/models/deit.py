@@ -2,7 +2,6 @@
 
 from transformers import DeiTConfig
 from transformers.models.deit import modeling_deit as hf
-from transformers.models.deit.modeling_deit import DeiTPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER
 from oslo_models.models.vit import ViTParallel

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import DetrConfig
 from transformers.models.detr import modeling_detr as hf
-from transformers.models.detr.modeling_detr import DetrPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel

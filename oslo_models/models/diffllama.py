@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import DiffLlamaConfig
 from transformers.models.diffllama import modeling_diffllama as hf
-from transformers.models.diffllama.modeling_diffllama import DiffLlamaPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import DistilBertConfig
 from transformers.models.distilbert import modeling_distilbert as hf
-from transformers.models.distilbert.modeling_distilbert import DistilBertPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

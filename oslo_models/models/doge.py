@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import DogeConfig
 from transformers.models.doge import modeling_doge as hf
-from transformers.models.doge.modeling_doge import DogePreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.layers.entries import ColumnParallel, Entries, InnerRowParallel, Plan, Replicated

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import DoryConfig
 from transformers.models.dory import modeling_dory as hf
-from transformers.models.dory.modeling_dory import DoryPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated
 from oslo_models.modeling.heads import LM_HEAD

@@ -2,7 +2,6 @@
 
 from transformers import Dots1Config
 from transformers.models.dots1 import modeling_dots1 as hf
-from transformers.models.dots1.modeling_dots1 import Dots1PreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

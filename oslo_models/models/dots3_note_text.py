@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import Dots3NoteTextConfig
 from transformers.models.dots3_note import modeling_dots3_note as hf
-from transformers.models.dots3_note.modeling_dots3_note import Dots3NotePreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, Plan
 from oslo_models.modeling.heads import LM_HEAD

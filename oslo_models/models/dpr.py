@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from transformers import DPRConfig
 from transformers.models.dpr import modeling_dpr as hf
-from transformers.models.dpr.modeling_dpr import DPRPreTrainedModel
 
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.plan import Plan, Replicated

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import ElectraConfig
 from transformers.models.electra import modeling_electra as hf
-from transformers.models.electra.modeling_electra import ElectraPreTrainedModel
 
 from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import ErnieConfig
 from transformers.models.ernie import modeling_ernie as hf
-from transformers.models.ernie.modeling_ernie import ErniePreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel

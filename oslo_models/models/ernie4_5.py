@@ -2,19 +2,14 @@
 
 from transformers import Ernie4_5Config
 from transformers.models.ernie4_5 import modeling_ernie4_5 as hf
-from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 
 
-class Ernie4_5Parallel(LlamaParallel):
-    """Sharding plan of the ERNIE 4.5 family."""
-
-
-class Ernie4_5Model(Ernie4_5Parallel, hf.Ernie4_5Model):
+class Ernie4_5Model(LlamaParallel, hf.Ernie4_5Model):
     pass
 
 
-class Ernie4_5ForCausalLM(Ernie4_5Parallel, hf.Ernie4_5ForCausalLM):
+class Ernie4_5ForCausalLM(LlamaParallel, hf.Ernie4_5ForCausalLM):
     head_plan = LM_HEAD

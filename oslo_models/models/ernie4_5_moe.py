@@ -2,7 +2,6 @@
 
 from transformers import Ernie4_5_MoeConfig
 from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as hf
-from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoePreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

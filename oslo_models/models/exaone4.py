@@ -2,7 +2,6 @@
 
 from transformers import Exaone4Config
 from transformers.models.exaone4 import modeling_exaone4 as hf
-from transformers.models.exaone4.modeling_exaone4 import Exaone4PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel

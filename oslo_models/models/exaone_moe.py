@@ -2,7 +2,6 @@
 
 from transformers import ExaoneMoeConfig
 from transformers.models.exaone_moe import modeling_exaone_moe as hf
-from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoePreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import FalconConfig
 from transformers.models.falcon import modeling_falcon as hf
-from transformers.models.falcon.modeling_falcon import FalconPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import FalconH1Config
 from transformers.models.falcon_h1 import modeling_falcon_h1 as hf
-from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.bamba import BambaParallel

@@ -2,19 +2,14 @@
 
 from transformers import FalconMambaConfig
 from transformers.models.falcon_mamba import modeling_falcon_mamba as hf
-from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.mamba import MambaParallel
 
 
-class FalconMambaParallel(MambaParallel):
-    """Sharding plan of the Falcon Mamba family."""
-
-
-class FalconMambaModel(FalconMambaParallel, hf.FalconMambaModel):
+class FalconMambaModel(MambaParallel, hf.FalconMambaModel):
     pass
 
 
-class FalconMambaForCausalLM(FalconMambaParallel, hf.FalconMambaForCausalLM):
+class FalconMambaForCausalLM(MambaParallel, hf.FalconMambaForCausalLM):
     head_plan = LM_HEAD

@@ -2,40 +2,35 @@
 
 from transformers import FlaubertConfig
 from transformers.models.flaubert import modeling_flaubert as hf
-from transformers.models.flaubert.modeling_flaubert import FlaubertPreTrainedModel
 
 from oslo_models.layers.entries import Norm, Replicated, VocabParallel
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
 from oslo_models.models.xlm import XLMParallel
 
 
-class FlaubertParallel(XLMParallel):
-    """Sharding plan of the FlauBERT family."""
-
-
-class FlaubertModel(FlaubertParallel, hf.FlaubertModel):
+class FlaubertModel(XLMParallel, hf.FlaubertModel):
     pass
 
 
-class FlaubertWithLMHeadModel(FlaubertParallel, hf.FlaubertWithLMHeadModel):
+class FlaubertWithLMHeadModel(XLMParallel, hf.FlaubertWithLMHeadModel):
     head_plan = {"pred_layer.proj": VocabParallel()}
 
 
-class FlaubertForSequenceClassification(FlaubertParallel, hf.FlaubertForSequenceClassification):
+class FlaubertForSequenceClassification(XLMParallel, hf.FlaubertForSequenceClassification):
     head_plan = {"sequence_summary.summary": Replicated()}
 
 
-class FlaubertForMultipleChoice(FlaubertParallel, hf.FlaubertForMultipleChoice):
+class FlaubertForMultipleChoice(XLMParallel, hf.FlaubertForMultipleChoice):
     head_plan = {"sequence_summary.summary": Replicated(), "logits_proj": Replicated()}
 
 
-class FlaubertForTokenClassification(FlaubertParallel, hf.FlaubertForTokenClassification):
+class FlaubertForTokenClassification(XLMParallel, hf.FlaubertForTokenClassification):
     head_plan = CLASSIFIER
 
 
-class FlaubertForQuestionAnsweringSimple(FlaubertParallel, hf.FlaubertForQuestionAnsweringSimple):
+class FlaubertForQuestionAnsweringSimple(XLMParallel, hf.FlaubertForQuestionAnsweringSimple):
     head_plan = QA_OUTPUTS
 
 
-class FlaubertForQuestionAnswering(FlaubertParallel, hf.FlaubertForQuestionAnswering):
+class FlaubertForQuestionAnswering(XLMParallel, hf.FlaubertForQuestionAnswering):
     head_plan = {f"qa_outputs.{name}": entry for name, entry in SPAN_PREDICTION.items()}

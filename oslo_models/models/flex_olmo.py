@@ -2,7 +2,6 @@
 
 from transformers import FlexOlmoConfig
 from transformers.models.flex_olmo import modeling_flex_olmo as hf
-from transformers.models.flex_olmo.modeling_flex_olmo import FlexOlmoPreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import FlintConfig
 from transformers.models.flint import modeling_flint as hf
-from transformers.models.flint.modeling_flint import FlintPreTrainedModel
 
 from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 from transformers import FunnelConfig
 from transformers.models.funnel import modeling_funnel as hf
-from transformers.models.funnel.modeling_funnel import FunnelPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

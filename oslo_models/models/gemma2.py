@@ -4,7 +4,6 @@ from typing import ClassVar
 
 from transformers import Gemma2Config
 from transformers.models.gemma2 import modeling_gemma2 as hf
-from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

@@ -4,7 +4,6 @@ from typing import ClassVar
 
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3 import modeling_gemma3 as hf
-from transformers.models.gemma3.modeling_gemma3 import Gemma3PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.gemma2 import Gemma2Parallel

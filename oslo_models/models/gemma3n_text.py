@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import Gemma3nTextConfig
 from transformers.models.gemma3n import modeling_gemma3n as hf
-from transformers.models.gemma3n.modeling_gemma3n import Gemma3nPreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel

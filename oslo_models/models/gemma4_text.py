@@ -11,7 +11,6 @@ from typing import Any
 
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4 import modeling_gemma4 as hf
-from transformers.models.gemma4.modeling_gemma4 import Gemma4PreTrainedModel
 
 from oslo_models.layers.entries import Entries, Experts, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.heads import LM_HEAD

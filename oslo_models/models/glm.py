@@ -2,7 +2,6 @@
 
 from transformers import GlmConfig
 from transformers.models.glm import modeling_glm as hf
-from transformers.models.glm.modeling_glm import GlmPreTrainedModel
 
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD, SCORE

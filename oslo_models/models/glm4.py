@@ -2,7 +2,6 @@
 
 from transformers import Glm4Config
 from transformers.models.glm4 import modeling_glm4 as hf
-from transformers.models.glm4.modeling_glm4 import Glm4PreTrainedModel
 
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD, SCORE

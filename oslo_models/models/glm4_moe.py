@@ -2,7 +2,6 @@
 
 from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe import modeling_glm4_moe as hf
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

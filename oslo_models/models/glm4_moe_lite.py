@@ -2,19 +2,14 @@
 
 from transformers import Glm4MoeLiteConfig
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as hf
-from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLitePreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.deepseek_v2 import DeepseekV2Parallel
 
 
-class Glm4MoeLiteParallel(DeepseekV2Parallel):
-    """Sharding plan of the GLM-4 MoE Lite family."""
-
-
-class Glm4MoeLiteModel(Glm4MoeLiteParallel, hf.Glm4MoeLiteModel):
+class Glm4MoeLiteModel(DeepseekV2Parallel, hf.Glm4MoeLiteModel):
     pass
 
 
-class Glm4MoeLiteForCausalLM(Glm4MoeLiteParallel, hf.Glm4MoeLiteForCausalLM):
+class Glm4MoeLiteForCausalLM(DeepseekV2Parallel, hf.Glm4MoeLiteForCausalLM):
     head_plan = LM_HEAD

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import GlmMoeDsaConfig
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as hf
-from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.deepseek_v32 import DeepseekV32Parallel

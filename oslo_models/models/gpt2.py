@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import GPT2Config
 from transformers.models.gpt2 import modeling_gpt2 as hf
-from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block, GPT2PreTrainedModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

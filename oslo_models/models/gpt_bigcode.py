@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import GPTBigCodeConfig
 from transformers.models.gpt_bigcode import modeling_gpt_bigcode as hf
-from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodePreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

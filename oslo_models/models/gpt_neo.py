@@ -8,7 +8,6 @@ from transformers.models.gpt_neo.modeling_gpt_neo import (
     GPTNeoAttention,
     GPTNeoBlock,
     GPTNeoMLP,
-    GPTNeoPreTrainedModel,
     GPTNeoSelfAttention,
 )
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import GPTNeoXConfig
 from transformers.models.gpt_neox import modeling_gpt_neox as hf
-from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

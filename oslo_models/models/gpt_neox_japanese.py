@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import GPTNeoXJapaneseConfig
 from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as hf
-from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapanesePreTrainedModel
 
 from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import heads_of

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import GptOssConfig
 from transformers.models.gpt_oss import modeling_gpt_oss as hf
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
 
 from oslo_models.layers.entries import Entries, Experts, Replicated
 from oslo_models.modeling.blocks import attention_sinks

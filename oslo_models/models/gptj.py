@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import GPTJConfig
 from transformers.models.gptj import modeling_gptj as hf
-from transformers.models.gptj.modeling_gptj import GPTJMLP, GPTJAttention, GPTJBlock, GPTJPreTrainedModel
+from transformers.models.gptj.modeling_gptj import GPTJMLP, GPTJAttention, GPTJBlock
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

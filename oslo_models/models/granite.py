@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import GraniteConfig
 from transformers.models.granite import modeling_granite as hf
-from transformers.models.granite.modeling_granite import GranitePreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel

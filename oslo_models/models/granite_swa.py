@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import GraniteSWAConfig
 from transformers.models.granite_swa import modeling_granite_swa as hf
-from transformers.models.granite_swa.modeling_granite_swa import GraniteSWAPreTrainedModel
 
 from oslo_models.modeling.blocks import attention_sinks
 from oslo_models.modeling.heads import LM_HEAD

@@ -2,7 +2,6 @@
 
 from transformers import GraniteMoeConfig
 from transformers.models.granitemoe import modeling_granitemoe as hf
-from transformers.models.granitemoe.modeling_granitemoe import GraniteMoePreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

@@ -2,7 +2,6 @@
 
 from transformers import GraniteMoeSWAConfig
 from transformers.models.granitemoe_swa import modeling_granitemoe_swa as hf
-from transformers.models.granitemoe_swa.modeling_granitemoe_swa import GraniteMoeSWAPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.granite_swa import GraniteSWAParallel

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import GraniteMoeHybridConfig
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as hf
-from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.bamba import BambaParallel

@@ -2,7 +2,6 @@
 
 from transformers import GraniteMoeSharedConfig
 from transformers.models.granitemoeshared import modeling_granitemoeshared as hf
-from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, RowParallel
 from oslo_models.modeling.blocks import mixture_of_experts

@@ -2,27 +2,22 @@
 
 from transformers import HeliumConfig
 from transformers.models.helium import modeling_helium as hf
-from transformers.models.helium.modeling_helium import HeliumPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
-class HeliumParallel(LlamaParallel):
-    """Sharding plan of the Helium family."""
-
-
-class HeliumModel(HeliumParallel, hf.HeliumModel):
+class HeliumModel(LlamaParallel, hf.HeliumModel):
     pass
 
 
-class HeliumForCausalLM(HeliumParallel, hf.HeliumForCausalLM):
+class HeliumForCausalLM(LlamaParallel, hf.HeliumForCausalLM):
     head_plan = LM_HEAD
 
 
-class HeliumForSequenceClassification(HeliumParallel, hf.HeliumForSequenceClassification):
+class HeliumForSequenceClassification(LlamaParallel, hf.HeliumForSequenceClassification):
     head_plan = SCORE
 
 
-class HeliumForTokenClassification(HeliumParallel, hf.HeliumForTokenClassification):
+class HeliumForTokenClassification(LlamaParallel, hf.HeliumForTokenClassification):
     head_plan = SCORE

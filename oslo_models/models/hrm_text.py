@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import HrmTextConfig
 from transformers.models.hrm_text import modeling_hrm_text as hf
-from transformers.models.hrm_text.modeling_hrm_text import HrmTextPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated
 from oslo_models.modeling.heads import LM_HEAD

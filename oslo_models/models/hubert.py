@@ -2,23 +2,18 @@
 
 from transformers import HubertConfig
 from transformers.models.hubert import modeling_hubert as hf
-from transformers.models.hubert.modeling_hubert import HubertPreTrainedModel
 
 from oslo_models.models.wav2vec2 import Wav2Vec2Parallel
 from oslo_models.sharding.plan import Replicated
 
 
-class HubertParallel(Wav2Vec2Parallel):
-    """Sharding plan of the HuBERT family."""
-
-
-class HubertModel(HubertParallel, hf.HubertModel):
+class HubertModel(Wav2Vec2Parallel, hf.HubertModel):
     pass
 
 
-class HubertForCTC(HubertParallel, hf.HubertForCTC):
+class HubertForCTC(Wav2Vec2Parallel, hf.HubertForCTC):
     head_plan = {"lm_head": Replicated()}
 
 
-class HubertForSequenceClassification(HubertParallel, hf.HubertForSequenceClassification):
+class HubertForSequenceClassification(Wav2Vec2Parallel, hf.HubertForSequenceClassification):
     head_plan = {"layer_weights": Replicated(), "projector": Replicated(), "classifier": Replicated()}

@@ -2,7 +2,6 @@
 
 from transformers import HunYuanDenseV1Config
 from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense as hf
-from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

@@ -2,7 +2,6 @@
 
 from transformers import HunYuanMoEV1Config
 from transformers.models.hunyuan_v1_moe import modeling_hunyuan_v1_moe as hf
-from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1PreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, SCORE

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import HYV4Config
 from transformers.models.hy_v4 import modeling_hy_v4 as hf
-from transformers.models.hy_v4.modeling_hy_v4 import HYV4PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated
 from oslo_models.modeling.blocks import attention_sinks, of_several_streams

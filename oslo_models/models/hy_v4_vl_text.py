@@ -2,14 +2,9 @@
 
 from transformers import HYV4VLTextConfig
 from transformers.models.hy_v4_vl import modeling_hy_v4_vl as hf
-from transformers.models.hy_v4_vl.modeling_hy_v4_vl import HYV4VLPreTrainedModel
 
 from oslo_models.models.hy_v4 import HYV4Parallel
 
 
-class HYV4VLParallel(HYV4Parallel):
-    """Sharding plan of the text models of the Hunyuan 4 VL family."""
-
-
-class HYV4VLTextModel(HYV4VLParallel, hf.HYV4VLTextModel):
+class HYV4VLTextModel(HYV4Parallel, hf.HYV4VLTextModel):
     pass

@@ -2,7 +2,6 @@
 
 from transformers import HyperCLOVAXConfig
 from transformers.models.hyperclovax import modeling_hyperclovax as hf
-from transformers.models.hyperclovax.modeling_hyperclovax import HyperCLOVAXPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.granite import GraniteParallel

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from transformers import IBertConfig
 from transformers.models.ibert import modeling_ibert as hf
-from transformers.models.ibert.modeling_ibert import IBertPreTrainedModel
 
 from oslo_models.distributed.collectives import MAX, reduce_fresh
 from oslo_models.layers.function_overrides import FunctionOverrides

@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import Inkling2LoopTextConfig
 from transformers.models.inkling2_loop import modeling_inkling2_loop as hf
-from transformers.models.inkling2_loop.modeling_inkling2_loop import Inkling2LoopPreTrainedModel
 
 from oslo_models.layers.entries import Plan, Replicated
 from oslo_models.modeling.heads import LM_HEAD

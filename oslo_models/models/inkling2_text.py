@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from transformers import Inkling2TextConfig
 from transformers.models.inkling2 import modeling_inkling2 as hf
-from transformers.models.inkling2.modeling_inkling2 import Inkling2PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, Replicated
 from oslo_models.modeling.blocks import mixture_of_experts

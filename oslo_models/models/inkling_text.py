@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from transformers import InklingTextConfig
 from transformers.models.inkling import modeling_inkling as hf
-from transformers.models.inkling.modeling_inkling import InklingPreTrainedModel
 
 from oslo_models.layers.entries import (
     ColumnParallel,

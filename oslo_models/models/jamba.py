@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import JambaConfig
 from transformers.models.jamba import modeling_jamba as hf
-from transformers.models.jamba.modeling_jamba import JambaPreTrainedModel
 
 from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts, selective_scan
 from oslo_models.modeling.heads import LM_HEAD, SCORE

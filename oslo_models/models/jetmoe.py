@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import JetMoeConfig
 from transformers.models.jetmoe import modeling_jetmoe as hf
-from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import reduce_from
 from oslo_models.distributed.sharded_tensor import without_override

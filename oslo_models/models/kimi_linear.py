@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import KimiLinearConfig
 from transformers.models.kimi_linear import modeling_kimi_linear as hf
-from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, Replicated, RowParallel
 from oslo_models.modeling.blocks import qkv

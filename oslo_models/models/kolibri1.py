@@ -2,7 +2,6 @@
 
 from transformers import Kolibri1Config
 from transformers.models.kolibri1 import modeling_kolibri1 as hf
-from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.dots1 import Dots1Parallel

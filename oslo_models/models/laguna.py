@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import LagunaConfig
 from transformers.models.laguna import modeling_laguna as hf
-from transformers.models.laguna.modeling_laguna import LagunaPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Plan
 from oslo_models.modeling.heads import LM_HEAD

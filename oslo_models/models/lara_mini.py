@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import LaraMiniConfig
 from transformers.models.lara_mini import modeling_lara_mini as hf
-from transformers.models.lara_mini.modeling_lara_mini import LaraMiniPreTrainedModel
 
 from oslo_models.layers.entries import Entries
 from oslo_models.modeling.blocks import mixture_of_experts

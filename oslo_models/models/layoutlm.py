@@ -2,7 +2,6 @@
 
 from transformers import LayoutLMConfig
 from transformers.models.layoutlm import modeling_layoutlm as hf
-from transformers.models.layoutlm.modeling_layoutlm import LayoutLMPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel

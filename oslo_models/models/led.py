@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import LEDConfig
 from transformers.models.led import modeling_led as hf
-from transformers.models.led.modeling_led import LEDPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS

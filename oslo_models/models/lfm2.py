@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from transformers import Lfm2Config
 from transformers.models.lfm2 import modeling_lfm2 as hf
-from transformers.models.lfm2.modeling_lfm2 import Lfm2PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD

@@ -2,7 +2,6 @@
 
 from transformers import Lfm2MoeConfig
 from transformers.models.lfm2_moe import modeling_lfm2_moe as hf
-from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoePreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import Lfm3Config
 from transformers.models.lfm3 import modeling_lfm3 as hf
-from transformers.models.lfm3.modeling_lfm3 import Lfm3PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries
 from oslo_models.modeling.heads import LM_HEAD

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as hf
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaPreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from oslo_models.layers.entries import (
     ColumnParallel,

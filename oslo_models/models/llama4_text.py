@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Llama4TextConfig
 from transformers.models.llama4 import modeling_llama4 as hf
-from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import reduce_from
 from oslo_models.distributed.sharded_tensor import without_override

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import LongcatFlashConfig
 from transformers.models.longcat_flash import modeling_longcat_flash as hf
-from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashPreTrainedModel
 
 from oslo_models.layers.entries import Experts, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import LongformerConfig
 from transformers.models.longformer import modeling_longformer as hf
-from transformers.models.longformer.modeling_longformer import LongformerPreTrainedModel
 
 from oslo_models.modeling.blocks import replicated_attention
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import LukeConfig
 from transformers.models.luke import modeling_luke as hf
-from transformers.models.luke.modeling_luke import LukePreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import heads_of

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import LxmertConfig
 from transformers.models.lxmert import modeling_lxmert as hf
-from transformers.models.lxmert.modeling_lxmert import LxmertPreTrainedModel
 
 from oslo_models.layers.entries import (
     ColumnParallel,

@@ -2,7 +2,6 @@
 
 from transformers import M2M100Config
 from transformers.models.m2m_100 import modeling_m2m_100 as hf
-from transformers.models.m2m_100.modeling_m2m_100 import M2M100PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.bart import BartParallel

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import MambaConfig
 from transformers.models.mamba import modeling_mamba as hf
-from transformers.models.mamba.modeling_mamba import MambaPreTrainedModel
 
 from oslo_models.layers.entries import Entries, Norm, Plan, VocabParallel
 from oslo_models.modeling.base import ParallelModel

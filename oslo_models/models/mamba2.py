@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import Mamba2Config
 from transformers.models.mamba2 import modeling_mamba2 as hf
-from transformers.models.mamba2.modeling_mamba2 import Mamba2PreTrainedModel
 
 from oslo_models.modeling.blocks import state_space
 from oslo_models.modeling.heads import LM_HEAD

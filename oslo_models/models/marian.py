@@ -2,7 +2,6 @@
 
 from transformers import MarianConfig
 from transformers.models.marian import modeling_marian as hf
-from transformers.models.marian.modeling_marian import MarianPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.bart import BartParallel

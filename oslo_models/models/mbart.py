@@ -2,7 +2,6 @@
 
 from transformers import MBartConfig
 from transformers.models.mbart import modeling_mbart as hf
-from transformers.models.mbart.modeling_mbart import MBartPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel

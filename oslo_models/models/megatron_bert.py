@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import MegatronBertConfig
 from transformers.models.megatron_bert import modeling_megatron_bert as hf
-from transformers.models.megatron_bert.modeling_megatron_bert import MegatronBertPreTrainedModel
 
 from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.heads import QA_OUTPUTS

@@ -2,19 +2,14 @@
 
 from transformers import MellumConfig
 from transformers.models.mellum import modeling_mellum as hf
-from transformers.models.mellum.modeling_mellum import MellumPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.qwen3_moe import Qwen3MoeParallel
 
 
-class MellumParallel(Qwen3MoeParallel):
-    """Sharding plan of the Mellum 2 family."""
-
-
-class MellumModel(MellumParallel, hf.MellumModel):
+class MellumModel(Qwen3MoeParallel, hf.MellumModel):
     pass
 
 
-class MellumForCausalLM(MellumParallel, hf.MellumForCausalLM):
+class MellumForCausalLM(Qwen3MoeParallel, hf.MellumForCausalLM):
     head_plan = LM_HEAD

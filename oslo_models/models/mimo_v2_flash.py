@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import MiMoV2FlashConfig
 from transformers.models.mimo_v2_flash import modeling_mimo_v2_flash as hf
-from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Plan, RowParallel
 from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts

@@ -2,23 +2,18 @@
 
 from transformers import MiniCPM3Config
 from transformers.models.minicpm3 import modeling_minicpm3 as hf
-from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.youtu import YoutuParallel
 
 
-class MiniCPM3Parallel(YoutuParallel):
-    """Sharding plan of the MiniCPM3 family."""
-
-
-class MiniCPM3Model(MiniCPM3Parallel, hf.MiniCPM3Model):
+class MiniCPM3Model(YoutuParallel, hf.MiniCPM3Model):
     pass
 
 
-class MiniCPM3ForCausalLM(MiniCPM3Parallel, hf.MiniCPM3ForCausalLM):
+class MiniCPM3ForCausalLM(YoutuParallel, hf.MiniCPM3ForCausalLM):
     head_plan = LM_HEAD
 
 
-class MiniCPM3ForSequenceClassification(MiniCPM3Parallel, hf.MiniCPM3ForSequenceClassification):
+class MiniCPM3ForSequenceClassification(YoutuParallel, hf.MiniCPM3ForSequenceClassification):
     head_plan = SCORE

@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import MiniMaxConfig
 from transformers.models.minimax import modeling_minimax as hf
-from transformers.models.minimax.modeling_minimax import MiniMaxPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, RowParallel, WidthNorm
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE

@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as hf
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, Replicated
 from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts

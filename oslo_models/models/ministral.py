@@ -2,31 +2,26 @@
 
 from transformers import MinistralConfig
 from transformers.models.ministral import modeling_ministral as hf
-from transformers.models.ministral.modeling_ministral import MinistralPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
-class MinistralParallel(LlamaParallel):
-    """Sharding plan of the Ministral family."""
-
-
-class MinistralModel(MinistralParallel, hf.MinistralModel):
+class MinistralModel(LlamaParallel, hf.MinistralModel):
     pass
 
 
-class MinistralForCausalLM(MinistralParallel, hf.MinistralForCausalLM):
+class MinistralForCausalLM(LlamaParallel, hf.MinistralForCausalLM):
     head_plan = LM_HEAD
 
 
-class MinistralForSequenceClassification(MinistralParallel, hf.MinistralForSequenceClassification):
+class MinistralForSequenceClassification(LlamaParallel, hf.MinistralForSequenceClassification):
     head_plan = SCORE
 
 
-class MinistralForTokenClassification(MinistralParallel, hf.MinistralForTokenClassification):
+class MinistralForTokenClassification(LlamaParallel, hf.MinistralForTokenClassification):
     head_plan = SCORE
 
 
-class MinistralForQuestionAnswering(MinistralParallel, hf.MinistralForQuestionAnswering):
+class MinistralForQuestionAnswering(LlamaParallel, hf.MinistralForQuestionAnswering):
     head_plan = QA_OUTPUTS

@@ -2,31 +2,26 @@
 
 from transformers import MistralConfig
 from transformers.models.mistral import modeling_mistral as hf
-from transformers.models.mistral.modeling_mistral import MistralPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
-class MistralParallel(LlamaParallel):
-    """Sharding plan of the Mistral family."""
-
-
-class MistralModel(MistralParallel, hf.MistralModel):
+class MistralModel(LlamaParallel, hf.MistralModel):
     pass
 
 
-class MistralForCausalLM(MistralParallel, hf.MistralForCausalLM):
+class MistralForCausalLM(LlamaParallel, hf.MistralForCausalLM):
     head_plan = LM_HEAD
 
 
-class MistralForSequenceClassification(MistralParallel, hf.MistralForSequenceClassification):
+class MistralForSequenceClassification(LlamaParallel, hf.MistralForSequenceClassification):
     head_plan = SCORE
 
 
-class MistralForTokenClassification(MistralParallel, hf.MistralForTokenClassification):
+class MistralForTokenClassification(LlamaParallel, hf.MistralForTokenClassification):
     head_plan = SCORE
 
 
-class MistralForQuestionAnswering(MistralParallel, hf.MistralForQuestionAnswering):
+class MistralForQuestionAnswering(LlamaParallel, hf.MistralForQuestionAnswering):
     head_plan = QA_OUTPUTS

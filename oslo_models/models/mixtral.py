@@ -2,7 +2,6 @@
 
 from transformers import MixtralConfig
 from transformers.models.mixtral import modeling_mixtral as hf
-from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE

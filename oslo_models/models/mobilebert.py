@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from transformers import MobileBertConfig
 from transformers.models.mobilebert import modeling_mobilebert as hf
-from transformers.models.mobilebert.modeling_mobilebert import MobileBertPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import ModernBertConfig
 from transformers.models.modernbert import modeling_modernbert as hf
-from transformers.models.modernbert.modeling_modernbert import ModernBertPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

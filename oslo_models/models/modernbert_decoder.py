@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import ModernBertDecoderConfig
 from transformers.models.modernbert_decoder import modeling_modernbert_decoder as hf
-from transformers.models.modernbert_decoder.modeling_modernbert_decoder import ModernBertDecoderPreTrainedModel
 
 from oslo_models.layers.entries import Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import heads_of, qkv

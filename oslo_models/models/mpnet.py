@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import MPNetConfig
 from transformers.models.mpnet import modeling_mpnet as hf
-from transformers.models.mpnet.modeling_mpnet import MPNetPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel
 from oslo_models.modeling.blocks import heads_of, qkv

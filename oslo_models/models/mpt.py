@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import MptConfig
 from transformers.models.mpt import modeling_mpt as hf
-from transformers.models.mpt.modeling_mpt import MptPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

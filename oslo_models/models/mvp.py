@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import MvpConfig
 from transformers.models.mvp import modeling_mvp as hf
-from transformers.models.mvp.modeling_mvp import MvpPreTrainedModel
 
 from oslo_models.layers.entries import LocalModule, Plan, Replicated, SharedOutput
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS

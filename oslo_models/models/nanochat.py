@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import NanoChatConfig
 from transformers.models.nanochat import modeling_nanochat as hf
-from transformers.models.nanochat.modeling_nanochat import NanoChatPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD

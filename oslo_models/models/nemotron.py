@@ -2,7 +2,6 @@
 
 from transformers import NemotronConfig
 from transformers.models.nemotron import modeling_nemotron as hf
-from transformers.models.nemotron.modeling_nemotron import NemotronPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import NemotronHConfig
 from transformers.models.nemotron_h import modeling_nemotron_h as hf
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHPreTrainedModel
 
 from oslo_models.layers.entries import (
     ColumnParallel,

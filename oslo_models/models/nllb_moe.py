@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import NllbMoeConfig
 from transformers.models.nllb_moe import modeling_nllb_moe as hf
-from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoePreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated, RowParallel
 from oslo_models.modeling.heads import LM_HEAD

@@ -2,23 +2,18 @@
 
 from transformers import OlmoConfig
 from transformers.models.olmo import modeling_olmo as hf
-from transformers.models.olmo.modeling_olmo import OlmoPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
-class OlmoParallel(LlamaParallel):
-    """Sharding plan of the OLMo family."""
-
-
-class OlmoModel(OlmoParallel, hf.OlmoModel):
+class OlmoModel(LlamaParallel, hf.OlmoModel):
     pass
 
 
-class OlmoForCausalLM(OlmoParallel, hf.OlmoForCausalLM):
+class OlmoForCausalLM(LlamaParallel, hf.OlmoForCausalLM):
     head_plan = LM_HEAD
 
 
-class OlmoForSequenceClassification(OlmoParallel, hf.OlmoForSequenceClassification):
+class OlmoForSequenceClassification(LlamaParallel, hf.OlmoForSequenceClassification):
     head_plan = SCORE

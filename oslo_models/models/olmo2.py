@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 from transformers import Olmo2Config
 from transformers.models.olmo2 import modeling_olmo2 as hf
-from transformers.models.olmo2.modeling_olmo2 import Olmo2PreTrainedModel
 
 from oslo_models.layers.entries import Entries, WidthNorm
 from oslo_models.modeling.heads import LM_HEAD, SCORE

@@ -2,23 +2,18 @@
 
 from transformers import Olmo3Config
 from transformers.models.olmo3 import modeling_olmo3 as hf
-from transformers.models.olmo3.modeling_olmo3 import Olmo3PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.olmo2 import Olmo2Parallel
 
 
-class Olmo3Parallel(Olmo2Parallel):
-    """Sharding plan of the OLMo 3 family."""
-
-
-class Olmo3Model(Olmo3Parallel, hf.Olmo3Model):
+class Olmo3Model(Olmo2Parallel, hf.Olmo3Model):
     pass
 
 
-class Olmo3ForCausalLM(Olmo3Parallel, hf.Olmo3ForCausalLM):
+class Olmo3ForCausalLM(Olmo2Parallel, hf.Olmo3ForCausalLM):
     head_plan = LM_HEAD
 
 
-class Olmo3ForSequenceClassification(Olmo3Parallel, hf.Olmo3ForSequenceClassification):
+class Olmo3ForSequenceClassification(Olmo2Parallel, hf.Olmo3ForSequenceClassification):
     head_plan = SCORE

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from transformers import OlmoHybridConfig
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as hf
-from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Plan
 from oslo_models.modeling.heads import LM_HEAD

@@ -2,7 +2,6 @@
 
 from transformers import OlmoeConfig
 from transformers.models.olmoe import modeling_olmoe as hf
-from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

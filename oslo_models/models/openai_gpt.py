@@ -5,7 +5,6 @@ from typing import Any
 from transformers import OpenAIGPTConfig
 from transformers import initialization as init
 from transformers.models.openai import modeling_openai as hf
-from transformers.models.openai.modeling_openai import OpenAIGPTPreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel

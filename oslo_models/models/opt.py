@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import OPTConfig
 from transformers.models.opt import modeling_opt as hf
-from transformers.models.opt.modeling_opt import OPTPreTrainedModel
 
 from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel

@@ -2,7 +2,6 @@
 
 from transformers import PegasusConfig
 from transformers.models.pegasus import modeling_pegasus as hf
-from transformers.models.pegasus.modeling_pegasus import PegasusPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.bart import BartParallel

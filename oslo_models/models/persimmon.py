@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import PersimmonConfig
 from transformers.models.persimmon import modeling_persimmon as hf
-from transformers.models.persimmon.modeling_persimmon import PersimmonPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, HeadNorm, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

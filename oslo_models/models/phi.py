@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import PhiConfig
 from transformers.models.phi import modeling_phi as hf
-from transformers.models.phi.modeling_phi import PhiPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, Norm, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, SCORE

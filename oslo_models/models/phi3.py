@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import Phi3Config
 from transformers.models.phi3 import modeling_phi3 as hf
-from transformers.models.phi3.modeling_phi3 import Phi3PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, RowParallel
 from oslo_models.modeling.blocks import gated_mlp

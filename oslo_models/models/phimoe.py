@@ -2,7 +2,6 @@
 
 from transformers import PhimoeConfig
 from transformers.models.phimoe import modeling_phimoe as hf
-from transformers.models.phimoe.modeling_phimoe import PhimoePreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, SCORE

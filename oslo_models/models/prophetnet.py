@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from transformers import ProphetNetConfig
 from transformers.models.prophetnet import modeling_prophetnet as hf
-from transformers.models.prophetnet.modeling_prophetnet import ProphetNetPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

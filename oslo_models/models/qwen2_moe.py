@@ -4,7 +4,6 @@ from typing import ClassVar
 
 from transformers import Qwen2MoeConfig
 from transformers.models.qwen2_moe import modeling_qwen2_moe as hf
-from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoePreTrainedModel
 
 from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE

@@ -2,7 +2,6 @@
 
 from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3 as hf
-from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel

@@ -2,7 +2,6 @@
 
 from transformers import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as hf
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoePreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.qwen2_moe import Qwen2MoeParallel

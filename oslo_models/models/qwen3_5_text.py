@@ -4,7 +4,6 @@ from typing import ClassVar
 
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries
 from oslo_models.modeling.heads import LM_HEAD, SCORE

@@ -2,7 +2,6 @@
 
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE

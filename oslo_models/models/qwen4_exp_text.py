@@ -11,7 +11,6 @@ from typing import Any
 
 from transformers import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
-from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpPreTrainedModel
 
 from oslo_models.layers.entries import Entries, Plan, Replicated, VocabParallel
 from oslo_models.layers.gathered import GatheredColumn, SlicedRow

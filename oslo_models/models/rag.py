@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import RagConfig
 from transformers.models.rag import modeling_rag as hf
-from transformers.models.rag.modeling_rag import RagPreTrainedModel
 
 from oslo_models.auto import AutoModel, AutoModelForSeq2SeqLM
 from oslo_models.modeling.base import ParallelModel

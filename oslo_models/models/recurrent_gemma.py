@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import RecurrentGemmaConfig
 from transformers.models.recurrent_gemma import modeling_recurrent_gemma as hf
-from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaPreTrainedModel
 
 from oslo_models.layers.entries import (
     ColumnParallel,

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from transformers import ReformerConfig
 from transformers.models.reformer import modeling_reformer as hf
-from transformers.models.reformer.modeling_reformer import ReformerPreTrainedModel
 
 from oslo_models.contracts import require
 from oslo_models.distributed.rng import default_generator

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import RemBertConfig
 from transformers.models.rembert import modeling_rembert as hf
-from transformers.models.rembert.modeling_rembert import RemBertPreTrainedModel
 
 from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS

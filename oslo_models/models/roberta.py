@@ -2,7 +2,6 @@
 
 from transformers import RobertaConfig
 from transformers.models.roberta import modeling_roberta as hf
-from transformers.models.roberta.modeling_roberta import RobertaPreTrainedModel
 
 from oslo_models.layers.entries import Entries, Norm, Replicated, VocabParallel
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
@@ -16,33 +15,29 @@ LM_HEAD: Entries = {
 }
 
 
-class RobertaParallel(BertParallel):
-    """Sharding plan of the RoBERTa family."""
-
-
-class RobertaModel(RobertaParallel, hf.RobertaModel):
+class RobertaModel(BertParallel, hf.RobertaModel):
     pass
 
 
-class RobertaForCausalLM(RobertaParallel, hf.RobertaForCausalLM):
+class RobertaForCausalLM(BertParallel, hf.RobertaForCausalLM):
     head_plan = LM_HEAD
 
 
-class RobertaForMaskedLM(RobertaParallel, hf.RobertaForMaskedLM):
+class RobertaForMaskedLM(BertParallel, hf.RobertaForMaskedLM):
     head_plan = LM_HEAD
 
 
-class RobertaForSequenceClassification(RobertaParallel, hf.RobertaForSequenceClassification):
+class RobertaForSequenceClassification(BertParallel, hf.RobertaForSequenceClassification):
     head_plan = DENSE_CLASSIFIER
 
 
-class RobertaForMultipleChoice(RobertaParallel, hf.RobertaForMultipleChoice):
+class RobertaForMultipleChoice(BertParallel, hf.RobertaForMultipleChoice):
     head_plan = CLASSIFIER
 
 
-class RobertaForTokenClassification(RobertaParallel, hf.RobertaForTokenClassification):
+class RobertaForTokenClassification(BertParallel, hf.RobertaForTokenClassification):
     head_plan = CLASSIFIER
 
 
-class RobertaForQuestionAnswering(RobertaParallel, hf.RobertaForQuestionAnswering):
+class RobertaForQuestionAnswering(BertParallel, hf.RobertaForQuestionAnswering):
     head_plan = QA_OUTPUTS

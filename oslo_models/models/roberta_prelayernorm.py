@@ -5,14 +5,14 @@ from typing import Any
 
 from transformers import RobertaPreLayerNormConfig
 from transformers.models.roberta_prelayernorm import modeling_roberta_prelayernorm as hf
-from transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm import RobertaPreLayerNormPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
-from oslo_models.models.roberta import LM_HEAD, RobertaParallel
+from oslo_models.models.bert import BertParallel
+from oslo_models.models.roberta import LM_HEAD
 from oslo_models.sharding.plan import Norm, Plan
 
 
-class RobertaPreLayerNormParallel(RobertaParallel):
+class RobertaPreLayerNormParallel(BertParallel):
     """Sharding plan of the RoBERTa-PreLayerNorm family."""
 
     @classmethod

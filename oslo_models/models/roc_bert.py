@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import RoCBertConfig
 from transformers.models.roc_bert import modeling_roc_bert as hf
-from transformers.models.roc_bert.modeling_roc_bert import RoCBertPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel

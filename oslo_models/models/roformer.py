@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import RoFormerConfig
 from transformers.models.roformer import modeling_roformer as hf
-from transformers.models.roformer.modeling_roformer import RoFormerPreTrainedModel
 
 from oslo_models.layers.entries import Plan, Replicated, SharedOutput
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS

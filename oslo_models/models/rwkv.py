@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import RwkvConfig
 from transformers.models.rwkv import modeling_rwkv as hf
-from transformers.models.rwkv.modeling_rwkv import RwkvPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards

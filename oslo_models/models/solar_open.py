@@ -2,7 +2,6 @@
 
 from transformers import SolarOpenConfig
 from transformers.models.solar_open import modeling_solar_open as hf
-from transformers.models.solar_open.modeling_solar_open import SolarOpenPreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import Speech2TextConfig
 from transformers.models.speech_to_text import modeling_speech_to_text as hf
-from transformers.models.speech_to_text.modeling_speech_to_text import Speech2TextPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.whisper import WhisperParallel

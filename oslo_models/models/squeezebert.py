@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import SqueezeBertConfig
 from transformers.models.squeezebert import modeling_squeezebert as hf
-from transformers.models.squeezebert.modeling_squeezebert import SqueezeBertPreTrainedModel
 
 from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import StableLmConfig
 from transformers.models.stablelm import modeling_stablelm as hf
-from transformers.models.stablelm.modeling_stablelm import StableLmPreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards

@@ -2,7 +2,6 @@
 
 from transformers import Starcoder2Config
 from transformers.models.starcoder2 import modeling_starcoder2 as hf
-from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, SCORE

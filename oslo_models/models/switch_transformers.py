@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from transformers import SwitchTransformersConfig
 from transformers.models.switch_transformers import modeling_switch_transformers as hf
-from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Replicated, RowParallel
 from oslo_models.layers.kinds import shards

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import T5Config
 from transformers.models.t5 import modeling_t5 as hf
-from transformers.models.t5.modeling_t5 import T5PreTrainedModel
 
 from oslo_models.layers.entries import (
     ColumnParallel,

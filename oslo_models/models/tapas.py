@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import TapasConfig
 from transformers.models.tapas import modeling_tapas as hf
-from transformers.models.tapas.modeling_tapas import TapasPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER
 from oslo_models.models.bert import LM_HEAD, BertParallel

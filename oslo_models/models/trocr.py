@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import TrOCRConfig
 from transformers.models.trocr import modeling_trocr as hf
-from transformers.models.trocr.modeling_trocr import TrOCRPreTrainedModel
 
 from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
 from oslo_models.models.bart import BartParallel

@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import UMT5Config
 from transformers.models.umt5 import modeling_umt5 as hf
-from transformers.models.umt5.modeling_umt5 import UMT5PreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, CLASSIFIER, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.t5 import T5Parallel

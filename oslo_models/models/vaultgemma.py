@@ -2,7 +2,6 @@
 
 from transformers import VaultGemmaConfig
 from transformers.models.vaultgemma import modeling_vaultgemma as hf
-from transformers.models.vaultgemma.modeling_vaultgemma import VaultGemmaPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel

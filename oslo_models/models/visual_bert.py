@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import VisualBertConfig
 from transformers.models.visual_bert import modeling_visual_bert as hf
-from transformers.models.visual_bert.modeling_visual_bert import VisualBertPreTrainedModel
 
 from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
 from oslo_models.models.bert import LM_HEAD, BertParallel

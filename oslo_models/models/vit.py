@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from transformers import ViTConfig
 from transformers.models.vit import modeling_vit as hf
-from transformers.models.vit.modeling_vit import ViTPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel

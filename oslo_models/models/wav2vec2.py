@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 from transformers import Wav2Vec2Config
 from transformers import initialization as init
 from transformers.models.wav2vec2 import modeling_wav2vec2 as hf
-from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel

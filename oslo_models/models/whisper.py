@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 from transformers import WhisperConfig
 from transformers.models.whisper import modeling_whisper as hf
-from transformers.models.whisper.modeling_whisper import WhisperPreTrainedModel
 
 from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
 from oslo_models.models.bart import BartParallel

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import XGLMConfig
 from transformers.models.xglm import modeling_xglm as hf
-from transformers.models.xglm.modeling_xglm import XGLMPreTrainedModel
 
 from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import XLMConfig
 from transformers.models.xlm import modeling_xlm as hf
-from transformers.models.xlm.modeling_xlm import XLMPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

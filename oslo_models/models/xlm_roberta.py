@@ -2,39 +2,35 @@
 
 from transformers import XLMRobertaConfig
 from transformers.models.xlm_roberta import modeling_xlm_roberta as hf
-from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
-from oslo_models.models.roberta import LM_HEAD, RobertaParallel
+from oslo_models.models.bert import BertParallel
+from oslo_models.models.roberta import LM_HEAD
 
 
-class XLMRobertaParallel(RobertaParallel):
-    """Sharding plan of the XLM-RoBERTa family."""
-
-
-class XLMRobertaModel(XLMRobertaParallel, hf.XLMRobertaModel):
+class XLMRobertaModel(BertParallel, hf.XLMRobertaModel):
     pass
 
 
-class XLMRobertaForCausalLM(XLMRobertaParallel, hf.XLMRobertaForCausalLM):
+class XLMRobertaForCausalLM(BertParallel, hf.XLMRobertaForCausalLM):
     head_plan = LM_HEAD
 
 
-class XLMRobertaForMaskedLM(XLMRobertaParallel, hf.XLMRobertaForMaskedLM):
+class XLMRobertaForMaskedLM(BertParallel, hf.XLMRobertaForMaskedLM):
     head_plan = LM_HEAD
 
 
-class XLMRobertaForSequenceClassification(XLMRobertaParallel, hf.XLMRobertaForSequenceClassification):
+class XLMRobertaForSequenceClassification(BertParallel, hf.XLMRobertaForSequenceClassification):
     head_plan = DENSE_CLASSIFIER
 
 
-class XLMRobertaForMultipleChoice(XLMRobertaParallel, hf.XLMRobertaForMultipleChoice):
+class XLMRobertaForMultipleChoice(BertParallel, hf.XLMRobertaForMultipleChoice):
     head_plan = CLASSIFIER
 
 
-class XLMRobertaForTokenClassification(XLMRobertaParallel, hf.XLMRobertaForTokenClassification):
+class XLMRobertaForTokenClassification(BertParallel, hf.XLMRobertaForTokenClassification):
     head_plan = CLASSIFIER
 
 
-class XLMRobertaForQuestionAnswering(XLMRobertaParallel, hf.XLMRobertaForQuestionAnswering):
+class XLMRobertaForQuestionAnswering(BertParallel, hf.XLMRobertaForQuestionAnswering):
     head_plan = QA_OUTPUTS

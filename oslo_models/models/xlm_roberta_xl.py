@@ -5,14 +5,14 @@ from typing import Any
 
 from transformers import XLMRobertaXLConfig
 from transformers.models.xlm_roberta_xl import modeling_xlm_roberta_xl as hf
-from transformers.models.xlm_roberta_xl.modeling_xlm_roberta_xl import XLMRobertaXLPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
-from oslo_models.models.roberta import LM_HEAD, RobertaParallel
+from oslo_models.models.bert import BertParallel
+from oslo_models.models.roberta import LM_HEAD
 from oslo_models.sharding.plan import Norm, Plan
 
 
-class XLMRobertaXLParallel(RobertaParallel):
+class XLMRobertaXLParallel(BertParallel):
     """Sharding plan of the XLM-RoBERTa XL family."""
 
     @classmethod

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import XLNetConfig
 from transformers.models.xlnet import modeling_xlnet as hf
-from transformers.models.xlnet.modeling_xlnet import XLNetPreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.mesh import Axis

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import xLSTMConfig
 from transformers.models.xlstm import modeling_xlstm as hf
-from transformers.models.xlstm.modeling_xlstm import xLSTMPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel

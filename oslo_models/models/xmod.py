@@ -5,14 +5,14 @@ from typing import Any
 
 from transformers import XmodConfig
 from transformers.models.xmod import modeling_xmod as hf
-from transformers.models.xmod.modeling_xmod import XmodPreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, RowParallel
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
-from oslo_models.models.roberta import LM_HEAD, RobertaParallel
+from oslo_models.models.bert import BertParallel
+from oslo_models.models.roberta import LM_HEAD
 
 
-class XmodParallel(RobertaParallel):
+class XmodParallel(BertParallel):
     """Sharding plan of the X-MOD family."""
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from transformers import YoutuConfig
 from transformers.models.youtu import modeling_youtu as hf
-from transformers.models.youtu.modeling_youtu import YoutuPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.deepseek_v2 import DeepseekV2Parallel

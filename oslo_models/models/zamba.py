@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from transformers import ZambaConfig
 from transformers.models.zamba import modeling_zamba as hf
-from transformers.models.zamba.modeling_zamba import ZambaPreTrainedModel
 
 from oslo_models.layers.entries import (
     ColumnParallel,

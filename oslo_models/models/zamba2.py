@@ -5,7 +5,6 @@ from typing import Any
 
 from transformers import Zamba2Config
 from transformers.models.zamba2 import modeling_zamba2 as hf
-from transformers.models.zamba2.modeling_zamba2 import Zamba2PreTrainedModel
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Replicated, RowParallel
 from oslo_models.modeling.blocks import state_space

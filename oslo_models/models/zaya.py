@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import ZayaConfig
 from transformers.models.zaya import modeling_zaya as hf
-from transformers.models.zaya.modeling_zaya import ZayaPreTrainedModel
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, Replicated, RowParallel

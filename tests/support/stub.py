@@ -10,6 +10,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import oslo_models
 from oslo_models import registry
@@ -17,6 +18,8 @@ from oslo_models import registry
 from support import ROOT
 
 STUB = ROOT / "oslo_models" / "__init__.pyi"
+WITHOUT_BASE = ("encoder-decoder",)
+"""Architectures whose transformers classes have no base class of their own."""
 HEADER = '''\
 # ruff: noqa
 # fmt: off
@@ -51,10 +54,19 @@ def zoo_names() -> dict[str, str]:
     found: dict[str, str] = {}
     for model_type, prefix in sorted(architectures.items(), key=lambda item: len(item[1]), reverse=True):
         module = f"oslo_models.models.{model_type.replace('-', '_')}"
-        for name in definitions(module):
-            if name.startswith(prefix) and name != f"{prefix}Parallel" and name not in found:
-                found[name] = defining_module(module, name)
+        own = [name for name in definitions(module) if name.startswith(prefix) and name != f"{prefix}Parallel"]
+        sources = {name: defining_module(module, name) for name in own}
+        if model_type not in WITHOUT_BASE and not any(name.endswith("PreTrainedModel") for name in own):
+            sources[f"{prefix}PreTrainedModel"] = original_module(module)
+        found = sources | found
     return found
+
+
+def original_module(module: str) -> str:
+    """Return the module of transformers that a module of an architecture imports as ``hf``."""
+    nodes = statements(ast.parse(source_path(module).read_text()).body)
+    imports = ((node.module, alias) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names)
+    return next(f"{package}.{alias.name}" for package, alias in imports if alias.asname == "hf")
 
 
 def defining_module(module: str, name: str) -> str:
@@ -69,10 +81,8 @@ def definitions(module: str) -> dict[str, str]:
 
     Names that it renames on import are left out: the stub could not export them.
     """
-    path = ROOT.joinpath(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     found: dict[str, str] = {}
-    for node in statements(ast.parse(path.read_text()).body):
+    for node in statements(ast.parse(source_path(module).read_text()).body):
         if isinstance(node, ast.ImportFrom):
             found |= {alias.name: str(node.module) for alias in node.names if alias.asname in (None, alias.name)}
         elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -80,6 +90,11 @@ def definitions(module: str) -> dict[str, str]:
         elif isinstance(node, ast.Assign):
             found |= {target.id: module for target in node.targets if isinstance(target, ast.Name)}
     return found
+
+
+def source_path(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
