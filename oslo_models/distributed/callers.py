@@ -217,7 +217,7 @@ def computes_in_layer(sharding: Any) -> bool:
 
 def _is_override(frame: FrameType) -> bool:
     """Return whether a frame belongs to a shard's override or to a mode of torch functions, such as a counter."""
-    return frame.f_globals.get("__name__") in _OF_SHARDS or frame.f_code.co_name == "__torch_function__"
+    return frame.f_globals.get("__name__", "").startswith(_OF_SHARDS) or frame.f_code.co_name == "__torch_function__"
 
 
 def computes_in_owner(sharding: Any) -> bool:

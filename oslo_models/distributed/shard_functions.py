@@ -1,6 +1,6 @@
 """Lists the torch functions that run on the local tensor of a shard.
 
-`sharded_tensor` handles a few others. The rest raise.
+`sharded_tensor.handlers` handles a few others. The rest raise.
 """
 
 from __future__ import annotations

@@ -34,21 +34,21 @@ Row = tuple[str, str, str, str, dict[str, Any]]
 FAST: dict[str, list[Row]] = {
     PARAMETERS: [
         (
-            f"{SHARD}:Sharding.counted",
+            f"{SHARD}.sharding:Sharding.counted",
             "if self.counts else []",
             "if True else []",
             CLIPS,
             {"variant": "gpt2", "tp": 1, "pp": 2},
         ),
         (
-            f"{SHARD}:_product",
+            f"{SHARD}.operations:product",
             "weight is not None and not _computes_with_part(weight)",
             "False",
             "test_products_outside_of_layers_are_refused",
             {},
         ),
         (
-            f"{SHARD}:_of_matrix",
+            f"{SHARD}.tensors:mixing",
             "part is None or",
             "part is not None or",
             "test_optimizer_that_treats_shards_as_matrices_is_refused",
@@ -119,7 +119,7 @@ SLOW: dict[str, list[Row]] = {
             {},
         ),
         (
-            f"{SHARD}:_writes",
+            f"{SHARD}.tensors:writes",
             'name == "__setitem__" or',
             "False and",
             "test_terms_of_a_loss_have_the_gradients_of_one_process",
@@ -128,7 +128,7 @@ SLOW: dict[str, list[Row]] = {
     ],
     "ecosystem/test_compile.py": [
         (
-            f"{SHARD}:Shard.__torch_function__",
+            f"{SHARD}.tensors:Shard.__torch_function__",
             "torch.compiler.is_compiling()",
             "False",
             "test_attributes_of_shards_break_no_graph",
@@ -137,7 +137,7 @@ SLOW: dict[str, list[Row]] = {
     ],
     PARAMETERS: [
         (
-            f"{SHARD}:_norm",
+            f"{SHARD}.reductions:norm",
             "sharding.counted(local_tensor(shard))",
             "[local_tensor(shard)]",
             CLIPS,
@@ -151,9 +151,9 @@ SLOW: dict[str, list[Row]] = {
             {"variant": "gpt2", "tp": 1, "pp": 2},
         ),
         ("distributed.checkpoint_chunks:_offsets", "index.start for", "0 * index.start for", DCP, OTHER_SIZES),
-        (f"{SHARD}:_size", "type(args[0]) is Shard", "False", DCP, OTHER_SIZES),
-        (f"{SHARD}:_new_empty", "type(args[0]) is Shard", "False", DCP, OTHER_SIZES),
-        (f"{SHARD}:Shard.set_", "type(self) is Shard", "False", DCP, OTHER_SIZES),
+        (f"{SHARD}.operations:size", "type(args[0]) is Shard", "False", DCP, OTHER_SIZES),
+        (f"{SHARD}.operations:new_empty", "type(args[0]) is Shard", "False", DCP, OTHER_SIZES),
+        (f"{SHARD}.tensors:Shard.set_", "type(self) is Shard", "False", DCP, OTHER_SIZES),
         (
             "modeling.training:_refuse_full_state_dict",
             "options.full_state_dict",
@@ -162,14 +162,14 @@ SLOW: dict[str, list[Row]] = {
             {},
         ),
         (
-            f"{SHARD}:_lookup",
+            f"{SHARD}.operations:lookup",
             "weight is not None",
             "False",
             "test_products_outside_of_layers_are_refused",
             {},
         ),
         (
-            f"{SHARD}:_view",
+            f"{SHARD}.operations:view",
             "not _is_weight(source) and _is_all_or_in_layer(source)",
             "True",
             "test_products_outside_of_layers_are_refused",
@@ -435,7 +435,7 @@ SLOW: dict[str, list[Row]] = {
         ("modeling.saving:SavableModel.__reduce_ex__", "self.mesh is not None", "False", PICKLED, SHARDS),
         ("distributed.mesh:Axis.__reduce_ex__", "self.group is None", "True", PICKLED, SHARDS),
         (
-            f"{SHARD}:Shard.__deepcopy__",
+            f"{SHARD}.tensors:Shard.__deepcopy__",
             ".clone(memory_format=torch.preserve_format)",
             "",
             "test_copy_of_a_sharded_model_computes_as_one_process",

@@ -106,7 +106,7 @@ MUTANTS: dict[str, Row] = {
     ),
     "torch's norm counts the experts of this replica only": (
         Edit(
-            "distributed.sharded_tensor:Sharding.axis.fget",
+            "distributed.sharded_tensor.sharding:Sharding.axis.fget",
             *("self.mesh.experts if self.mesh.is_over_replicas(self.layout) else self.mesh.tp", "self.mesh.tp"),
         ),
         *(OVER_REPLICAS, TRAINING, ALL_REPLICAS),
