@@ -107,7 +107,7 @@ class CheckpointReader:
             raise ValueError(f"{name} in {self.directory} has shape {stored.shape}, but the model needs {layout.shape}")
         out = torch.empty(layout.local_shape(rank), dtype=stored.dtype)
         for wanted, local in layout.shard_indices(rank):
-            self._copy(name, wanted, out[local])
+            self.copy_region(name, wanted, out[local])
         return out
 
     def read_region(self, name: str, region: Index, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -125,10 +125,10 @@ class CheckpointReader:
             KeyError: there is no such tensor.
         """
         out = torch.empty([each.stop - each.start for each in region], dtype=self.tensors[name].dtype)
-        self._copy(name, region, out, shape)
+        self.copy_region(name, region, out, shape)
         return out
 
-    def _copy(self, name: str, wanted: Index, out: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    def copy_region(self, name: str, wanted: Index, out: Tensor, shape: tuple[int, ...] | None = None) -> None:
         """Copy the region ``wanted`` of a full tensor into ``out``, which has the same shape."""
         stored, local = self.tensors[name], tuple(slice(0, size) for size in out.shape)
         if shape is not None:
@@ -156,11 +156,6 @@ def _translate(index: Index, full: Index, local: Index) -> Index:
     """Translate an index of the full tensor to a shard that stores the region ``full`` at ``local``."""
     shifts = [b.start - a.start for a, b in zip(full, local, strict=True)]
     return tuple(slice(i.start + shift, i.stop + shift) for i, shift in zip(index, shifts, strict=True))
-
-
-def range_layout(shape: Sequence[int], dim: int, start: int, stop: int) -> Layout:
-    """Return a layout that assigns the range ``start:stop`` of ``dim`` to rank 0."""
-    return Layout(tuple(shape), dim, (((start, stop),), ((0, start), (stop, shape[dim]))))
 
 
 def require_alike(reader: CheckpointReader, whole: str, parts: Sequence[str], first_dim: int = 0) -> None:

@@ -18,7 +18,7 @@ from oslo_models import registry
 from oslo_models.checkpoint import CheckpointReader, current_files, current_folder, save_checkpoint
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree
-from oslo_models.modeling.stacked_experts import as_saved
+from oslo_models.modeling.saved_tensors import as_saved
 from oslo_models.modeling.weight_mapping import open_with_mapping
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.starting import import_path, launch_command

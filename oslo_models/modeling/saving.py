@@ -15,7 +15,7 @@ from oslo_models.distributed.mesh import NOT_PICKLABLE, ParallelMesh
 from oslo_models.distributed.object_exchange import agree, gather_objects, require_equal
 from oslo_models.modeling.quantizing import check_not_quantized
 from oslo_models.modeling.save_options import SaveOptions
-from oslo_models.modeling.stacked_experts import as_saved
+from oslo_models.modeling.saved_tensors import as_saved
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
 

@@ -21,8 +21,8 @@ from oslo_models.checkpoint.quantized import check_not_quantized
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of, plan_over
+from oslo_models.modeling.conversions import is_renaming, is_unpadding, stacking_reader
 from oslo_models.modeling.meta_device import meta_device
-from oslo_models.modeling.stacked_experts import is_renaming, is_unpadding, stacking_reader
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 

@@ -150,7 +150,7 @@ def test_experts_that_compute_every_token_are_not_over_replicas(pool: Pool) -> N
         (
             "LlamaForCausalLM",
             (2, 2),
-            "expert_parallel_size=2 is for mixtures of experts, and LlamaForCausalLM has none",
+            "expert_parallel_size=2 is for mixtures of experts, and LlamaForCausalLM has no experts to divide",
         ),
         ("DogeForCausalLM", (2, 2), "DogeForCausalLM has no experts to divide"),
         ("MixtralForCausalLM", (1, 0), "expert_parallel_size must be an integer of at least 1"),

@@ -369,7 +369,7 @@ def weights_of_streams_from_own_inputs(patch: Patch) -> None:
 
 
 def parts_in_another_order(patch: Patch) -> None:
-    Edit("modeling.stacked_experts:concatenated_parts", "int(named[part])", "-int(named[part])")(patch)
+    Edit("modeling.conversions:concatenated_parts", "int(named[part])", "-int(named[part])")(patch)
 
 
 def filters_without_sum_over_copies(patch: Patch) -> None:
@@ -393,7 +393,7 @@ def last_words_for_the_first(patch: Patch) -> None:
 
 
 def projections_read_one_after_the_other(patch: Patch) -> None:
-    Edit("checkpoint.interleaved:InterleavedReader.read", "[:, part::2]", "[:, : stop - start]")(patch)
+    Edit("checkpoint.converted:_Interleaved.copy", "[:, part::2]", "[:, : stop - start]")(patch)
 
 
 def filters_of_tokens_without_sum_over_copies(patch: Patch) -> None:

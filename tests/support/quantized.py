@@ -77,14 +77,14 @@ def load_and_compare(
     """In a worker, compare each parameter with its shard bit for bit, and the logits; return the bytes read."""
     logging.disable_progress_bar()
     read: dict[str, int] = {}
-    copy = CheckpointReader._copy
+    copy = CheckpointReader.copy_region
 
     def counted(self: CheckpointReader, name: str, wanted: Any, out: Tensor, *shape: Any) -> None:
         read[name] = read.get(name, 0) + out.nbytes
         copy(self, name, wanted, out, *shape)
 
     cls: Any = registry.find(name)
-    with patch.object(CheckpointReader, "_copy", counted), patch.object(reader, "_CHUNK", chunk):
+    with patch.object(CheckpointReader, "copy_region", counted), patch.object(reader, "_CHUNK", chunk):
         model = cls.from_pretrained_with_parallel(
             directory, tp, pp, **{"dequantize": True, "dtype": torch.float64, **options}
         )

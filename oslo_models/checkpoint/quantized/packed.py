@@ -283,3 +283,7 @@ class PackingReader(CheckpointReader):
             return self.inner.read(name, layout, rank)
         dtype, is_transposed = self.tensors[name].dtype, name in self.transposed
         return pack(self.quantized(name), layout, rank, dtype, is_transposed, self.compute_dtype)
+
+    def copy_region(self, name: str, wanted: Index, out: Tensor, shape: tuple[int, ...] | None = None) -> None:
+        assert self.inner is not None
+        self.inner.copy_region(name, wanted, out, shape)

@@ -13,7 +13,7 @@ from oslo_models.checkpoint.filenames import CheckpointError
 from oslo_models.checkpoint.quantized.formats import format_of
 from oslo_models.checkpoint.quantized.weight import QuantizedWeight
 from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor
-from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.layout import Index, Layout
 
 _CHUNK = 1 << 22
 """Elements per dequantisation step. Bounds the memory of intermediate results."""
@@ -31,18 +31,15 @@ class DequantizingReader(CheckpointReader):
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
 
-    def read(self, name: str, layout: Layout, rank: int) -> Tensor:
+    def copy_region(self, name: str, wanted: Index, out: Tensor, shape: tuple[int, ...] | None = None) -> None:
         if name not in self.weights:
-            return super().read(name, layout, rank)
-        if layout.shape != self.tensors[name].shape:
-            raise ValueError(f"{name} in {self.directory} has shape {self.tensors[name].shape}, not {layout.shape}")
-        out = torch.empty(layout.local_shape(rank), dtype=self.tensors[name].dtype)
-        for wanted, local in layout.shard_indices(rank):
-            *stacked, _, _ = wanted
-            for number, expert in enumerate(range(stacked[0].start, stacked[0].stop) if stacked else [None]):
-                target = out[local] if expert is None else out[local][number]
-                self._read_matrix(name, wanted[-2:], target, () if expert is None else (expert,))
-        return out
+            super().copy_region(name, wanted, out, shape)
+            return
+        *experts, rows, columns = wanted
+        if not experts:
+            self._read_matrix(name, (rows, columns), out, ())
+        for number, expert in enumerate(range(experts[0].start, experts[0].stop) if experts else ()):
+            self._read_matrix(name, (rows, columns), out[number], (expert,))
 
     def _read_matrix(self, name: str, wanted: tuple[slice, ...], out: Tensor, expert: tuple[int, ...]) -> None:
         """Read a region of a weight, or of one expert's weight, a few rows at a time."""

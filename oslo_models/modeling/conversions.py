@@ -1,0 +1,295 @@
+"""Reads checkpoints in which transformers stacks, joins, splits, interleaves, merges or pads weights.
+
+`saved_tensors` converts in the other direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    Interleave,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    revert_weight_conversion,
+)
+
+from oslo_models.checkpoint import CheckpointError, CheckpointReader
+from oslo_models.checkpoint.converted import (
+    Merge,
+    Piece,
+    with_chunks,
+    with_concatenations,
+    with_halves,
+    with_merges,
+    with_stacks,
+)
+from oslo_models.pipeline.sharded_model import ShardedModel
+
+
+@dataclass(frozen=True)
+class Conversions:
+    """transformers' checkpoint conversions of a model, without conversions for old checkpoints only.
+
+    The fields have the names of the model attributes that transformers reads to convert tensors for saving.
+    """
+
+    _weight_conversions: Sequence[Any]
+    config: Any
+
+    @classmethod
+    def of(cls, model: ShardedModel) -> Conversions:
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        return cls([conversion for conversion in found if not isinstance(conversion, PrefixChange)], model.config)
+
+    def converters(self, is_kind: Callable[[WeightConverter], bool]) -> list[WeightConverter]:
+        """Return the conversions of one kind that change tensors, not only their names."""
+        return [each for each in self._weight_conversions if isinstance(each, WeightConverter) and is_kind(each)]
+
+    def revert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that transformers saves for tensors of the model."""
+        saved: dict[str, Tensor] = revert_weight_conversion(self, dict(tensors))
+        return saved
+
+    def __bool__(self) -> bool:
+        return bool(self._weight_conversions)
+
+
+def _converter_of(name: str, converters: Iterable[WeightConverter]) -> WeightConverter | None:
+    """Return the first conversion that makes the tensor of this name."""
+    return next((each for each in converters if name.endswith(each.target_patterns[0])), None)
+
+
+def expert_pieces(model: ShardedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
+    """Return the checkpoint's matrices of each stack of experts, by the name of the stack. Other models have none.
+
+    The names come from transformers' own reverse conversion of a small stack with numbered elements.
+
+    Args:
+        model: the model, or a stage of it.
+        shapes: the shapes of the full tensors, by their names in the full model.
+    """
+    conversions, stacks = Conversions.of(model), {}
+    converters = conversions.converters(_stacks)
+    for name, shape in shapes.items():
+        if (converter := _converter_of(name, converters)) is not None:
+            parts = len(converter.source_patterns)
+            marks = torch.arange(shape[0] * parts).view(-1, parts, 1)
+            named = conversions.revert({name: marks})
+            stacks[name] = [Piece(piece, *divmod(int(mark), parts)) for piece, mark in named.items()]
+    return stacks
+
+
+def concatenated_parts(model: ShardedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
+    """Map each tensor that transformers concatenates from checkpoint tensors to the names of these parts.
+
+    Args:
+        model: the model, or a stage of it.
+        shapes: the shapes of the full tensors, by their names in the full model.
+    """
+    conversions, found = Conversions.of(model), {}
+    converters = conversions.converters(_concatenates)
+    for name, shape in shapes.items():
+        if (converter := _converter_of(name, converters)) is not None:
+            parts = _number_of_parts(converter, model.config, shape[0])
+            marks = torch.arange(parts).view(-1, 1)
+            named = conversions.revert({name: marks})
+            found[name] = sorted(named, key=lambda part: int(named[part]))
+    return found
+
+
+def _number_of_parts(converter: WeightConverter, config: Any, rows: int) -> int:
+    """Return the number of checkpoint parts of a tensor with this number of rows."""
+    attribute = converter.operations[0].num_shards_attribute
+    if attribute is None:
+        return len(converter.source_patterns)
+    size = -(-rows // getattr(config.get_text_config(), attribute))
+    return -(-rows // size)  # parts of equal size, and a smaller last part
+
+
+def _concatenates(converter: WeightConverter) -> bool:
+    """Whether a conversion concatenates tensors along their first dimension."""
+    operations, targets = converter.operations, converter.target_patterns
+    known = [type(operation) for operation in operations] == [Concatenate] and len(targets) == 1
+    return known and operations[0].dim == 0
+
+
+def chunked_names(model: ShardedModel, names: Iterable[str]) -> dict[str, list[str]]:
+    """Map each checkpoint tensor that transformers splits into several to the model's names of these parts.
+
+    Args:
+        model: the model, or a stage of it.
+        names: the names of tensors in the full model.
+    """
+    conversions, found = Conversions.of(model), {}
+    converters = conversions.converters(_chunks)
+    names = set(names) if converters else set()
+    for name in sorted(names):
+        for converter in converters:
+            first, *others = converter.target_patterns
+            parts = [name, *(name.replace(first, other) for other in others)]
+            if first in name and names.issuperset(parts):
+                marks = {part: torch.arange(1) for part in parts}
+                (saved,) = conversions.revert(marks)
+                found[str(saved)] = parts
+    return found
+
+
+def _chunks(converter: WeightConverter) -> bool:
+    """Whether a conversion splits a tensor along its first dimension.
+
+    ``Chunk`` makes parts of equal size. ``Split``, since transformers 5.24, makes parts of the sizes in the model.
+    """
+    operations = [type(operation).__name__ for operation in converter.operations]
+    known = operations in (["Chunk"], ["Split"]) and len(converter.target_patterns) > 1
+    return known and converter.operations[0].dim == 0 and len(converter.source_patterns) == 1
+
+
+def interleaved_names(model: ShardedModel, names: Iterable[str]) -> dict[str, str]:
+    """Map the model's names of stacked experts with interleaved rows in checkpoints to the checkpoint names.
+
+    Args:
+        model: the model, or a stage of it.
+        names: the names of tensors in the full model.
+    """
+    conversions, found = Conversions.of(model), {}
+    converters = conversions.converters(_interleaves)
+    for name in names:
+        if _converter_of(name, converters) is not None:
+            (found[name],) = map(str, conversions.revert({name: torch.empty(1, 2, 1)}))
+    return found
+
+
+def _interleaves(converter: WeightConverter) -> bool:
+    """Whether a conversion de-interleaves the rows of the two halves of stacked experts."""
+    operations = [operation for operation in converter.operations if not _dequantizes(operation)]
+    known = [type(operation) for operation in operations] == [Interleave] and len(converter.target_patterns) == 1
+    return known and operations[0].dim == 1 and not operations[0].inverse
+
+
+def _dequantizes(operation: Any) -> bool:
+    """Whether an operation returns weights without scales as they are (Inkling 2 Loop, since transformers 5.24)."""
+    return type(operation).__name__ == "Inkling2LoopDequantizeExperts"
+
+
+def is_renaming(converter: WeightConverter) -> bool:
+    """Whether a conversion only renames a tensor, if its other source tensors, the scales, are missing."""
+    return all(map(_dequantizes, converter.operations))
+
+
+def merged_parts(
+    model: ShardedModel, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[Merge, dict[str, Tensor]]]:
+    """Map each tensor that transformers merges from several to the function, and to empty tensors by saved name.
+
+    Args:
+        model: the model, or a stage of it.
+        shapes: the shapes of the full tensors, by their names in the full model.
+    """
+    conversions = Conversions.of(model)
+    found: dict[str, tuple[Merge, dict[str, Tensor]]] = {}
+    converters = conversions.converters(_merges)
+    for name, shape in shapes.items():
+        if (converter := _converter_of(name, converters)) is not None:
+            saved = conversions.revert({name: torch.empty(tuple(shape), device="meta")})
+            found[name] = partial(_merge, converter), saved
+    return found
+
+
+def _merge(converter: WeightConverter, parts: Sequence[Tensor]) -> Tensor:
+    by_pattern = dict(zip(converter.source_patterns, parts, strict=True))
+    names = {"source_patterns": converter.source_patterns, "target_patterns": converter.target_patterns}
+    merged: Mapping[str, Tensor] = converter.operations[0].convert(by_pattern, **names)
+    return merged[converter.target_patterns[0]]
+
+
+def _merges(converter: WeightConverter) -> bool:
+    """Whether a conversion merges the queries of messages (Inkling 2 Loop, since transformers 5.24)."""
+    return [type(operation).__name__ for operation in converter.operations] == ["Inkling2LoopMergeMessageQueries"]
+
+
+def padded_names(model: ShardedModel, names: Iterable[str]) -> set[str]:
+    """Return the names of LM heads that transformers pads to ``config.vocab_size`` rows for saving.
+
+    Args:
+        model: the model, or a stage of it.
+        names: the names of tensors in the full model.
+    """
+    converters = Conversions.of(model).converters(is_unpadding)
+    return {name for name in names if _converter_of(name, converters) is not None}
+
+
+def is_unpadding(converter: WeightConverter) -> bool:
+    """Whether a conversion removes vocabulary padding. transformers 5.24 added it for Inkling 2."""
+    return [type(operation).__name__ for operation in converter.operations] == ["Inkling2UnpadVocab"]
+
+
+def _stacks(converter: WeightConverter) -> bool:
+    """Whether a conversion stacks matrices into one parameter."""
+    kinds = [type(operation) for operation in converter.operations]
+    return kinds in ([MergeModulelist], [MergeModulelist, Concatenate]) and len(converter.target_patterns) == 1
+
+
+def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> CheckpointReader:
+    """Wrap a reader so that it returns the model's tensors where the checkpoint has single experts or other parts.
+
+    Args:
+        reader: the checkpoint. Its names may lack the base model's prefix or add it.
+        model: the full model, on the meta device.
+
+    Raises:
+        CheckpointError: some matrices of a stack are missing.
+    """
+    prefix, found = f"{model.base_model_prefix}.", {}
+    renamings = (str, lambda name: name.removeprefix(prefix), lambda name: prefix + name)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, pieces in expert_pieces(model, shapes).items():
+        if name in reader.tensors:
+            continue
+        for rename in renamings:
+            own = [replace(piece, name=rename(piece.name)) for piece in pieces]
+            missing = [piece.name for piece in own if piece.name not in reader.tensors]
+            if not missing:
+                found[name] = own
+            elif len(missing) < len(own):
+                raise CheckpointError(
+                    f"{reader.directory} lacks {len(missing)} of the {len(own)} matrices of {name}, such as "
+                    f"{missing[0]}: copy or save the checkpoint again"
+                )
+    reader = with_stacks(reader, found)
+    parts: dict[str, list[str]] = {}
+    for name, split in concatenated_parts(model, shapes).items():
+        named = ([rename(part) for part in split] for rename in renamings)
+        there = [each for each in named if reader.tensors.keys() >= {*each}]
+        if there and name not in reader.tensors:
+            parts[name] = there[0]
+    reader = with_concatenations(reader, parts)
+    chunks = {
+        saved: {rename(part): shapes[part][0] for part in own}
+        for name, own in chunked_names(model, shapes).items()
+        for rename in renamings
+        if (saved := rename(name)) in reader.tensors
+    }
+    reader = with_chunks(reader, chunks)
+    alternating = {
+        name: saved
+        for name, source in interleaved_names(model, shapes).items()
+        for rename in renamings
+        if (saved := rename(source)) in reader.tensors and name not in reader.tensors
+    }
+    reader = with_halves(reader, alternating)
+    merges = {
+        name: (sources, merge)
+        for name, (merge, empty) in merged_parts(model, shapes).items()
+        for rename in renamings
+        if reader.tensors.keys() >= {*(sources := [rename(part) for part in empty])}
+    }
+    return with_merges(reader, merges, shapes)
