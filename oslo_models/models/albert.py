@@ -10,7 +10,6 @@ from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Repl
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.sharding.layout import EvenSplit
 
 LM_HEAD: Entries = {
     "predictions.dense": Replicated(),

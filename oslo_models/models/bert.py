@@ -10,7 +10,7 @@ from transformers.models.bert import modeling_bert as hf
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
-from oslo_models.sharding.layout import EvenSplit
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 
 
 class BertParallel(ParallelModel):
@@ -69,16 +69,16 @@ class BertForNextSentencePrediction(BertParallel, hf.BertForNextSentencePredicti
 
 
 class BertForSequenceClassification(BertParallel, hf.BertForSequenceClassification):
-    head_plan = {"classifier": Replicated()}
+    head_plan = CLASSIFIER
 
 
 class BertForMultipleChoice(BertParallel, hf.BertForMultipleChoice):
-    head_plan = {"classifier": Replicated()}
+    head_plan = CLASSIFIER
 
 
 class BertForTokenClassification(BertParallel, hf.BertForTokenClassification):
-    head_plan = {"classifier": Replicated()}
+    head_plan = CLASSIFIER
 
 
 class BertForQuestionAnswering(BertParallel, hf.BertForQuestionAnswering):
-    head_plan = {"qa_outputs": Replicated()}
+    head_plan = QA_OUTPUTS

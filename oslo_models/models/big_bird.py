@@ -6,7 +6,7 @@ from typing import Any
 from transformers import BigBirdConfig
 from transformers.models.big_bird import modeling_big_bird as hf
 
-from oslo_models.layers.entries import Norm, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import Norm, Plan, Replicated
 from oslo_models.modeling.blocks import replicated_attention
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER
 from oslo_models.models.bert import LM_HEAD, BertParallel

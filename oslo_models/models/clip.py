@@ -9,7 +9,6 @@ from transformers.models.clip import modeling_clip as hf
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
-from oslo_models.sharding.layout import EvenSplit
 
 VISION, TEXT = "vision_model", "text_model"
 VISUAL: Entries = {f"{VISION}.post_layernorm": Norm(), "visual_projection": Replicated()}

@@ -9,7 +9,6 @@ from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, R
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD
-from oslo_models.sharding.layout import EvenSplit
 
 
 class CTRLParallel(ParallelModel):

@@ -9,7 +9,6 @@ from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Repl
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import QA_OUTPUTS
-from oslo_models.sharding.layout import EvenSplit
 
 CLASSIFIER: Entries = {"pre_classifier": Replicated(), "classifier": Replicated()}
 

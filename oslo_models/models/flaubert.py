@@ -3,7 +3,7 @@
 from transformers import FlaubertConfig
 from transformers.models.flaubert import modeling_flaubert as hf
 
-from oslo_models.layers.entries import Norm, Replicated, VocabParallel
+from oslo_models.layers.entries import Replicated, VocabParallel
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
 from oslo_models.models.xlm import XLMParallel
 

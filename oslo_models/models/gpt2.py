@@ -9,8 +9,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2B
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.sharding.layout import EvenSplit
+from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
 
 
 class GPT2Parallel(ParallelModel):
@@ -57,12 +56,12 @@ class GPT2DoubleHeadsModel(GPT2Parallel, hf.GPT2DoubleHeadsModel):
 
 
 class GPT2ForSequenceClassification(GPT2Parallel, hf.GPT2ForSequenceClassification):
-    head_plan = {"score": Replicated()}
+    head_plan = SCORE
 
 
 class GPT2ForTokenClassification(GPT2Parallel, hf.GPT2ForTokenClassification):
-    head_plan = {"classifier": Replicated()}
+    head_plan = CLASSIFIER
 
 
 class GPT2ForQuestionAnswering(GPT2Parallel, hf.GPT2ForQuestionAnswering):
-    head_plan = {"qa_outputs": Replicated()}
+    head_plan = QA_OUTPUTS

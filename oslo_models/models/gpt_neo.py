@@ -14,8 +14,7 @@ from transformers.models.gpt_neo.modeling_gpt_neo import (
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.sharding.layout import EvenSplit
+from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
 
 
 class GPTNeoParallel(ParallelModel):
@@ -49,12 +48,12 @@ class GPTNeoForCausalLM(GPTNeoParallel, hf.GPTNeoForCausalLM):
 
 
 class GPTNeoForSequenceClassification(GPTNeoParallel, hf.GPTNeoForSequenceClassification):
-    head_plan = {"score": Replicated()}
+    head_plan = SCORE
 
 
 class GPTNeoForTokenClassification(GPTNeoParallel, hf.GPTNeoForTokenClassification):
-    head_plan = {"classifier": Replicated()}
+    head_plan = CLASSIFIER
 
 
 class GPTNeoForQuestionAnswering(GPTNeoParallel, hf.GPTNeoForQuestionAnswering):
-    head_plan = {"qa_outputs": Replicated()}
+    head_plan = QA_OUTPUTS

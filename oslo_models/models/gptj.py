@@ -6,11 +6,10 @@ from transformers import GPTJConfig
 from transformers.models.gptj import modeling_gptj as hf
 from transformers.models.gptj.modeling_gptj import GPTJMLP, GPTJAttention, GPTJBlock
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
-from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.sharding.layout import EvenSplit
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 
 
 class GPTJParallel(ParallelModel):
@@ -43,8 +42,8 @@ class GPTJForCausalLM(GPTJParallel, hf.GPTJForCausalLM):
 
 
 class GPTJForSequenceClassification(GPTJParallel, hf.GPTJForSequenceClassification):
-    head_plan = {"score": Replicated()}
+    head_plan = SCORE
 
 
 class GPTJForQuestionAnswering(GPTJParallel, hf.GPTJForQuestionAnswering):
-    head_plan = {"qa_outputs": Replicated()}
+    head_plan = QA_OUTPUTS

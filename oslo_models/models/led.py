@@ -9,7 +9,6 @@ from transformers.models.led import modeling_led as hf
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
-from oslo_models.sharding.layout import EvenSplit
 
 
 class LEDParallel(BartParallel):

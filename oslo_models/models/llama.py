@@ -16,12 +16,11 @@ from oslo_models.layers.entries import (
     LocalValue,
     Norm,
     Plan,
-    Replicated,
     RowParallel,
     VocabParallel,
 )
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import GroupedHeads
 
 
@@ -91,12 +90,12 @@ class LlamaForCausalLM(LlamaParallel, hf.LlamaForCausalLM):
 
 
 class LlamaForSequenceClassification(LlamaParallel, hf.LlamaForSequenceClassification):
-    head_plan = {"score": Replicated()}
+    head_plan = SCORE
 
 
 class LlamaForTokenClassification(LlamaParallel, hf.LlamaForTokenClassification):
-    head_plan = {"score": Replicated()}
+    head_plan = SCORE
 
 
 class LlamaForQuestionAnswering(LlamaParallel, hf.LlamaForQuestionAnswering):
-    head_plan = {"qa_outputs": Replicated()}
+    head_plan = QA_OUTPUTS

@@ -10,7 +10,6 @@ from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, 
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.sharding.layout import EvenSplit
 
 QUERIES = tuple(f"attention.self.{name}_query" for name in ("w2e", "e2w", "e2e"))
 

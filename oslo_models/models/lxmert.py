@@ -18,7 +18,6 @@ from oslo_models.layers.entries import (
 )
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.models.bert import BertParallel
-from oslo_models.sharding.layout import EvenSplit
 
 ANSWER: Entries = {
     "answer_head.logit_fc.0": Replicated(),

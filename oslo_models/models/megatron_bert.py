@@ -6,7 +6,7 @@ from typing import Any
 from transformers import MegatronBertConfig
 from transformers.models.megatron_bert import modeling_megatron_bert as hf
 
-from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import Entries, Norm, Plan, Replicated
 from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel
 

@@ -8,7 +8,6 @@ from transformers.models.modernbert import modeling_modernbert as hf
 from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
-from oslo_models.sharding.layout import EvenSplit
 
 
 class ModernBertParallel(ParallelModel):

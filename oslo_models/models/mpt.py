@@ -9,7 +9,6 @@ from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
-from oslo_models.sharding.layout import EvenSplit
 
 
 class MptParallel(ParallelModel):

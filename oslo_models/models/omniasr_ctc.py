@@ -6,10 +6,10 @@ from transformers import OmniASRCTCConfig
 from transformers.models.omniasr_ctc import modeling_omniasr_ctc as hf
 from transformers.models.omniasr_ctc.modeling_omniasr_ctc import OmniASRCTCPreTrainedModel
 
-from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel
+from oslo_models.layers.entries import Norm, Plan, Replicated
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import heads_of, qkv
-from oslo_models.models.wav2vec2 import audio_positions
+from oslo_models.modeling.blocks import heads_of
+from oslo_models.models.wav2vec2 import audio_positions, encoder_block
 
 
 class OmniASRParallel(ParallelModel):
@@ -17,18 +17,9 @@ class OmniASRParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = heads_of(config.audio_config)
-        block = {
-            **qkv("attention", heads),
-            "attention.out_proj": RowParallel(heads),
-            "layer_norm": Norm(),
-            "feed_forward.intermediate_dense": ColumnParallel(),
-            "feed_forward.output_dense": RowParallel(),
-            "final_layer_norm": Norm(),
-        }
         plan = Plan(
             embed={"subsampling": Replicated(), "encode_positions": Replicated()},
-            blocks={"layers": block},
+            blocks={"layers": encoder_block(heads_of(config.audio_config))},
             head={"layer_norm": Norm()},
         ).with_rules(input_positions={"layers": audio_positions(config.audio_config)})
         return plan.under("audio_tower.")

@@ -9,7 +9,6 @@ from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, Voca
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import bart_block, heads_of
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
-from oslo_models.sharding.layout import EvenSplit
 
 
 class OPTParallel(ParallelModel):

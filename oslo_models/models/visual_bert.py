@@ -6,7 +6,7 @@ from typing import Any
 from transformers import VisualBertConfig
 from transformers.models.visual_bert import modeling_visual_bert as hf
 
-from oslo_models.layers.entries import Entries, Norm, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import Entries, Plan, Replicated
 from oslo_models.models.bert import LM_HEAD, BertParallel
 
 PRETRAINING: Entries = {**LM_HEAD, "cls.seq_relationship": Replicated()}

@@ -6,7 +6,7 @@ from transformers import Wav2Vec2Config
 from transformers import initialization as init
 from transformers.models.wav2vec2 import modeling_wav2vec2 as hf
 
-from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.sharding.layout import EvenSplit
@@ -28,6 +28,18 @@ def audio_positions(config: Any) -> InputPositions:
     return positions
 
 
+def encoder_block(heads: EvenSplit) -> Entries:
+    """Return the plan of a block with attention, an MLP and two norms."""
+    return {
+        **qkv("attention", heads),
+        "attention.out_proj": RowParallel(heads),
+        "layer_norm": Norm(),
+        "feed_forward.intermediate_dense": ColumnParallel(),
+        "feed_forward.output_dense": RowParallel(),
+        "final_layer_norm": Norm(),
+    }
+
+
 class Wav2Vec2Parallel(ParallelModel):
     """Sharding plan of the Wav2Vec2 family.
 
@@ -44,15 +56,7 @@ class Wav2Vec2Parallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = heads_of(config)
-        block = {
-            **qkv("attention", heads),
-            "attention.out_proj": RowParallel(heads),
-            "layer_norm": Norm(),
-            "feed_forward.intermediate_dense": ColumnParallel(),
-            "feed_forward.output_dense": RowParallel(),
-            "final_layer_norm": Norm(),
-            "adapter_layer": Replicated(),
-        }
+        block = {**encoder_block(heads), "adapter_layer": Replicated()}
         norm = {"encoder.layer_norm": Norm()}
         return Plan(
             embed={
