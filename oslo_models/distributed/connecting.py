@@ -1,8 +1,8 @@
 """Connects the ranks of an axis for collectives on GPUs as soon as its process group exists.
 
-NCCL makes a communicator in the first collective of a group, and one for each pair of ranks in their first message. In
-this call a rank waits in the store, for up to half an hour, for ranks that died before their first collective. So all
-ranks meet at the store first, where a failed rank is named within the timeout of the axis. Then they connect at once.
+NCCL makes a communicator in the first collective of a group, and one for each pair of ranks in their first message. It
+waits for up to half an hour there, even if a rank has died. So all ranks first meet at the store, which names a failed
+rank within the timeout of the axis. Then they connect at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from oslo_models.distributed.watchdog import waiting
 
 
 def is_lazy(device: torch.device) -> bool:
-    """Return whether the first collective of a process group makes the connections: with NCCL."""
+    """Return whether a process group connects in its first collective, as with NCCL."""
     return device.type == "cuda" and "nccl" in dist.get_backend_config()
 
 

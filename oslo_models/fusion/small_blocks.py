@@ -1,4 +1,4 @@
-"""Cut decoder blocks to a few heads and a few features of the MLP while `self_check` compares them.
+"""Cuts decoder blocks to a few heads and a few features of the MLP while `self_check` compares them.
 
 A block of full size reads all its weights in each run, which takes longer than everything else in the check. Two groups
 of heads and some features of the MLP run the same code. The hidden states and each head keep their size.
@@ -23,7 +23,7 @@ _GROUPS, _FEATURES = 2, 128
 
 @contextmanager
 def small(blocks: Iterable[tuple[Any, BlockForm]]) -> Iterator[None]:
-    """Cut these blocks, and restore their parameters after. The caller restores the attributes of the modules."""
+    """Cut these blocks, and restore their parameters afterwards. The caller restores the attributes of the modules."""
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         with without_override(), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Base of MoE layers whose experts are no stacked ``gate_up_proj`` and ``down_proj`` parameters."""
+"""Base of MoE layers with other experts than stacked ``gate_up_proj`` and ``down_proj`` parameters."""
 
 from __future__ import annotations
 

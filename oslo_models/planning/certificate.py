@@ -34,9 +34,9 @@ class Check:
     """One comparison.
 
     Attributes:
-        name: such as ``"loss"``.
+        name: what is compared, such as ``"loss"``.
         passed: whether the largest difference is within the bound.
-        detail: the figures, or the reason of a failure.
+        detail: the figures, or the reason for a failure.
     """
 
     name: str
@@ -94,8 +94,8 @@ def verify(
         model: a directory, or a name on the hub.
         tensor_parallel_size, pipeline_parallel_size, expert_parallel_size: as in the constructors.
         text: the text of both rows of the batch, by default a built-in one.
-        length: its number of tokens.
-        dtype: of the weights, for both.
+        length: the number of tokens in a row.
+        dtype: the dtype of the weights on both sides.
         blocks: compare only the first blocks of each stack. By default, compare the blocks that fit into one process.
         ranks_from: split files of the same weights, which the ranks load in place of ``model``.
 

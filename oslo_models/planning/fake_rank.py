@@ -1,4 +1,4 @@
-"""Takes the place of one rank of a job: torch's fake process group in this process, tensors on the meta device."""
+"""Simulates one rank of a job in this process, with torch's fake process group and tensors on the meta device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fake_rank(
 
     Raises:
         RuntimeError: this process already belongs to a process group.
-        ValueError: the sizes do not fit the number of processes; the message is the constructors'.
+        ValueError: the sizes do not fit the number of processes, as in the constructors.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

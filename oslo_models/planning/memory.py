@@ -125,7 +125,7 @@ def estimate(
     """Return the memory of each rank of a job. Starts no process and reads no weights.
 
     One rank of each kind is constructed on the meta device, as the constructors do it, and runs a forward and a
-    backward pass and a step of AdamW there. Every tensor counts, with its real size, from its creation to its end.
+    backward pass and a step of AdamW there. Every tensor counts with its real size while it is alive.
 
     Args:
         model: a model, a configuration, a name on the hub (only its configuration is downloaded), a directory, or a
@@ -139,7 +139,7 @@ def estimate(
         length: tokens of a row, by default 512, or the positions of a model with fewer. An encoder-decoder has as many
             in its decoder.
         data_parallel_size: replicas of ``DistributedDataParallel``. They shard nothing, and its buckets take memory.
-        dtype: of the weights, by default as in the configuration.
+        dtype: the dtype of the weights, by default as in the configuration.
         lora_rank: rank of the adapters.
         lora_targets: ``target_modules`` of ``peft.LoraConfig``.
         gradient_checkpointing: compute each block again in the backward pass.

@@ -59,7 +59,7 @@ class MetaRun(TorchDispatchMode):
         vocabulary: sizes of the vocabulary, in full and on this rank. A tensor with such a last dimension holds logits.
 
     Attributes:
-        part: the part of new storages that no other rule applies to.
+        part: the part for new storages, unless another rule applies.
         live: bytes that are alive, by part.
         peak: ``live`` at the highest total since the last `reset_peak`.
         collectives: the number of collectives of each kind.
@@ -79,7 +79,7 @@ class MetaRun(TorchDispatchMode):
         self._shapes: dict[Any, Any] = {}
 
     def reset_peak(self) -> None:
-        """Start to look for the peak from the current bytes."""
+        """Restart the search for the peak at the current bytes."""
         self._highest, self.peak = self.total, Counter(self.live)
 
     @contextmanager
@@ -147,7 +147,7 @@ class MetaRun(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, or repeat the shapes of an equal one: blocks are alike, and torch's meta functions slow."""
+        """Run an operation, or reuse the shapes of an equal one: blocks are alike, and meta functions of torch slow."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = _kind_of(func)
@@ -328,11 +328,11 @@ class OnDevice(TorchFunctionMode):
     """Context in which meta tensors behave more like tensors of a device.
 
     ``torch.tensor`` keeps its values, products dequantise 4-bit weights, and attention never holds its scores. torch
-    chooses its kernel by the device, and would compute meta tensors by matrix products. Where a real device does so too
-    (a mask with gradients, dropout on a CPU), it stays.
+    chooses its kernel by the device, and would compute meta tensors by matrix products. They remain where a real device
+    uses them too: for a mask with gradients, and with dropout on a CPU.
 
     Args:
-        device_type: of the planned device: ``"cuda"`` or ``"cpu"``.
+        device_type: the type of the planned device, ``"cuda"`` or ``"cpu"``.
     """
 
     def __init__(self, device_type: str) -> None:

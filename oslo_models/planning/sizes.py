@@ -20,8 +20,8 @@ class Devices:
     """Devices at hand.
 
     Attributes:
-        count: their number.
-        bytes: the memory of the smallest.
+        count: the number of devices.
+        bytes: the memory of the smallest device.
     """
 
     count: int
@@ -37,7 +37,7 @@ def parse_devices(text: str) -> Devices:
     """Read devices such as ``"2x24GB"`` or ``"2x24GB,16GB"``. A GB is 2^30 bytes, as in the names of GPUs.
 
     Raises:
-        ValueError: the text is something else.
+        ValueError: the text has another form.
     """
     sizes: list[int] = []
     for part in text.split(","):
@@ -60,9 +60,9 @@ class Choice:
     Attributes:
         estimate: the memory with these sizes; with the largest sizes if none fit.
         fits: whether every rank fits.
-        reason: why these sizes, in one sentence.
+        reason: the reason for these sizes, in one sentence.
         tried: the totals of the fullest ranks of all sizes that were tried, with their jobs.
-        help: changes that would make it fit, with the total of the fullest rank.
+        help: changes with which the job would fit, with the total of the fullest rank.
     """
 
     estimate: Estimate

@@ -1,4 +1,4 @@
-"""Answers the mistakes of a recipe before processes start. A message names the key, its value and the remedy."""
+"""Checks a recipe before any process starts. An error names the key, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "load_in_8bit": 
 
 
 def check_values(recipe: Recipe) -> None:
-    """Check the numbers and options of a recipe, with the keys in its namespace only.
+    """Check the numbers and options in the namespace of a recipe.
 
     Raises:
         ValueError: a value is out of range, or does not work with parallel models.
@@ -138,7 +138,7 @@ def reward_functions(recipe: Recipe) -> list[Any]:
         ),
     }
     model = recipe.namespace.reward_model_name_or_path
-    found = [model] if model else []  # TRL puts it first
+    found = [model] if model else []  # first, as in TRL
     return found + [known[name] if name in known else _imported(name, known) for name in names if name != model]
 
 

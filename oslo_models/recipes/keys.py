@@ -1,4 +1,4 @@
-"""Keys of recipes beside the keys of TRL and transformers, and the dataclasses of each command."""
+"""Recipe keys that TRL and transformers do not have, and the dataclasses of each command."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PretrainArguments:
 
 
 def dataclasses_of(task: str) -> tuple[Any, ...]:
-    """Return the dataclasses with the keys of a command. TRL's command of the same name has the same ones.
+    """Return the dataclasses with the keys of a command. They are the ones of TRL's command of the same name.
 
     Raises:
         ImportError: TRL or datasets is not installed.

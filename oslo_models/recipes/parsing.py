@@ -88,7 +88,7 @@ def build(recipe: Recipe, for_checks: bool = False) -> Recipe:
     """Create the dataclasses of TRL and transformers in place. Return the recipe.
 
     Args:
-        for_checks: leave accelerators alone. The process that starts the ranks would hold memory of a GPU otherwise.
+        for_checks: use no GPU. Otherwise the process that starts the ranks would hold GPU memory.
 
     Raises:
         ValueError: TRL or transformers refuses a value.
@@ -108,8 +108,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """Read the mapping of a YAML file.
 
     Raises:
-        ValueError: it is no YAML, or no mapping.
-        OSError: it cannot be read.
+        ValueError: the file is not YAML, or not a mapping.
+        OSError: the file cannot be read.
     """
     import yaml
 
@@ -127,7 +127,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def check_key(task: str, key: str, known: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` with the nearest known key if ``key`` is none."""
+    """Raise ``ValueError`` for an unknown key. The message names the nearest known key."""
     if key in LAUNCHER_KEYS:
         raise ValueError(f"{key}: {LAUNCHER_KEYS[key]}")
     if key not in known or key == "help":

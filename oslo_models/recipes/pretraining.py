@@ -56,7 +56,7 @@ def load_model(recipe: Recipe, cls: Any, parallel: dict[str, int]) -> Any:
     if script.config_name is None:
         return cls.from_pretrained_with_parallel(model.model_name_or_path, revision=model.model_revision, **options)
     if options.get("dtype") == "auto":
-        del options["dtype"]  # the configuration has one
+        del options["dtype"]  # the configuration states the dtype
     return cls.from_config_with_parallel(AutoConfig.from_pretrained(script.config_name), seed=args.seed, **options)
 
 

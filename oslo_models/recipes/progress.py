@@ -64,7 +64,7 @@ class Progress(TrainerCallback):
 
 
 def draw_losses(log_history: list[dict[str, Any]], folder: Path) -> str:
-    """Draw the losses into ``loss.png``. Return a line that says so, or why there is none."""
+    """Draw the losses into ``loss.png``. Return a message with its path, or with the reason for no picture."""
     losses = [(each["step"], float(each["loss"])) for each in log_history if "loss" in each]
     evaluated = [(each["step"], float(each["eval_loss"])) for each in log_history if "eval_loss" in each]
     if not losses:
@@ -85,7 +85,7 @@ def draw_losses(log_history: list[dict[str, Any]], folder: Path) -> str:
 
 
 def _memory_of_fullest_rank() -> float:
-    """Return the peak memory of the rank with the highest one, in bytes. A collective of all ranks."""
+    """Return the highest peak memory of a rank in bytes. A collective of all ranks."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if device.type == "cuda":

@@ -78,5 +78,5 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    value = getattr(value, "value", value)  # of an enumeration
+    value = getattr(value, "value", value)  # the value of an enumeration member
     return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)

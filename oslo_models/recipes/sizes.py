@@ -28,7 +28,7 @@ class Sizes:
 
 
 def choose_sizes(given: ParallelArguments, cls: Any, config: Any, gpus: int) -> Sizes:
-    """Return the sizes of a recipe. A size that is not given follows from the devices and the limits of the model.
+    """Return the sizes of a recipe. Missing sizes follow from the devices and the limits of the model.
 
     Args:
         cls: the class of the model.

@@ -1,4 +1,4 @@
-"""Trains a recipe on this rank: loads the model and the rows, trains, saves, and says how to use the result."""
+"""Trains a recipe on this rank: loads the model and the rows, trains, saves, and prints how to use the result."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def train(recipe: Recipe, sizes: Sizes, cls: Any) -> None:
     """Train a recipe. A collective of all ranks."""
     start_process_group()
     world = world_axis()
-    disable_progress_bar()  # one bar shows the training
+    disable_progress_bar()  # `Progress` shows the only bar
     build(recipe)
     args, folder = recipe.training, Path(recipe.training.output_dir)
     set_seed(args.seed)
     model = _load_model(recipe, sizes, cls)
     trainer = _make_trainer(recipe, model)
-    trainer.remove_callback(ProgressCallback)  # ours follows
+    trainer.remove_callback(ProgressCallback)  # `Progress` replaces it
     tokens = recipe.script.max_length * trainer.get_total_train_batch_size(args) if recipe.task == "pretrain" else None
     trainer.add_callback(Progress(tokens, folder))
     checkpoint = _checkpoint(args, folder, world)
@@ -78,7 +78,7 @@ def _load_model(recipe: Recipe, sizes: Sizes, cls: Any) -> Any:
         args, model_args = recipe.training, recipe.model
         options = {"dtype": model_args.dtype, "attn_implementation": model_args.attn_implementation}
         options |= {"revision": model_args.model_revision, **(args.model_init_kwargs or {})}
-        args.model_init_kwargs = None  # used here
+        args.model_init_kwargs = None  # these options are used here
         if placed := [name for name in PLACING_OPTIONS if options.get(name) is not None]:
             raise ValueError(
                 f"model_init_kwargs: {placed[0]}={options[placed[0]]!r} does not work with a sharded model"

@@ -28,7 +28,7 @@ async def json_response(make: Callable[[], Any], values: int) -> Response:
 
 
 def render(value: Any) -> str:
-    """Return JSON. Python's encoder would hold the interpreter's lock for the whole value, this one only for parts."""
+    """Return JSON. Release the interpreter's lock between parts, unlike Python's encoder."""
     if isinstance(value, dict) and any(isinstance(each, (dict, list)) for each in value.values()):
         return "{" + ",".join(f"{_dumps(key)}:{render(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value):

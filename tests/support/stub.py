@@ -19,7 +19,7 @@ from support import ROOT
 
 STUB = ROOT / "oslo_models" / "__init__.pyi"
 WITHOUT_BASE = ("encoder-decoder",)
-"""Architectures whose transformers classes have no base class of their own."""
+"""Architectures without a base class in transformers."""
 HEADER = '''\
 # ruff: noqa
 # fmt: off
