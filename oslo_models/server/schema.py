@@ -201,10 +201,10 @@ def _is_text(value: str) -> bool:
 class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
-    kind: ClassVar = ("cmpl", "text_completion", "text_completion")
-    no_ops: ClassVar = {**_NO_OPS, "add_special_tokens": (True,)}
-    param: ClassVar = "prompt"
-    continues_prompt: ClassVar = True
+    kind: ClassVar[tuple[str, str, str]] = ("cmpl", "text_completion", "text_completion")
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_NO_OPS, "add_special_tokens": (True,)}
+    param: ClassVar[str] = "prompt"
+    continues_prompt: ClassVar[bool] = True
     prompt: Texts
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
@@ -229,9 +229,9 @@ class CompletionRequest(Generation):
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
-    kind: ClassVar = ("chatcmpl", "chat.completion", "chat.completion.chunk")
-    no_ops: ClassVar = {**_NO_OPS, "add_special_tokens": (False,)}
-    param: ClassVar = "messages"
+    kind: ClassVar[tuple[str, str, str]] = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_NO_OPS, "add_special_tokens": (False,)}
+    param: ClassVar[str] = "messages"
     messages: Objects = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: Objects | None = None
