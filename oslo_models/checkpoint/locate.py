@@ -104,7 +104,7 @@ def _merged_names(paths: Mapping[str, Path], variant: str | None) -> list[str]:
             continue
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{index}: expected an index with a weight_map, but {error!r}; copy it again"
             ) from error
