@@ -81,7 +81,8 @@ def _save_tokenizer(folder: Path, size: int) -> None:
     made.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     made.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="\u2581a")
+    special = {"unk_token": "\u2581a", "eos_token": "\u2581b"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
 
@@ -162,7 +163,7 @@ class Client:
 
     def structured(self) -> None:
         """Force a word that no other client forces at the same time."""
-        word = f" w{self.draw.randrange(5, 211)}"
+        word = f" w{self.draw.randrange(10, 50)}"  # no other word begins it, so the text has one token
         body = {**self._asked(self._prompt()[0]), "structured_outputs": {"choice": [word]}, "max_tokens": 5}
         self._require(self._post("/v1/completions", body)["choices"][0]["text"], word)
 

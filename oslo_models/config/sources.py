@@ -99,9 +99,8 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
         raise OSError(f"{directory} holds no config.json")
     raw = read_raw(folder)
     with checking(folder):
-        section = raw.get(
-            cls.config_class.base_config_key, raw
-        )  # the class may be of a submodel: CLIPTextModel of CLIP
+        # The class may be of a submodel: CLIPTextModel of CLIP.
+        section = raw.get(cls.config_class.base_config_key, raw)
         wanted, found = cls.config_class.model_type, section.get("model_type", cls.config_class.model_type)
         if wanted not in (found, registry.SAME_CLASSES.get(found)):
             saved = ", ".join(raw.get("architectures") or ["one of its own classes"])
