@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     header = stamp()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint"
-        prompts = prepare(checkpoint, 150, args.seed)
+        prompts = prepare(checkpoint, 100, args.seed)
         with _served(checkpoint, args.log or Path(folder) / "log") as server:
             soak = Soak(server, str(checkpoint), prompts, args.seed)
             soak.run(min(20.0, 6 * args.minutes), args.clients, 1e9)  # to warm up

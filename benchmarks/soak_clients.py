@@ -46,8 +46,6 @@ def prepare(folder: Path, count: int, seed: int) -> list[Prompt]:
     """Save a model, its tokenizer and an adapter; compute the right answers for some prompts, all of them different."""
     from peft import LoraConfig, get_peft_model
 
-    from benchmarks.serving import _add_tokenizer
-
     torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
     torch.manual_seed(seed)
     sizes = {"vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -55,31 +53,48 @@ def prepare(folder: Path, count: int, seed: int) -> list[Prompt]:
     ids = {"bos_token_id": None, "eos_token_id": END, "pad_token_id": 0, "initializer_range": 0.4}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **ids)).double().eval()
     model.save_pretrained(folder)
-    _add_tokenizer(folder)
+    _save_tokenizer(folder, sizes["vocab_size"])
     draw = random.Random(seed)
     lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(copy.deepcopy(model), lora).double().eval()
     adapted.save_pretrained(folder / ADAPTER)
-    prompts = list[Prompt]()
-    while len(prompts) < count:
-        given = [draw.randrange(5, 211) for _ in range(draw.randint(2, 60))]
-        ids_BL = torch.tensor([given])
-        options = {"attention_mask": torch.ones_like(ids_BL), "do_sample": False, "pad_token_id": 0}
-        greedy, beams = (
-            model.generate(ids_BL, max_new_tokens=new, num_beams=beams, **options)[0, len(given) :].tolist()
-            for new, beams in ((NEW, 1), (8, 3))
-        )
-        with_adapter = adapted.generate(input_ids=ids_BL, max_new_tokens=8, **options)[0, len(given) :].tolist()
-        if END not in (*greedy, *beams, *with_adapter):
-            prompts.append(Prompt(given, greedy, beams, with_adapter))
+    drawn = [[draw.randrange(5, 211) for _ in range(draw.randint(2, 60))] for _ in range(2 * count)]
+    ids_BL = torch.tensor([[0] * (60 - len(given)) + given for given in drawn])
+    options = {"attention_mask": (ids_BL > 0).long(), "do_sample": False, "pad_token_id": 0}
+    answers = [
+        made.generate(input_ids=ids_BL, max_new_tokens=new, num_beams=beams, **options)[:, 60:].tolist()
+        for made, new, beams in ((model, NEW, 1), (model, 8, 3), (adapted, 8, 1))
+    ]
+    prompts = [Prompt(*row) for row in zip(drawn, *answers, strict=True) if not any(END in ids for ids in row[1:])]
+    prompts = prompts[:count]
     if len({tuple(prompt.greedy[:4]) for prompt in prompts}) < 0.9 * count:
         raise RuntimeError("the answers to different prompts are alike: they could not tell crossed answers")
     return prompts
 
 
+def _save_tokenizer(folder: Path, size: int) -> None:
+    """Save a tokenizer with one word for each token, and a decoder that grammars support."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = {f"\u2581{text([i]) or 'a'}": i for i in range(size)}
+    made = Tokenizer(models.WordLevel(words, unk_token="\u2581a"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    special = {"unk_token": "\u2581a", "eos_token": "\u2581b"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
 def text(ids: list[int]) -> str:
     """As the tokenizer decodes them: the first token is a special one, which it leaves out."""
     return " ".join("abcde"[i] if i < 5 else f"w{i}" for i in ids if i > 0)
+
+
+def continuation(ids: list[int]) -> str:
+    """As the tokenizer decodes them after a prompt."""
+    return " " + text(ids)
 
 
 class Client:
@@ -98,20 +113,20 @@ class Client:
     def plain(self) -> None:
         prompt, new = self._prompt()
         answer = self._post("/v1/completions", {**self._asked(prompt), "max_tokens": new})
-        self._require(answer["choices"][0]["text"], text(prompt.greedy[:new]))
+        self._require(answer["choices"][0]["text"], continuation(prompt.greedy[:new]))
 
     def several(self) -> None:
         """Several prompts in one request."""
         prompts = [self._prompt()[0] for _ in range(self.draw.randint(2, 5))]
         body = {**self._asked(prompts[0]), "prompt": [prompt.ids for prompt in prompts], "max_tokens": 6}
         choices = self._post("/v1/completions", body)["choices"]
-        self._require([each["text"] for each in choices], [text(prompt.greedy[:6]) for prompt in prompts])
+        self._require([each["text"] for each in choices], [continuation(prompt.greedy[:6]) for prompt in prompts])
 
     def streamed(self) -> None:
         prompt, new = self._prompt()
         body = {**self._asked(prompt), "max_tokens": new, "stream": True}
         found = "".join(choice["text"] for event in self._events(body) for choice in event["choices"])
-        self._require(found, text(prompt.greedy[:new]))
+        self._require(found, continuation(prompt.greedy[:new]))
 
     def chat(self) -> None:
         prompt, new = self._prompt()
@@ -122,7 +137,7 @@ class Client:
     def stopped(self) -> None:
         """At a stop string, which is the fifth word; with log-probabilities."""
         prompt, _ = self._prompt()
-        expected = text(prompt.greedy)
+        expected = continuation(prompt.greedy)
         stop = " " + expected.split()[4]
         answer = self._post("/v1/completions", {**self._asked(prompt), "max_tokens": NEW, "stop": stop, "logprobs": 1})
         self._require(answer["choices"][0]["text"], expected[: expected.index(stop)])
@@ -138,17 +153,17 @@ class Client:
         """Computed alone, between the steps of the others."""
         prompt, _ = self._prompt()
         answer = self._post("/v1/completions", {**self._asked(prompt), "max_tokens": 8, "num_beams": 3})
-        self._require(answer["choices"][0]["text"], text(prompt.beams))
+        self._require(answer["choices"][0]["text"], continuation(prompt.beams))
 
     def adapted(self) -> None:
         """Wait for the turn of the adapter."""
         prompt, _ = self._prompt()
         answer = self._post("/v1/completions", {**self._asked(prompt), "model": ADAPTER, "max_tokens": 8})
-        self._require(answer["choices"][0]["text"], text(prompt.adapted))
+        self._require(answer["choices"][0]["text"], continuation(prompt.adapted))
 
     def structured(self) -> None:
         """Force a word that no other client forces at the same time."""
-        word = f"w{self.draw.randrange(5, 211)}"
+        word = f" w{self.draw.randrange(10, 50)}"  # no other word begins it, so the text has one token
         body = {**self._asked(self._prompt()[0]), "structured_outputs": {"choice": [word]}, "max_tokens": 5}
         self._require(self._post("/v1/completions", body)["choices"][0]["text"], word)
 
@@ -214,7 +229,7 @@ class Client:
 
     def _require(self, found: Any, expected: Any) -> None:
         if found != expected:
-            others = [prompt for prompt in self.prompts if text(prompt.greedy).startswith(str(found)[:20])]
+            others = [prompt for prompt in self.prompts if text(prompt.greedy).startswith(str(found).strip()[:20])]
             whose = f", the answer to {text(others[0].ids)!r}" if others else ""
             raise WrongAnswerError(f"{found!r} instead of {expected!r}{whose}")
 

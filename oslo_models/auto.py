@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from oslo_models import registry
 from oslo_models.checkpoint import current_folder
+from oslo_models.config.sources import auto_config, read_raw
 
 
 class _Auto:
@@ -90,11 +91,10 @@ class _Auto:
         """Return the configuration of a checkpoint. The model type in ``config.json`` determines its class."""
         if Path(source, hub.get("subfolder", "")).is_dir():
             source, hub = current_folder(Path(source, hub.get("subfolder", "")), "config.json"), {}
-        raw, _ = PreTrainedConfig.get_config_dict(source, **hub)
-        model_type = raw.get("model_type", "")
+        model_type = read_raw(source, **hub).get("model_type", "")
         if model_type and model_type not in CONFIG_MAPPING:
             raise cls._unknown(model_type)
-        return AutoConfig.from_pretrained(source, **hub)
+        return auto_config(source, **hub)
 
     @classmethod
     def from_config_with_parallel(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:

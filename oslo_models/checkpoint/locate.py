@@ -103,13 +103,15 @@ def _merged_names(paths: Mapping[str, Path], variant: str | None) -> list[str]:
         if index is None:
             continue
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{index}: expected an index with a weight_map, but {error!r}; copy it again"
             ) from error
         missing = [name for name in names if name not in paths]
         if missing:
-            raise FileNotFoundError(f"{index} names files that are missing: {', '.join(missing)}; copy them there")
+            more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+            some = f"{', '.join(missing[:10]):.1000}{more}"
+            raise FileNotFoundError(f"{index} names files that are missing: {some}; copy them there")
         return names
     return []

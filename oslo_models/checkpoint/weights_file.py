@@ -128,4 +128,7 @@ def _plain(name: Any, tensor: Tensor) -> Tensor:
         flags = {"meta": tensor.is_meta, "quantized": tensor.is_quantized, "negated": tensor.is_neg()}
         kind = next((name for name, is_set in flags.items() if is_set), f"{tensor.layout} {tensor.dtype}")
         raise TypeError(f"the entry {name!r:.80} is a {kind} tensor, and not one of plain numbers")
+    if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        shape = tuple(tensor.shape)
+        raise TypeError(f"the entry {name!r:.80} has the shape {shape}, and the file has fewer numbers than that")
     return tensor.detach()

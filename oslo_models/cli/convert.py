@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointReader, current_files, current_folder, save_checkpoint
+from oslo_models.config.sources import auto_config
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.saved_tensors import as_saved
@@ -50,7 +50,7 @@ def convert(
     """
     start_process_group()
     with agree(world_axis(), f"reading {directory}"):
-        config = AutoConfig.from_pretrained(current_folder(directory, "config.json"))
+        config = auto_config(current_folder(directory, "config.json"))
         cls: Any = registry.find((config.architectures or ["(no architecture in config.json)"])[0])
         cls.plan(config).check_ranks(cls.__name__, config, tensor_parallel_size)
     mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from oslo_models import checkpoint, registry
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 """Arguments of transformers' ``from_pretrained`` that are passed on to the download."""
+MOST_BYTES = 64 << 20
+"""Limit for the size of a ``config.json``."""
+_MODULES, MOST_MODULES = re.compile(r"(layer|block|expert|depth|codebook|stage)s?$"), 10_000
+"""Names of numbers of modules, and their limit. transformers constructs modules one by one, before weights are read."""
+_LABELS, MOST_LABELS = re.compile(r"labels$"), 1_000_000
+"""The same for labels. transformers names each of them."""
+_ATTENTION = "attn_implementation"
+"""Key for the attention, by name or by part of the model."""
 
 
 def open_source(cls: type[Any], name: str | Path, options: dict[str, Any]) -> tuple[Path, str | None, PreTrainedConfig]:
@@ -86,17 +97,89 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
     folder = checkpoint.current_folder(directory, "config.json")
     if not (folder / "config.json").is_file():
         raise OSError(f"{directory} holds no config.json")
-    raw, _ = PreTrainedConfig.get_config_dict(folder)
-    section = raw.get(cls.config_class.base_config_key, raw)  # the class may be of a submodel: CLIPTextModel of CLIP
-    wanted, found = cls.config_class.model_type, section.get("model_type", cls.config_class.model_type)
-    if wanted not in (found, registry.SAME_CLASSES.get(found)):
-        saved = ", ".join(raw.get("architectures") or ["one of its own classes"])
-        raise ValueError(f"{directory} is a {found} checkpoint and {cls.__name__} is for {wanted}; use {saved}")
-    config_class = cls.config_class if found == wanted else CONFIG_MAPPING[found]
-    config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)
+    raw = read_raw(folder)
+    with checking(folder):
+        # The class may be of a submodel: CLIPTextModel of CLIP.
+        section = raw.get(cls.config_class.base_config_key, raw)
+        wanted, found = cls.config_class.model_type, section.get("model_type", cls.config_class.model_type)
+        if wanted not in (found, registry.SAME_CLASSES.get(found)):
+            saved = ", ".join(raw.get("architectures") or ["one of its own classes"])
+            raise ValueError(f"{directory} is a {found} checkpoint and {cls.__name__} is for {wanted}; use {saved}")
+        config_class = cls.config_class if found == wanted else CONFIG_MAPPING[found]
+        config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)
     options.clear()
     options.update(unused)
     return config
+
+
+@contextmanager
+def checking(source: str | Path) -> Iterator[None]:
+    """Raise ``ValueError`` with the name of the checkpoint for configurations that transformers cannot use."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{source}: its configuration describes no model ({type(error).__name__}: {reason:.200}); download it again"
+        ) from error
+
+
+def read_raw(source: str | Path, **hub: Any) -> dict[str, Any]:
+    """Return the content of a ``config.json`` after checks of what would take long, or run code.
+
+    Args:
+        source: a directory, the file itself, or a name on the hub.
+        hub: arguments of the download.
+
+    Raises:
+        OSError: there is no such file, or it is not in JSON.
+        ValueError: no model has such a configuration.
+    """
+    file = Path(source, hub.get("subfolder", ""))
+    file = file / "config.json" if file.is_dir() else file
+    if file.is_file() and (size := file.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{file}: it has {size} bytes, and configurations have at most {MOST_BYTES}")
+    with checking(source):
+        raw, _ = PreTrainedConfig.get_config_dict(str(source), **hub)
+        names = raw.get("architectures") or []
+        if not (isinstance(raw.get("model_type", ""), str) and isinstance(names, list) and all(map(_is_name, names))):
+            raise ValueError(f"{source}: model_type and architectures in its config.json are no names")
+        for key, value in _values("", raw):
+            limit = MOST_MODULES if _MODULES.search(key) else MOST_LABELS if _LABELS.search(key) else None
+            if limit is not None and isinstance(value, int) and value > limit:
+                raise ValueError(f"{source}: {key}={value} in its config.json; the limit is {limit}")
+            if key.endswith(_ATTENTION) and re.search("[/:]", str(value)):
+                raise ValueError(
+                    f"{source}: {key}={value!r:.80} in its config.json would download and run code; remove it, and "
+                    "pass attn_implementation= if you trust the code"
+                )
+    return dict(raw)
+
+
+def auto_config(source: str | Path, **options: Any) -> Any:
+    """Call ``AutoConfig.from_pretrained`` after the checks of `read_raw`."""
+    read_raw(source, **{key: options[key] for key in (*HUB_ARGUMENTS, "subfolder") if key in options})
+    with checking(source):
+        return AutoConfig.from_pretrained(str(source), **options)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values in a configuration, and the lengths of its lists, with their keys."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _values(name if name.endswith(_ATTENTION) else str(key), item)
+    elif isinstance(value, list):
+        yield name, len(value)
+        for item in value:
+            yield from _values(name, item)
+    else:
+        yield name, value
 
 
 def copy_config(cls: type[Any], config: PreTrainedConfig) -> PreTrainedConfig:
@@ -111,6 +194,7 @@ def read_generation_config(directory: Path) -> GenerationConfig | None:
     """Read the ``generation_config.json`` of a checkpoint; ``None`` if the checkpoint has none."""
     folder = checkpoint.current_folder(directory, "generation_config.json")
     try:
-        return GenerationConfig.from_pretrained(folder)
+        with checking(folder):
+            return GenerationConfig.from_pretrained(folder)
     except OSError:
         return None

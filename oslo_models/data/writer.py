@@ -41,7 +41,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_bytes())
         Progress(**{name: value for name, value in state.items() if name != "settings"})
         return {**state, "settings": dict(state["settings"])}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete {path.parent} to start over") from error
 
 

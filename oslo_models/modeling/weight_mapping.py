@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_models import checkpoint
 from oslo_models.checkpoint.quantized import check_not_quantized
+from oslo_models.config.sources import checking
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of, plan_over
@@ -93,7 +94,7 @@ class WeightMapping:
         blocks_per_stage: Sequence[int] | None = None,
     ) -> None:
         options = {**options, "dtype": config.dtype}
-        with meta_device():
+        with meta_device(), checking(config.name_or_path or cls.__name__):
             local = self.model = model = cls._from_config(copy.deepcopy(config), **options)
             if mesh.pp.size > 1:
                 local = cls._from_config(copy.deepcopy(config), mesh=mesh, blocks_per_stage=blocks_per_stage, **options)

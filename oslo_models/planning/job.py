@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from oslo_models.checkpoint.quantized.weight import missing_library
 from oslo_models.config.arguments import Arguments
+from oslo_models.config.sources import checking
 from oslo_models.distributed.mesh import ParallelMesh, check_size
 from oslo_models.modeling.meta_device import meta_device
 from oslo_models.pipeline.sharded_model import ShardedModel
@@ -206,7 +207,7 @@ def run_rank(job: Job, stage: int, tp_rank: int) -> RankRun:
 
 
 def _construct(job: Job, mesh: ParallelMesh) -> Any:
-    with meta_device():
+    with meta_device(), checking(job.config.name_or_path or job.cls.__name__):
         model = job.cls._from_config(copy.deepcopy(job.config), dtype=job.dtype, mesh=mesh, init_seed=0)
     model.micro_batch_size = job.micro_batch_size
     return model.train(job.trains)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from oslo_models import registry
 from oslo_models.checkpoint import current_folder
+from oslo_models.config.sources import auto_config, copy_config, read_raw
 
 HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "WithLMHead", "Model")
 """Endings of class names, in the order in which a configuration without ``architectures`` is read."""
@@ -28,7 +29,8 @@ def find_model(model: Any) -> tuple[Any, PreTrainedConfig]:
         return _class_of(type(model).__name__, model.config), model.config
     config = model if isinstance(model, PreTrainedConfig) else read_config(model)
     names = config.architectures or [_likely_class(config)]
-    return _class_of(names[0], config), config
+    cls = _class_of(names[0], config)
+    return cls, copy_config(cls, config)
 
 
 def read_config(source: str | Path) -> PreTrainedConfig:
@@ -39,12 +41,11 @@ def read_config(source: str | Path) -> PreTrainedConfig:
     elif not path.exists() and (path.is_absolute() or str(source).startswith((".", "~")) or len(path.parts) > 2):
         raise OSError(f"MODEL {source}: there is no such directory or file; give a directory or a name on the hub")
     try:
-        raw, _ = PreTrainedConfig.get_config_dict(str(path))
-        kind = raw.get("model_type", "")
+        kind = read_raw(path).get("model_type", "")
         if kind not in CONFIG_MAPPING:
             hint = registry.needed_release(kind) or f"model_type {kind!r} is unknown; `oslo-models list` shows all"
             raise ValueError(f"MODEL {source}: {hint}")
-        return AutoConfig.from_pretrained(str(path))
+        return auto_config(path)
     except OSError as error:
         first = str(error).strip().partition("\n")[0]
         raise OSError(

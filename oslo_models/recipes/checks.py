@@ -91,7 +91,7 @@ def model_class(recipe: Recipe) -> tuple[Any, Any]:
         ValueError: no model is named, or its architecture is not supported.
         OSError: the model does not exist.
     """
-    from transformers import AutoConfig
+    from oslo_models.config.sources import auto_config
 
     keys = vars(recipe.namespace)
     key = "config_name" if keys.get("config_name") else "model_name_or_path"
@@ -105,7 +105,7 @@ def model_class(recipe: Recipe) -> tuple[Any, Any]:
         raise FileNotFoundError(f"{key}={name}: there is no such folder; a path is relative to {Path.cwd()}")
     options = {} if key == "config_name" else {"revision": keys["model_revision"]}
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=keys.get("trust_remote_code", False), **options)
+        config = auto_config(name, trust_remote_code=keys.get("trust_remote_code", False), **options)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{key}={name}: its configuration cannot be read: {reason[:300]}") from error

@@ -20,6 +20,8 @@ LAUNCHER_KEYS = dict.fromkeys(
     OWN_PROCESSES,
 )
 """Keys of `trl` for `accelerate launch`, each with advice."""
+MOST_BYTES, MOST_VALUES = 1 << 18, 10_000
+"""Limits of a recipe."""
 
 
 @dataclass
@@ -115,15 +117,32 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
     if not path.is_file():
         raise FileNotFoundError(f"recipe {path}: there is no such file")
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"recipe {path}: it has {size} bytes, and recipes have at most {MOST_BYTES}")
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"recipe {path}: it is not YAML: {error}; write one `key: value` a line") from error
+        _count(config, MOST_VALUES)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"it is not YAML: {error}"
+        raise ValueError(f"recipe {path}: {reason}; write one `key: value` a line") from error
     if not isinstance(config, dict):
         raise ValueError(f"recipe {path}: it holds no keys; write one `key: value` a line")
     if other := [key for key in config if not isinstance(key, str)]:
         raise ValueError(f"recipe {path}: {other[0]!r} is no name of a key; write one `key: value` a line")
     return config
+
+
+def _count(value: Any, most: int) -> int:
+    """Return how many of ``most`` values remain. Names of values (``*name``) may stand for any number of values.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if most <= 0:
+        raise ValueError(f"names such as *name stand for more than {MOST_VALUES} values")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        most = _count(item, most - 1)
+    return most
 
 
 def check_key(task: str, key: str, known: Mapping[str, Any]) -> None:

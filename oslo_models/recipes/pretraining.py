@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from oslo_models.config.sources import auto_config
 from oslo_models.data import DatasetBlender, DatasetForCausalLM
 from oslo_models.recipes.keys import PretrainArguments
 from oslo_models.recipes.parsing import Recipe
@@ -48,8 +49,6 @@ def load_samples(recipe: Recipe) -> tuple[Any, Any]:
 
 def load_model(recipe: Recipe, cls: Any, parallel: dict[str, int]) -> Any:
     """Return the model of a checkpoint, or a new model of a configuration with weights drawn by the seed."""
-    from transformers import AutoConfig
-
     script, model, args = recipe.script, recipe.model, recipe.training
     options: dict[str, Any] = {**parallel, "micro_batch_size": script.micro_batch_size}
     options |= {name: value for name in ("dtype", "attn_implementation") if (value := getattr(model, name)) is not None}
@@ -57,7 +56,7 @@ def load_model(recipe: Recipe, cls: Any, parallel: dict[str, int]) -> Any:
         return cls.from_pretrained_with_parallel(model.model_name_or_path, revision=model.model_revision, **options)
     if options.get("dtype") == "auto":
         del options["dtype"]  # the configuration states the dtype
-    return cls.from_config_with_parallel(AutoConfig.from_pretrained(script.config_name), seed=args.seed, **options)
+    return cls.from_config_with_parallel(auto_config(script.config_name), seed=args.seed, **options)
 
 
 def make_trainer(recipe: Recipe, model: Any) -> Any:

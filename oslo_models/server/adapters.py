@@ -52,16 +52,21 @@ def check_adapters(kind: type[Any], config: Any, adapters: Mapping[str, Path]) -
     for name, folder in adapters.items():
         try:
             _check_adapter(kind, config, folder)
-        except (ValueError, RuntimeError) as error:
+        except ImportError:
+            raise
+        except Exception as error:
+            kind = "" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: "
             raise ValueError(
-                f"--adapter {name}={folder} does not fit this {config.model_type} model: {error}"
+                f"--adapter {name}={folder} does not fit this {config.model_type} model: {kind}{error}"
             ) from error
 
 
 def _check_adapter(kind: type[Any], config: Any, folder: Path) -> None:
-    from peft import PeftConfig, PeftType, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
+    from peft import PeftType, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
 
-    adapter: Any = PeftConfig.from_pretrained(str(folder))
+    from oslo_models.modeling.adapters.saved_config import read_adapter_config
+
+    adapter = read_adapter_config(str(folder))
     if adapter.peft_type != PeftType.LORA:
         raise ValueError(
             f"it has the type {adapter.peft_type.value}, but requests can choose LoRA only. Merge it instead"

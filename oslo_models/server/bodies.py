@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -18,6 +20,9 @@ AT_ONCE = 1 << 16
 """Limit of bytes in a body for validation in the event loop. Below it, a thread switch would take longer."""
 MOST_CONTAINERS = 1 << 15
 """Limit of lists and objects in a body. With more, Python's garbage collector would delay all threads."""
+MOST_LEVELS = 100
+"""Limit of nested lists and objects. Chat templates and schemas are processed by recursive functions."""
+_BRACKETS, _LEVEL = re.compile(rb"[\[\]{}]"), {b"[": 1, b"{": 1, b"]": -1, b"}": -1}
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -50,9 +55,10 @@ class Bodies:
 
 
 def _parse(kind: type[Body], data: bytes) -> Body:
-    outside = data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]  # text outside strings
-    if (count := sum(part.count(b"{") + part.count(b"[") for part in outside)) > MOST_CONTAINERS:
-        raise RequestError(400, f"the body has {count} lists and objects, more than {MOST_CONTAINERS}")
+    try:
+        require_small(data)
+    except ValueError as error:
+        raise RequestError(400, f"the body {error}") from None
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -63,6 +69,15 @@ def _parse(kind: type[Body], data: bytes) -> Body:
     except ValidationError as error:
         message, param = invalid_fields(error)
         raise RequestError(400, message, None, param) from None
+
+
+def require_small(data: bytes) -> None:
+    """Raise ``ValueError`` for JSON with too many lists and objects, or too many levels of them."""
+    outside = b"".join(data.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])  # text outside strings
+    if (count := outside.count(b"{") + outside.count(b"[")) > MOST_CONTAINERS:
+        raise ValueError(f"has {count} lists and objects, more than {MOST_CONTAINERS}")
+    if max(accumulate(_LEVEL[bracket] for bracket in _BRACKETS.findall(outside)), default=0) > MOST_LEVELS:
+        raise ValueError(f"is nested in more than {MOST_LEVELS} levels")
 
 
 def _is_json(content_type: str) -> bool:

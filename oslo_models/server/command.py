@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from oslo_models import auto
 from oslo_models.checkpoint import current_folder
+from oslo_models.config.sources import auto_config
 from oslo_models.deploy.forking import start_fork_server
 from oslo_models.deploy.process_executor import worker_environment
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank
@@ -221,7 +222,7 @@ def affordable_connections(wanted: int) -> int:
 
 
 def _config_of(name: str) -> Any:
-    return AutoConfig.from_pretrained(current_folder(name, "config.json") if Path(name).is_dir() else name)
+    return auto_config(current_folder(name, "config.json") if Path(name).is_dir() else name)
 
 
 def _tokenizer(name: str, args: argparse.Namespace) -> Any:

@@ -14,7 +14,8 @@ from oslo_models.keep_alive import keep_alive
 MOST_EARLY = 1 << 16
 """Limit of bytes that a client sends after a request, before the answer is complete."""
 
-
+MOST_CHUNKS, LEAST_CHUNK = 1024, 256
+"""Limit of chunks in a body, if they have fewer bytes than this on average."""
 _COMPLETE = (h11.DONE, h11.MUST_CLOSE)
 
 
@@ -47,11 +48,28 @@ def protocol(limits: ConnectionLimits) -> type[H11Protocol]:
     return LimitedConnection
 
 
+class _BoundedChunks(h11.Connection):
+    """Refuses bodies in many small chunks. Each takes the event loop as long as a large chunk."""
+
+    _chunks = _bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks, self._bytes = self._chunks + event.chunk_start, self._bytes + len(event.data)
+            if self._chunks > MOST_CHUNKS and self._bytes < LEAST_CHUNK * self._chunks:
+                raise h11.RemoteProtocolError("the body has too many small chunks")
+        return event
+
+
 class _LimitedConnection(H11Protocol):
     own_limits: ConnectionLimits
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = _BoundedChunks(h11.SERVER, self.conn._max_incomplete_event_size)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._early = b""
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers.utils import cached_file
 
+from oslo_models.config.sources import checking
+
 POOLINGS = ("mean", "cls", "last", "max")
 """Pooling of token vectors: the mean over all tokens, the first token, the last token, or the maximum."""
 _MODES = {
@@ -52,6 +54,11 @@ def read_embedding_config(name: str, pooling: str | None = None) -> EmbeddingCon
     Raises:
         ValueError: the checkpoint uses a module or setting that the server does not support; the message names it.
     """
+    with checking(name):
+        return _read_settings(name, pooling)
+
+
+def _read_settings(name: str, pooling: str | None) -> EmbeddingConfig | None:
     modules = _read(name, "modules.json") or []
     kinds = {str(module.get("type")).rpartition(".")[2]: module for module in modules}
     if pooling is None and (unknown := sorted(set(kinds) - set(_MODULES))):
@@ -59,7 +66,10 @@ def read_embedding_config(name: str, pooling: str | None = None) -> EmbeddingCon
             f"{name}: modules.json has {', '.join(unknown)}, which the server does not support; pass a pooling for "
             "vectors without it"
         )
-    stated = _read(name, f"{kinds.get('Pooling', {}).get('path', '1_Pooling')}/config.json")
+    folder = str(kinds.get("Pooling", {}).get("path", "1_Pooling"))
+    if ".." in Path(folder).parts or Path(folder).is_absolute():
+        raise ValueError(f"{name}: path={folder!r:.80} in its modules.json leads out of the checkpoint")
+    stated = _read(name, f"{folder}/config.json")
     if not modules and stated is None:
         return None
     prompts = _read(name, "config_sentence_transformers.json") or {}
@@ -68,9 +78,10 @@ def read_embedding_config(name: str, pooling: str | None = None) -> EmbeddingCon
     if prompt and not stated.get("include_prompt", True):
         raise ValueError(f"{name}: pooling without the tokens of the default prompt (include_prompt) is not supported")
     text = _read(name, "sentence_bert_config.json") or {}
-    return EmbeddingConfig(
-        pooling or _pooling(name, stated), prompt, text.get("max_seq_length"), bool(text.get("do_lower_case"))
-    )
+    length = text.get("max_seq_length")
+    if not (isinstance(prompt, str) and (length is None or (isinstance(length, int) and length > 0))):
+        raise ValueError(f"{name}: its prompt is no text, or max_seq_length={length!r:.80} is no length")
+    return EmbeddingConfig(pooling or _pooling(name, stated), prompt, length, bool(text.get("do_lower_case")))
 
 
 def _pooling(name: str, stated: dict[str, Any]) -> str:

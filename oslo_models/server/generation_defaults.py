@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from oslo_models.server.errors import RequestError
-from oslo_models.server.schema import Generation
+from oslo_models.server.schema import MOST_BEAMS, Generation
 
 _REPLACED: Mapping[str, Any] = {
     "num_return_sequences": 1,  # set by `n` of the request
@@ -60,7 +60,11 @@ class GenerationDefaults:
                 )
         self._replaced = {name: value for name, value in _REPLACED.items() if self._value(name) not in (None, value)}
         stops = self._value("stop_strings") or []
-        self.stops = [stops] if isinstance(stops, str) else list(stops)
+        self.stops = [stops] if isinstance(stops, str) else stops
+        if not (isinstance(self.stops, list) and all(isinstance(each, str) for each in self.stops)):
+            raise ValueError(f"the model's generation_config has stop_strings={stops!r:.80}, which are no texts")
+        if not (isinstance(beams := self._value("num_beams") or 1, int) and beams <= MOST_BEAMS):
+            raise ValueError(f"the model's generation_config has num_beams={beams!r:.80}; the limit is {MOST_BEAMS}")
         self.max_new_tokens: int | None = self._value("max_new_tokens")
 
     def _value(self, name: str) -> Any:

@@ -141,6 +141,10 @@ class Guard:
             if not has_key and scope["path"] not in OPEN_PATHS:
                 message = "a wrong API key, or none, in the header 'Authorization: Bearer KEY'"
                 raise RequestError(401, message, headers={"WWW-Authenticate": "Bearer"})
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            # A proxy that trusts the other header would take a part of the body for a request of its own.
+            message = "the request has a Content-Length and a Transfer-Encoding; send one"
+            raise RequestError(400, message, headers={"Connection": "close"})
         length = headers.get(b"content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.access.body_bytes:
             raise self._too_long()

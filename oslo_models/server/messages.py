@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from oslo_models.server.bodies import require_small
+
 _TEXT = (None, "text", "input_text", "output_text")
 _UNSUPPORTED = ("function_call", "audio", "refusal")
 
@@ -65,6 +67,7 @@ def _call(call: Any, place: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
+            require_small(arguments.encode())
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{place}.function.arguments is not JSON ({error})") from None

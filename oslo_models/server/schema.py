@@ -14,7 +14,7 @@ from oslo_models.server.structured import calls_schema, of_format, of_structured
 
 MOST_STOPS, LONGEST_STOP = 32, 256
 """Limits of stop strings in a request, and of characters in each."""
-MOST_LOGPROBS, MOST_BIASES = 20, 1024
+MOST_LOGPROBS, MOST_BIASES, MOST_BEAMS = 20, 1024, 16
 _NO_OPS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -130,7 +130,7 @@ class Generation(Request):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: Scale | None = Field(default=None, gt=0)
-    num_beams: int | None = Field(default=None, ge=1, le=16)
+    num_beams: int | None = Field(default=None, ge=1, le=MOST_BEAMS)
     no_repeat_ngram_size: int | None = Field(default=None, ge=0)
     logit_bias: Annotated[dict[int, Bias], _with_few_keys(MOST_BIASES)] = Field(default={}, max_length=MOST_BIASES)
     n: int = Field(default=1, ge=1)
@@ -201,10 +201,10 @@ def _is_text(value: str) -> bool:
 class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
-    kind: ClassVar = ("cmpl", "text_completion", "text_completion")
-    no_ops: ClassVar = {**_NO_OPS, "add_special_tokens": (True,)}
-    param: ClassVar = "prompt"
-    continues_prompt: ClassVar = True
+    kind: ClassVar[tuple[str, str, str]] = ("cmpl", "text_completion", "text_completion")
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_NO_OPS, "add_special_tokens": (True,)}
+    param: ClassVar[str] = "prompt"
+    continues_prompt: ClassVar[bool] = True
     prompt: Texts
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
@@ -229,9 +229,9 @@ class CompletionRequest(Generation):
 class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
-    kind: ClassVar = ("chatcmpl", "chat.completion", "chat.completion.chunk")
-    no_ops: ClassVar = {**_NO_OPS, "add_special_tokens": (False,)}
-    param: ClassVar = "messages"
+    kind: ClassVar[tuple[str, str, str]] = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {**_NO_OPS, "add_special_tokens": (False,)}
+    param: ClassVar[str] = "messages"
     messages: Objects = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: Objects | None = None

@@ -87,7 +87,7 @@ def test_soak_clients_ask_and_misbehave() -> None:
         for kind in [*right, "malformed request", "sampled with a seed", "sampled with a seed"]:
             client.draw = random.Random(0)
             soak_clients.KINDS[kind][0](client)
-        with pytest.raises(soak_clients.WrongAnswerError, match="instead of 'w5"):
+        with pytest.raises(soak_clients.WrongAnswerError, match="instead of ' w5"):
             client.plain()
         with pytest.raises(soak_clients.WrongAnswerError):
             client.streamed()

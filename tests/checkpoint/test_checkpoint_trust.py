@@ -333,8 +333,9 @@ def test_saving_keeps_the_owner_and_mode_of_a_folder(tmp_path: Path) -> None:
         (5, torch.zeros(1)),
         ("w", torch.ones(1, dtype=torch.complex64).conj().imag),
         ("transformer.ln_f.weight", torch.ones(48, dtype=torch.complex64)),
+        ("w", torch.zeros(1).expand(1 << 40)),
     ],
-    ids=["sparse", "meta", "number", "negated", "complex"],
+    ids=["sparse", "meta", "number", "negated", "complex", "one number for many"],
 )
 def test_unusual_entries_of_bin_files_are_named(tmp_path: Path, name: Any, entry: torch.Tensor) -> None:
     reference = tiny_gpt2()
@@ -344,3 +345,9 @@ def test_unusual_entries_of_bin_files_are_named(tmp_path: Path, name: Any, entry
     torch.save({**reference.state_dict(), name: entry}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=rf"pytorch_model\.bin.*the entry {name!r}"):
         GPT2LMHeadModel.from_pretrained_with_parallel(tmp_path)
+
+
+def test_a_deep_index_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"index\.json: expected an index"):
+        open_checkpoint(tmp_path)

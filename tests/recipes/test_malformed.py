@@ -87,6 +87,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 FLAGS: dict[str, tuple[list[str], str]] = {
     "no recipe": (["gone.yaml"], "recipe gone.yaml: there is no such file"),
+    "bomb": (["bomb.yaml"], r"recipe bomb.yaml: .*names such as \*name stand for more than 10000 values"),
+    "circle": (["circle.yaml"], "recipe circle.yaml: it is nested too deeply|stand for more than"),
+    "deep": (["deep.yaml"], "recipe deep.yaml: it is nested too deeply"),
+    "large": (["large.yaml"], "recipe large.yaml: it has 300000 bytes"),
+    "no date": (["date.yaml"], "recipe date.yaml: it is not YAML"),
     "no YAML": (["broken.yaml"], "recipe broken.yaml: it is not YAML: .*write one `key: value` a line"),
     "a list": (["list.yaml"], "recipe list.yaml: it holds no keys"),
     "unknown flag": (["good.yaml", "--tensor_parallel", "2"], "tensor_parallel: .* did you mean tensor_parallel_size"),
@@ -113,6 +118,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "damaged.jsonl").write_text('{"text": "w3"}\n{"text": ')
     (folder / "broken.yaml").write_text("learning_rate: [1")
     (folder / "list.yaml").write_text("- 1")
+    names = "".join(f"b{i}: &b{i} [{', '.join([f'*b{i - 1}'] * 9)}]\n" for i in range(1, 30))
+    (folder / "bomb.yaml").write_text(f"b0: &b0 [1]\n{names}env: *b29\n")
+    (folder / "circle.yaml").write_text("env: &a [*a]\n")
+    (folder / "deep.yaml").write_text("env: " + "[" * 5000 + "]" * 5000)
+    (folder / "large.yaml").write_text("#" * 300_000)
+    (folder / "date.yaml").write_text("env: 2026-99-99\n")
     checkpoint = folder / "trained/checkpoint-2"
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text("{}")

@@ -146,6 +146,55 @@ def test_the_first_problems_of_a_body_are_named() -> None:
     assert status == 400 and all(name in message for name in ("max_tokens", "top_p", "secret")), message
 
 
+DEEP = '{"a":' * 900 + "1" + "}" * 900
+CHAT = '{"messages":[{"role":"user","content":"a"}],'
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT + '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}]}'),
+        ("/v1/chat/completions", CHAT + '"chat_template_kwargs":%s}'),
+        ("/v1/chat/completions", '{"messages":[{"role":"user","content":"a","x":%s}]}'),
+        ("/v1/chat/completions", '{"messages":[{"role":"assistant","tool_calls":[{"name":"f","arguments":%s}]}]}'),
+        ("/v1/chat/completions", '{"messages":[{"role":"assistant","tool_calls":[{"name":"f","arguments":"%s"}]}]}'),
+        ("/v1/responses", '{"input":"a","tools":[{"type":"function","name":"f","parameters":%s}]}'),
+    ],
+)
+def test_deep_bodies_are_refused(path: str, body: str) -> None:
+    words = tokenizer()
+    words.chat_template = "{{ messages | tojson }}{{ tools | tojson }}"
+    deep = DEEP.replace('"', r"\"") if '"%s"' in body else DEEP
+    status, answer = post_json(application(StubModel(), words), path, json.loads(body % deep))
+    assert status == 400 and "is nested in more than 100 levels" in str(answer), (status, answer)
+
+
+def test_requests_with_two_lengths_are_refused() -> None:
+    app = application(StubModel(), tokenizer())
+    two = [b"Content-Length: 4", b"Transfer-Encoding: chunked"]
+    for pair in (two, two[::-1]):
+        head = b"\r\n".join([b"POST /v1/completions HTTP/1.1", b"Host: localhost", *pair])
+        with listening(app, ConnectionLimits()) as url, connect(url, head + b"\r\n\r\n0\r\n\r\n" + LIVE) as client:
+            client.settimeout(10)
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+            assert answer.count(b"HTTP/1.1 ") == 1 and b" 400 " in answer.split(b"\r\n")[0], answer
+
+
+def test_bodies_in_tiny_chunks_are_refused_early() -> None:
+    lines = [b"POST /v1/completions HTTP/1.1", b"Host: localhost", b"Content-Type: application/json"]
+    head = b"\r\n".join([*lines, b"Transfer-Encoding: chunked"]) + b"\r\n\r\n"
+    with listening(application(StubModel(), tokenizer()), ConnectionLimits()) as url:
+        with connect(url, head + b"1\r\n{\r\n" * 2000) as client:
+            client.settimeout(10)
+            assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+        body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "x" * 9000}).encode()
+        for size in (10, 1000):  # fewer chunks, or larger ones
+            chunks = [body[at : at + size] for at in range(0, len(body), size)]
+            data = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+            with connect(url, head + data) as client:
+                assert read_answer(client)[0] == 200
+
+
 def test_requests_outside_of_the_running_batch_are_refused_on_demand() -> None:
     model = StubModel()
     model.can_join = lambda **given: "num_beams" not in given and given["max_new_tokens"] < 9  # type: ignore[attr-defined]

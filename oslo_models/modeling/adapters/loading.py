@@ -7,6 +7,8 @@ from typing import Any
 
 from peft import PeftConfig, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
 
+from oslo_models.modeling.adapters.saved_config import read_adapter_config
+
 
 def load_adapter(
     model: Any,
@@ -28,7 +30,7 @@ def load_adapter(
     if model._hf_peft_config_loaded and name in model.peft_config:
         raise ValueError(f"there is an adapter {name!r} already: pass another adapter_name")
     if peft_config is None:
-        peft_config = PeftConfig.from_pretrained(str(peft_model_id))
+        peft_config = read_adapter_config(str(peft_model_id))
     elif isinstance(peft_config, dict):
         peft_config = PeftConfig.from_peft_type(**peft_config)
     peft_config.inference_mode = not is_trainable
