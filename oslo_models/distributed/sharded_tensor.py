@@ -313,6 +313,26 @@ def mark_parameter(param: nn.Parameter, sharding: Sharding) -> None:
     mark(param, sharding, ReplicatedParameter if is_full else ShardedParameter)
 
 
+def replace_parameter(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+    """Attach the sharding of a module's parameter to the parameter that is about to replace it.
+
+    Raises:
+        RuntimeError: the new parameter is a full tensor.
+    """
+    held: Any = module._parameters.get(name)
+    if type(value) not in (nn.Parameter, Shard) or not isinstance(held, ShardedParameter) or not held.sharding.is_part:
+        return
+    assert value is not None
+    full, local = held.sharding.layout.shape, held.sharding.layout.local_shape(held.sharding.axis.rank)
+    if tuple(value.shape) == tuple(local):
+        mark(value, held.sharding, ShardedParameter)
+    elif tuple(value.shape) == tuple(full):
+        raise RuntimeError(
+            f"{name} of a {type(module).__name__} is a shard ({held.sharding}), and a full tensor was assigned to it: "
+            "call copy_(full), which takes the part of a rank, under torch.no_grad()"
+        )
+
+
 def mark_buffer(module: nn.Module, leaf: str, sharding: Sharding) -> None:
     """Make ``state_dict`` return a sharded buffer as a `Shard`. The module itself keeps a plain tensor."""
     module.register_state_dict_post_hook(partial(_mark_value, leaf, sharding))
@@ -662,6 +682,16 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     return (_of_view if isinstance(target, WeightView) else _derived)(func, args, kwargs)
 
 
+def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
+    """Handle ``x.data = values`` with values of the local shard or of the full tensor."""
+    target, values = args
+    if isinstance(target, Shard) and target.sharding.is_part and type(values) in _PLAIN:
+        layout, rank = target.sharding.layout, target.sharding.axis.rank
+        if values.shape == layout.shape and values.shape != layout.local_shape(rank):
+            values = layout.shard(values, rank).clone()
+    return _local(func, (target, values), kwargs)
+
+
 def _with_hook(func: Any, args: Any, kwargs: Any) -> Any:
     """Handle ``x.register_hook(hook)``. The hook receives a shard."""
     param, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
@@ -857,6 +887,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     Tensor.register_hook: _with_hook,
     Tensor.device.__get__: _device,
     Tensor.data.__get__: _cast,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.chunk: _chunk,
     Tensor.size: _size,
     Tensor.new_empty: _new_empty,
