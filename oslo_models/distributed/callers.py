@@ -195,7 +195,8 @@ def computes_in_layer(sharding: Any) -> bool:
     """Return whether model or wrapper code computes with a shard, as opposed to code that handles parameters.
 
     Model code is transformers' models, this library and the ``forward`` of the module that owns the parameter. torch's
-    wrappers count too, since they communicate over the ranks passed to them.
+    wrappers count too, since they communicate over the ranks passed to them. Parametrizations and other functions of
+    ``torch.nn.utils`` that compute a weight from parameters do not count.
     """
     frame: FrameType | None = sys._getframe(2)
     is_outermost_of_torch = False
@@ -205,6 +206,8 @@ def computes_in_layer(sharding: Any) -> bool:
             return True
         if code.co_name == "__torch_dispatch__":  # a mode below autograd, such as an operation counter
             return True
+        if name.startswith(_REPARAMETRIZATIONS):
+            return False
         if not is_outermost_of_torch and not _is_override(frame):
             if name.startswith(_MODEL_CODE) and not name.startswith(_AVERAGERS):
                 return True
@@ -244,6 +247,7 @@ _MODEL_CODE = (
     *("oslo_kernels.", "apex.", "bitsandbytes.", "causal_conv1d.", "fla.", "flash_attn.", "kernels.", "liger_kernel."),
     *("mamba_ssm.", "torchao.", "triton."),
 )
+_REPARAMETRIZATIONS = ("torch.nn.utils.parametriz", "torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
 _AVERAGERS = "torch.distributed.algorithms.model_averaging."
 
 

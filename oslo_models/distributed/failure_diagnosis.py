@@ -64,12 +64,13 @@ class FailureDiagnosis:
             if status.get("failures") is not None:
                 continue  # it raised because of another rank's failure
             problem, limit = _problem(status), silence
+            raised = status.get("raised") and self.watchdog.is_in_call and status["call"] == self.watchdog.call
             if "pid" not in status:
                 limit = max(silence, self.first_status_timeout)
             elif is_on_this_host(status) and not problem:
                 limit = max(silence, self.patience)
-            if problem in _ENDED or now - since > limit:  # a stopped process may soon continue
-                failed[rank] = _describe(rank, status, problem or "has not been heard of")
+            if raised or problem in _ENDED or now - since > limit:  # a stopped process may soon continue
+                failed[rank] = _describe(rank, status, problem or ("" if raised else "has not been heard of"))
         return dict(sorted((failed or self._reported(self.statuses)).items()))
 
     def _reported(self, statuses: dict[int, Status]) -> dict[int, str]:
@@ -121,6 +122,8 @@ class FailureDiagnosis:
 def _describe(rank: int, status: Status, problem: str) -> str:
     if "pid" not in status:
         return f"rank {rank} {problem} at all"
+    if status["raised"]:
+        problem = f"{status['raised']}; it {problem}" if problem else status["raised"]
     age = max(0.0, time.time() - status["time"])
     where = f"{status['phase']}, since {status['phase_seconds']:.1f} s"
     if status["waiting_for"]:

@@ -39,13 +39,13 @@ rshift rrshift irshift
 _IN_PLACE = "copy_ fill_ zero_ detach_ requires_grad_ float_power_"
 
 _ABOUT_MEMORY = """
-__array__ __array_wrap__ __complex__ __deepcopy__ __dlpack__ __dlpack_device__ __float__ __format__ __index__ __int__
-__long__ __bool__ __nonzero__ __len__ __repr__ __reduce_ex__ __setstate__ __contains__ __hash__ _is_view backward
+__array_wrap__ __complex__ __deepcopy__ __dlpack__ __dlpack_device__ __float__ __format__ __index__ __int__
+__long__ __bool__ __nonzero__ __len__ __repr__ __reduce_ex__ __setstate__ __hash__ _is_view backward
 const_data_ptr data_ptr dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous
 is_distributed is_floating_point is_inference is_neg is_nonzero is_pinned is_quantized is_same_size is_set_to is_shared
-is_signed item module_load ndimension nelement numel numpy pin_memory record_stream register_hook
+is_signed item module_load ndimension nelement numel pin_memory record_stream register_hook
 register_post_accumulate_grad_hook requires_grad_ resize_ retain_grad set_ share_memory_ size sparse_dim dense_dim
-storage storage_offset storage_type stride tolist untyped_storage as_subclass new_empty new_zeros new_ones new_full
+storage storage_offset storage_type stride untyped_storage as_subclass new_empty new_zeros new_ones new_full
 new_tensor new_empty_strided _nested_tensor_size _typed_storage _make_subclass _has_compatible_shallow_copy_type
 has_names names is_nested view_as_real data_ptr _cdata _version
 """
@@ -98,7 +98,7 @@ ABOUT_MEMORY: frozenset[Function] = frozenset(
     }
     | {torch.is_tensor, torch.is_storage, torch.result_type, torch.can_cast, Tensor.stride}
 )
-"""Functions that query properties of the local memory or convert it to Python or NumPy."""
+"""Functions that query properties of the local memory or read a tensor with one element."""
 
 RESHAPED: frozenset[Function] = frozenset(
     _found(_names(_SHAPES), torch, Tensor, torch.functional)

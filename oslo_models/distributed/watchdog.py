@@ -14,8 +14,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
@@ -37,6 +37,8 @@ TIMEOUT = 60.0
 """Default seconds to wait for other ranks."""
 INTERVAL = 1.0
 """Seconds between two statuses without changes."""
+MESSAGE_LENGTH = 300
+"""Published characters of an error of this rank."""
 STORE_LINGER = 10.0
 """Maximum seconds that rank 0 waits at its end for others to read its findings, since it may host the store."""
 
@@ -63,6 +65,9 @@ class Watchdog:
         phase: the current activity of this process and its start time.
         waiting_for: the awaited ranks, the operation and the start time; ``None`` while not waiting.
         error: the error raised by this rank, if any. The process groups are unusable afterwards.
+        call: the number of the current or last call of the user's code; see `user_call`.
+        raised: the error with which this rank left that call, if any.
+        is_in_call: whether the call is running.
         in_flight: collectives that run on a GPU while this process continues.
         failures: failed ranks found by this rank, with a description of each.
         interval: seconds between two statuses without changes.
@@ -75,6 +80,7 @@ class Watchdog:
         self.phase = ("start", time.monotonic())
         self.waiting_for: tuple[tuple[int, ...], str, float] | None = None
         self.error: RankFailedError | None = None
+        self.call, self.is_in_call, self.raised = 0, False, ""
         self.failures: dict[int, str] | None = None
         self.in_flight = InFlight(self)
         self.interval = INTERVAL
@@ -133,6 +139,8 @@ class Watchdog:
             **{"phase": self._with_step(phase), "phase_seconds": now - since},
             "waiting_for": waiting_for and [waiting_for[0], waiting_for[1], now - waiting_for[2]],
             "failures": self.failures,
+            "call": self.call,
+            "raised": self.raised,
             "has_read_rank_0": self._has_read_rank_0,
         }
         self._publisher.store.set(str(self.rank), json.dumps(status))
@@ -150,7 +158,7 @@ class Watchdog:
 
         ``last`` is the last published content with its time. The return value has the same form.
         """
-        news, now = (self.phase, self.error, self._has_read_rank_0), time.monotonic()
+        news, now = (self.phase, self.error, self.raised, self._has_read_rank_0), time.monotonic()
         if news == last[0] and now < last[1] + self.interval:
             return last
         self._publish()
@@ -276,6 +284,34 @@ class waiting:  # noqa: N801  a context manager; a class, since one made by `con
         watchdog.waiting_for = None
         if explained is not error and explained is not None:
             raise explained from error
+
+
+@contextmanager
+def user_call(axis: Any) -> Iterator[None]:
+    """Context manager for a call that runs code of the user on every rank, such as callbacks and datasets of a trainer.
+
+    If the call raises on one rank, ranks that are in the same call do not wait for this rank, and raise too. All ranks
+    make these calls in the same order. A nested call belongs to the outermost one.
+
+    Raises:
+        RankFailedError: the call has raised on another rank.
+    """
+    watchdog = axis.watchdog
+    if watchdog is None or watchdog.is_in_call:
+        yield
+        return
+    watchdog.call, watchdog.is_in_call, watchdog.raised = watchdog.call + 1, True, ""
+    try:
+        yield
+        with waiting(axis, "the end of the call", slow=True):
+            pass
+    except BaseException as error:
+        if not isinstance(error, RankFailedError):
+            lines = str(error).splitlines() or [""]
+            watchdog.raised = f"raised {type(error).__name__}: {lines[0][:MESSAGE_LENGTH]}"
+        raise
+    finally:
+        watchdog.is_in_call = False
 
 
 def _keep_publishing(ref: weakref.ref[Watchdog]) -> None:

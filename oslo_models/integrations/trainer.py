@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, with_variant
 from oslo_models.contracts import require
 from oslo_models.distributed.collectives import MAX, all_reduce, broadcast
 from oslo_models.distributed.object_exchange import agree, broadcast_object
+from oslo_models.distributed.watchdog import user_call
 from oslo_models.integrations.accelerator import Accelerator, find_parallel_model
 from oslo_models.integrations.stages import EvaluationStages, TrainingStages, division
 from oslo_models.integrations.training_arguments import check_training_arguments, divides_loss_by_items
@@ -157,7 +158,21 @@ class ParallelTrainerMixin(_Base):
         for name, flag in zip(names, all_reduce(self._mesh.world, flags, MAX).tolist(), strict=True):
             setattr(control, name, bool(flag))
 
+    def _user_call(self) -> AbstractContextManager[None]:
+        """Return a context in which an error of callbacks, datasets or metrics on one rank ends all ranks."""
+        return nullcontext() if self._parallel is None else user_call(self._mesh.world)
+
     # Evaluation -------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as transformers does."""
+        with self._user_call():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as transformers does."""
+        with self._user_call():
+            return super().predict(*args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict a batch. With pipeline stages, every stage gets the output of the last stage."""
@@ -241,7 +256,8 @@ class ParallelTrainerMixin(_Base):
             resume_from_checkpoint = broadcast_object(world, last)
             if resume_from_checkpoint is None:
                 raise ValueError(f"{self.args.output_dir} has no complete checkpoint to resume from")
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self._user_call():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._parallel is None:

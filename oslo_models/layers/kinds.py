@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.rng import ShardedRngStream
+from oslo_models.distributed.sharded_tensor import replace_parameter
 from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import Layout
 
@@ -81,6 +82,11 @@ class ShardedModule(nn.Module):
             context: the surroundings of the module.
         """
         self.tp, self.stream, self.layouts = context.tp, context.stream, context.shards
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Override torch's method, which assignments call: a parameter in place of a shard becomes a shard."""
+        replace_parameter(self, name, param)
+        super().register_parameter(name, param)
 
     @classmethod
     def for_layouts(cls, layouts: Mapping[str, Layout]) -> type[nn.Module]:

@@ -216,6 +216,20 @@ class FusableModel(PreTrainedModel):
 
     # Generation -------------------------------------------------------------------------------------------------------
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Start transformers' continuous batching. All of its entry points call this method.
+
+        Raises:
+            RuntimeError: the model is sharded. A thread of each rank would form different batches.
+        """
+        if self.mesh is not None and self.mesh.model.size > 1:
+            raise RuntimeError(
+                "transformers' continuous batching (generate_batch, init_continuous_batching) does not run on a "
+                f"sharded {type(self).__name__}: call generate with padded prompts, or load it with deploy=True, whose "
+                "calls of generate join one running batch"
+            )
+        return super().init_continuous_batching(*args, **kwargs)
+
     def fuse_ngram_blocking(self, wanted: bool | None) -> None:
         """Set whether the next ``generate`` blocks repeated n-grams with `oslo_kernels.ngrams`."""
         if wanted is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
+from oslo_models import RankFailedError
+from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.integrations import ParallelTrainerMixin, Trainer
 
 from support import pipelines, trainers
@@ -167,6 +171,42 @@ def test_a_callback_on_one_rank_speaks_for_all(pool: Pool, tmp_path: Path, seed:
     rows = trainers.text_rows(pipelines.config("gpt2"), seed, 24)
     assert pool.run(2, stop_early, start(seed), str(tmp_path), rows, env=True) == [2, 2]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+class Broken(transformers.TrainerCallback):
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise LookupError("no tracker")
+
+
+class BrokenRows(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        raise LookupError("no row")
+
+
+def raise_on_one_rank(run: Run, tp: int, pp: int, where: str, out: str, rows: trainers.Rows) -> str:
+    """Return the message of the error on this rank. The processes live on."""
+    model = own_model(run, tp, pp)
+    fails = torch.distributed.get_rank() == 1
+    callbacks = [Broken()] if fails and where == "callback" else []
+    data = BrokenRows(rows) if fails and where == "data" else rows
+    args = trainers.arguments(out, max_steps=1)
+    trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    with pytest.raises(LookupError if fails else RankFailedError) as raised:
+        trainer.train() if where == "callback" else trainer.evaluate()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("where", "sizes"), [("callback", "tp=2"), ("data", "pp=2")])
+def test_an_error_of_user_code_on_one_rank_ends_all_ranks(
+    pool: Pool, where: str, sizes: str, tmp_path: Path, seed: int
+) -> None:
+    """The other rank does not wait for the end of the process or for a timeout."""
+    rows = trainers.text_rows(pipelines.config("gpt2"), seed, 4)
+    tp, pp, _ = SIZES[sizes]
+    begin = time.monotonic()
+    waiting, _ = pool.run(2, raise_on_one_rank, start(seed), tp, pp, where, str(tmp_path), rows, env=True)
+    assert time.monotonic() - begin < TIMEOUT
+    assert re.match(r"rank 1 \(host .*\) raised LookupError: no ", waiting), waiting
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

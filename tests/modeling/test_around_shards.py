@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer  # type: ignore[attr-defined]
 from torch.func import functional_call, grad
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from transformers import LlamaConfig
 
 from oslo_models import registry
@@ -221,6 +222,59 @@ def test_subclass_with_a_head_of_its_own_is_loaded(pool: Pool, tmp_path: Path, s
 
 
 # Refused before anything is loaded, or by the number that the user passed --------------------------------------------
+
+
+# Other ways to a weight -----------------------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight - weight.mean(0, keepdim=True)
+
+
+REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "full parameter": ("a full tensor was assigned", lambda model: setattr(model.lm_head, "weight", full_head(model))),
+    "array": (r"numpy of a shard \(", lambda model: model.lm_head.weight.detach().numpy()),
+    "list": (r"tolist of a shard \(", lambda model: model.state_dict()["lm_head.weight"].tolist()),
+    "element": (r"contains of a shard \(", lambda model: 0.5 in model.lm_head.weight),
+    "batches": ("continuous batching .* a sharded LlamaForCausalLM", lambda model: model.generate_batch([[1, 2]])),
+    "parametrization": (
+        r"mean of a shard \(",
+        lambda model: parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", Centred()),
+    ),
+    "spectral norm": (r"mv of a shard \(", lambda model: nn.utils.spectral_norm(model.model.layers[0].mlp.up_proj)),
+}
+
+
+def full_head(model: Any) -> nn.Parameter:
+    return nn.Parameter(model.lm_head.weight.full_tensor().detach())
+
+
+def assign_weights(model: Any, batch: dict[str, Any]) -> Tensor:
+    """Replace weights in ways that a sharded model supports; return the gradient norm and the new loss."""
+    head, mlp = model.lm_head, model.model.layers[0].mlp
+    start = torch.linspace(-1, 1, model.config.vocab_size * model.config.hidden_size)
+    head.weight.data = start.view(model.config.vocab_size, -1).to(model.dtype)
+    mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.data * 1.5)
+    with lifted_casts():
+        loss = model(**batch).loss
+        loss.backward()
+    norm = mlp.up_proj.weight.grad.norm() + head.weight.grad.norm()
+    return torch.stack((norm * 1, loss)).detach()
+
+
+def check_ways(name: str, config: Any, weights: Weights, batch: dict[str, Any], expected: Tensor) -> None:
+    for message, call in REFUSED.values():
+        model = model_on_stages(name, config, weights, 2, 1)
+        with pytest.raises(RuntimeError, match=message):
+            print(call(model), model(**batch).loss)
+    found = assign_weights(model_on_stages(name, config, weights, 2, 1), batch)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_weights_are_replaced_and_read_as_full_tensors_or_not_at_all(pool: Pool, seed: int) -> None:
+    name, config, model, weights, batch = of_one_process(seed)
+    pool.run(2, check_ways, name, config, weights, batch, assign_weights(model, batch))
 
 
 def few_tokens(config: Any) -> None:

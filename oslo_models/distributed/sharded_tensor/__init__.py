@@ -26,6 +26,7 @@ from oslo_models.distributed.sharded_tensor.tensors import (
     mark,
     mark_buffer,
     mark_parameter,
+    replace_parameter,
     unmark_parameter,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "mark",
     "mark_buffer",
     "mark_parameter",
+    "replace_parameter",
     "unmark_parameter",
     "without_override",
 ]

@@ -139,6 +139,16 @@ def copy(func: Any, args: Any, kwargs: Any) -> Any:
     return (elementwise_of_view if isinstance(target, WeightView) else elementwise)(func, args, kwargs)
 
 
+def set_data(func: Any, args: Any, kwargs: Any) -> Any:
+    """Handle ``x.data = values`` with values of the local shard or of the full tensor."""
+    target, values = args
+    if isinstance(target, Shard) and target.sharding.is_part and type(values) in PLAIN:
+        layout, rank = target.sharding.layout, target.sharding.axis.rank
+        if values.shape == layout.shape and values.shape != layout.local_shape(rank):
+            values = layout.shard(values, rank).clone()
+    return on_local(func, (target, values), kwargs)
+
+
 def register_hook(func: Any, args: Any, kwargs: Any) -> Any:
     """Handle ``x.register_hook(hook)``. The hook receives a shard."""
     param, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]

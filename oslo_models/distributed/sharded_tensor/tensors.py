@@ -239,6 +239,26 @@ def mark_parameter(param: nn.Parameter, sharding: Sharding) -> None:
     mark(param, sharding, ReplicatedParameter if is_full else ShardedParameter)
 
 
+def replace_parameter(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+    """Attach the sharding of a module's parameter to the parameter that is about to replace it.
+
+    Raises:
+        RuntimeError: the new parameter is a full tensor.
+    """
+    held: Any = module._parameters.get(name)
+    if type(value) not in (nn.Parameter, Shard) or not isinstance(held, ShardedParameter) or not held.sharding.is_part:
+        return
+    assert value is not None
+    full, local = held.sharding.layout.shape, held.sharding.layout.local_shape(held.sharding.axis.rank)
+    if tuple(value.shape) == tuple(local):
+        mark(value, held.sharding, ShardedParameter)
+    elif tuple(value.shape) == tuple(full):
+        raise RuntimeError(
+            f"{name} of a {type(module).__name__} is a shard ({held.sharding}), and a full tensor was assigned to it: "
+            "call copy_(full), which takes the part of a rank, under torch.no_grad()"
+        )
+
+
 def mark_buffer(module: nn.Module, leaf: str, sharding: Sharding) -> None:
     """Make ``state_dict`` return a sharded buffer as a `Shard`. The module itself keeps a plain tensor."""
     module.register_state_dict_post_hook(partial(_mark_value, leaf, sharding))
