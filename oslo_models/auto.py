@@ -39,10 +39,11 @@ class _Auto:
                 this task.
         """
         found = getattr(modeling_auto, cls.mapping).get(config.model_type)
-        kind = registry.SAME_CLASSES.get(config.model_type, config.model_type)
-        for name in found if isinstance(found, (tuple, list)) else (found,):
-            if kind in registry.ARCHITECTURES and name in registry.names(kind):
-                return registry.find(name)
+        for kind in dict.fromkeys((config.model_type, config.get_text_config().model_type)):
+            kind = registry.SAME_CLASSES.get(kind, kind)
+            for name in found if isinstance(found, (tuple, list)) else (found,):
+                if kind in registry.ARCHITECTURES and name in registry.names(kind):
+                    return registry.find(name)
         raise cls._unknown(config.model_type)
 
     @classmethod
@@ -84,6 +85,8 @@ class _Auto:
         known = {key: kwargs[key] for key in hub if key in kwargs}
         config = kwargs.get("config") or cls._config_of(pretrained_model_name_or_path, known)
         zoo_class = cls._class_with_plan(config, kwargs.get("plan"))
+        if "config" in kwargs:
+            kwargs["config"] = _config_for(zoo_class, config)
         return zoo_class.from_pretrained_with_parallel(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
@@ -99,7 +102,14 @@ class _Auto:
     @classmethod
     def from_config_with_parallel(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
         """Call `ParallelModel.from_config_with_parallel` of the class for ``config``."""
-        return cls._class_with_plan(config, kwargs.get("plan")).from_config_with_parallel(config, *args, **kwargs)
+        zoo_class = cls._class_with_plan(config, kwargs.get("plan"))
+        return zoo_class.from_config_with_parallel(_config_for(zoo_class, config), *args, **kwargs)
+
+
+def _config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the text configuration of a multimodal configuration if the class has no other part of the model."""
+    text = config.get_text_config()
+    return text if isinstance(text, cls.config_class) and not isinstance(config, cls.config_class) else config
 
 
 class AutoModel(_Auto):

@@ -99,9 +99,11 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
         raise OSError(f"{directory} holds no config.json")
     raw = read_raw(folder)
     with checking(folder):
-        # The class may be of a submodel: CLIPTextModel of CLIP.
-        section = raw.get(cls.config_class.base_config_key, raw)
-        wanted, found = cls.config_class.model_type, section.get("model_type", cls.config_class.model_type)
+        wanted = cls.config_class.model_type
+        # the class may be of a part of the model: CLIPTextModel of CLIP, a decoder of a model with images
+        parts = [each for each in (raw, *raw.values()) if isinstance(each, dict) and each.get("model_type") == wanted]
+        section = raw.get(cls.config_class.base_config_key) or next(iter(parts), raw)
+        found = section.get("model_type", wanted)
         if wanted not in (found, registry.SAME_CLASSES.get(found)):
             saved = ", ".join(raw.get("architectures") or ["one of its own classes"])
             raise ValueError(f"{directory} is a {found} checkpoint and {cls.__name__} is for {wanted}; use {saved}")

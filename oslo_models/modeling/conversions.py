@@ -19,6 +19,8 @@ from transformers.core_model_loading import (
     MergeModulelist,
     PrefixChange,
     WeightConverter,
+    WeightRenaming,
+    rename_source_key,
     revert_weight_conversion,
 )
 
@@ -32,6 +34,7 @@ from oslo_models.checkpoint.converted import (
     with_merges,
     with_stacks,
 )
+from oslo_models.modeling.original_class import original_class
 from oslo_models.pipeline.sharded_model import ShardedModel
 
 
@@ -248,48 +251,59 @@ def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> Checkpoint
     Raises:
         CheckpointError: some matrices of a stack are missing.
     """
-    prefix, found = f"{model.base_model_prefix}.", {}
-    renamings = (str, lambda name: name.removeprefix(prefix), lambda name: prefix + name)
+    rename, found = _names_in(reader, model), {}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, pieces in expert_pieces(model, shapes).items():
         if name in reader.tensors:
             continue
-        for rename in renamings:
-            own = [replace(piece, name=rename(piece.name)) for piece in pieces]
-            missing = [piece.name for piece in own if piece.name not in reader.tensors]
-            if not missing:
-                found[name] = own
-            elif len(missing) < len(own):
-                raise CheckpointError(
-                    f"{reader.directory} lacks {len(missing)} of the {len(own)} matrices of {name}, such as "
-                    f"{missing[0]}: copy or save the checkpoint again"
-                )
+        own = [replace(piece, name=rename(piece.name)) for piece in pieces]
+        missing = [piece.name for piece in own if piece.name not in reader.tensors]
+        if not missing:
+            found[name] = own
+        elif len(missing) < len(own):
+            raise CheckpointError(
+                f"{reader.directory} lacks {len(missing)} of the {len(own)} matrices of {name}, such as "
+                f"{missing[0]}: copy or save the checkpoint again"
+            )
     reader = with_stacks(reader, found)
     parts: dict[str, list[str]] = {}
     for name, split in concatenated_parts(model, shapes).items():
-        named = ([rename(part) for part in split] for rename in renamings)
-        there = [each for each in named if reader.tensors.keys() >= {*each}]
-        if there and name not in reader.tensors:
-            parts[name] = there[0]
+        there = [*map(rename, split)]
+        if reader.tensors.keys() >= {*there} and name not in reader.tensors:
+            parts[name] = there
     reader = with_concatenations(reader, parts)
     chunks = {
         saved: {rename(part): shapes[part][0] for part in own}
         for name, own in chunked_names(model, shapes).items()
-        for rename in renamings
         if (saved := rename(name)) in reader.tensors
     }
     reader = with_chunks(reader, chunks)
     alternating = {
         name: saved
         for name, source in interleaved_names(model, shapes).items()
-        for rename in renamings
         if (saved := rename(source)) in reader.tensors and name not in reader.tensors
     }
     reader = with_halves(reader, alternating)
     merges = {
         name: (sources, merge)
         for name, (merge, empty) in merged_parts(model, shapes).items()
-        for rename in renamings
-        if reader.tensors.keys() >= {*(sources := [rename(part) for part in empty])}
+        if reader.tensors.keys() >= {*(sources := [*map(rename, empty)])}
     }
     return with_merges(reader, merges, shapes)
+
+
+def _names_in(reader: CheckpointReader, model: ShardedModel) -> Callable[[str], str]:
+    """Return a function from the name of a tensor, as the model is saved, to its name in this checkpoint.
+
+    Checkpoints of other classes and older releases have other prefixes. Names are the same if transformers renames them
+    to the same name.
+    """
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    prefixes = {f"{of.base_model_prefix}." for of in (model, original_class(type(model)))}
+
+    def renamed(name: str) -> str:
+        target = str(rename_source_key(name, renamings, [])[0])
+        return next((target.removeprefix(prefix) for prefix in prefixes if target.startswith(prefix)), target)
+
+    stored = {renamed(name): name for name in reversed([*reader.tensors])}
+    return lambda name: stored.get(renamed(name), name)

@@ -24,6 +24,7 @@ from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of, plan_over
 from oslo_models.modeling.conversions import is_renaming, is_unpadding, stacking_reader
 from oslo_models.modeling.meta_device import meta_device
+from oslo_models.modeling.original_class import original_class
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 
@@ -117,9 +118,12 @@ class WeightMapping:
         mapping = get_model_conversion_mapping(self.model, key_mapping)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        prefix = self.model.base_model_prefix
+        prefixes = dict.fromkeys((self.model.base_model_prefix, original_class(type(self.model)).base_model_prefix))
         for source in sources:
-            target, pattern = rename_source_key(source, renamings, converters, prefix, self.state)
+            for prefix in prefixes:
+                target, pattern = rename_source_key(source, renamings, converters, prefix, self.state)
+                if target in self.state:
+                    break
             if target not in self.state and source in self.state:
                 yield source, source, None
             else:

@@ -1,4 +1,4 @@
-"""Model types that transformers builds from the classes of another type."""
+"""Model types that transformers builds from the classes of another type, and the text models of multimodal types."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
 
 import oslo_models
 from oslo_models import registry
@@ -56,3 +57,50 @@ def test_model_matches_transformers_and_keeps_its_type(pool: Pool, tmp_path: Pat
     assert json.loads((merged / "config.json").read_text())["model_type"] == model_type
     again = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64).state_dict()
     assert all(torch.equal(again[name], weight) for name, weight in full.state_dict().items())
+
+
+VISION: dict[str, Any] = {
+    **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4},
+    **{"depth": 1, "num_heads": 2, "out_hidden_size": 8, "num_position_embeddings": 4, "image_size": 8},
+    **{"vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8},
+}
+
+
+def check_text(saved: Path, name: str, config: Any, ids: Tensor, logits: Tensor) -> None:
+    auto: Any = oslo_models.AutoModelForCausalLM
+    assert type(auto.from_config_with_parallel(config, tensor_parallel_size=2)).__name__ == name
+    options = {"gather_logits": True, "dtype": torch.float64}
+    model = auto.from_pretrained_with_parallel(saved, tensor_parallel_size=2, **options)
+    assert type(model).__name__ == name
+    with torch.no_grad(), lifted_casts():
+        assert not differences("logits", model(ids).logits, logits, TOLERANCE)
+
+
+def test_auto_class_finds_the_text_model_of_each_multimodal_type() -> None:
+    """Those whose text model is in the zoo: transformers' auto class loads it alone."""
+    of_text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    found = {}
+    for kind in registry.ARCHITECTURES:
+        whole = kind.removesuffix("_text")
+        if whole not in registry.ARCHITECTURES and of_text.get(whole) in registry.names(kind):
+            found[whole] = oslo_models.AutoModelForCausalLM.class_for(CONFIG_MAPPING[whole]()).__name__
+    assert found.items() <= of_text.items()
+    assert {"qwen3_5", "qwen3_5_moe", "llama4"} <= found.keys()
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe", "llama4", "qwen4_exp"])
+def test_the_text_model_of_a_multimodal_checkpoint(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    torch.manual_seed(seed)
+    tokens = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {key: value for key, value in VISION.items() if hasattr(CONFIG_MAPPING[model_type]().vision_config, key)}
+    config = CONFIG_MAPPING[model_type](text_config={**zoo.MORE[f"{model_type}_text"], **tokens}, vision_config=vision)
+    multimodal = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
+    multimodal.save_pretrained(tmp_path)
+    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    ids = torch.randint(3, 61, (2, 7))
+    with torch.no_grad(), lifted_casts():
+        logits = text(ids).logits
+    pool.run(2, check_text, tmp_path, type(text).__name__, config, ids, logits)
