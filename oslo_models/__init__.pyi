@@ -58,6 +58,8 @@ from oslo_models.models.arcee import ArceeForTokenClassification as ArceeForToke
 from oslo_models.models.arcee import ArceeModel as ArceeModel
 from oslo_models.models.aria_text import AriaTextForCausalLM as AriaTextForCausalLM
 from oslo_models.models.aria_text import AriaTextModel as AriaTextModel
+from oslo_models.models.audio_spectrogram_transformer import ASTForAudioClassification as ASTForAudioClassification
+from oslo_models.models.audio_spectrogram_transformer import ASTModel as ASTModel
 from oslo_models.models.axk1 import AXK1ForCausalLM as AXK1ForCausalLM
 from oslo_models.models.axk1 import AXK1ForSequenceClassification as AXK1ForSequenceClassification
 from oslo_models.models.axk1 import AXK1ForTokenClassification as AXK1ForTokenClassification
@@ -158,6 +160,11 @@ from oslo_models.models.ctrl import CTRLLMHeadModel as CTRLLMHeadModel
 from oslo_models.models.ctrl import CTRLModel as CTRLModel
 from oslo_models.models.cwm import CwmForCausalLM as CwmForCausalLM
 from oslo_models.models.cwm import CwmModel as CwmModel
+from oslo_models.models.data2vec_audio import Data2VecAudioForAudioFrameClassification as Data2VecAudioForAudioFrameClassification
+from oslo_models.models.data2vec_audio import Data2VecAudioForCTC as Data2VecAudioForCTC
+from oslo_models.models.data2vec_audio import Data2VecAudioForSequenceClassification as Data2VecAudioForSequenceClassification
+from oslo_models.models.data2vec_audio import Data2VecAudioForXVector as Data2VecAudioForXVector
+from oslo_models.models.data2vec_audio import Data2VecAudioModel as Data2VecAudioModel
 from oslo_models.models.data2vec_text import Data2VecTextForCausalLM as Data2VecTextForCausalLM
 from oslo_models.models.data2vec_text import Data2VecTextForMaskedLM as Data2VecTextForMaskedLM
 from oslo_models.models.data2vec_text import Data2VecTextForMultipleChoice as Data2VecTextForMultipleChoice
@@ -380,6 +387,8 @@ from oslo_models.models.ibert import IBertForQuestionAnswering as IBertForQuesti
 from oslo_models.models.ibert import IBertForSequenceClassification as IBertForSequenceClassification
 from oslo_models.models.ibert import IBertForTokenClassification as IBertForTokenClassification
 from oslo_models.models.ibert import IBertModel as IBertModel
+from oslo_models.models.ijepa import IJepaForImageClassification as IJepaForImageClassification
+from oslo_models.models.ijepa import IJepaModel as IJepaModel
 from oslo_models.models.inkling2_loop_text import Inkling2LoopForCausalLM as Inkling2LoopForCausalLM
 from oslo_models.models.inkling2_loop_text import Inkling2LoopTextModel as Inkling2LoopTextModel
 from oslo_models.models.inkling2_text import Inkling2ForCausalLM as Inkling2ForCausalLM
@@ -686,6 +695,10 @@ from oslo_models.models.seed_oss import SeedOssForQuestionAnswering as SeedOssFo
 from oslo_models.models.seed_oss import SeedOssForSequenceClassification as SeedOssForSequenceClassification
 from oslo_models.models.seed_oss import SeedOssForTokenClassification as SeedOssForTokenClassification
 from oslo_models.models.seed_oss import SeedOssModel as SeedOssModel
+from oslo_models.models.siglip import SiglipForImageClassification as SiglipForImageClassification
+from oslo_models.models.siglip import SiglipModel as SiglipModel
+from oslo_models.models.siglip import SiglipTextModel as SiglipTextModel
+from oslo_models.models.siglip import SiglipVisionModel as SiglipVisionModel
 from oslo_models.models.smollm3 import SmolLM3ForCausalLM as SmolLM3ForCausalLM
 from oslo_models.models.smollm3 import SmolLM3ForQuestionAnswering as SmolLM3ForQuestionAnswering
 from oslo_models.models.smollm3 import SmolLM3ForSequenceClassification as SmolLM3ForSequenceClassification
@@ -729,6 +742,14 @@ from oslo_models.models.umt5 import UMT5ForQuestionAnswering as UMT5ForQuestionA
 from oslo_models.models.umt5 import UMT5ForSequenceClassification as UMT5ForSequenceClassification
 from oslo_models.models.umt5 import UMT5ForTokenClassification as UMT5ForTokenClassification
 from oslo_models.models.umt5 import UMT5Model as UMT5Model
+from oslo_models.models.unispeech import UniSpeechForCTC as UniSpeechForCTC
+from oslo_models.models.unispeech import UniSpeechForSequenceClassification as UniSpeechForSequenceClassification
+from oslo_models.models.unispeech import UniSpeechModel as UniSpeechModel
+from oslo_models.models.unispeech_sat import UniSpeechSatForAudioFrameClassification as UniSpeechSatForAudioFrameClassification
+from oslo_models.models.unispeech_sat import UniSpeechSatForCTC as UniSpeechSatForCTC
+from oslo_models.models.unispeech_sat import UniSpeechSatForSequenceClassification as UniSpeechSatForSequenceClassification
+from oslo_models.models.unispeech_sat import UniSpeechSatForXVector as UniSpeechSatForXVector
+from oslo_models.models.unispeech_sat import UniSpeechSatModel as UniSpeechSatModel
 from oslo_models.models.vaultgemma import VaultGemmaForCausalLM as VaultGemmaForCausalLM
 from oslo_models.models.vaultgemma import VaultGemmaModel as VaultGemmaModel
 from oslo_models.models.visual_bert import VisualBertForMultipleChoice as VisualBertForMultipleChoice
@@ -740,6 +761,8 @@ from oslo_models.models.visual_bert import VisualBertModel as VisualBertModel
 from oslo_models.models.vit import ViTForImageClassification as ViTForImageClassification
 from oslo_models.models.vit import ViTForMaskedImageModeling as ViTForMaskedImageModeling
 from oslo_models.models.vit import ViTModel as ViTModel
+from oslo_models.models.vit_msn import ViTMSNForImageClassification as ViTMSNForImageClassification
+from oslo_models.models.vit_msn import ViTMSNModel as ViTMSNModel
 from oslo_models.models.wav2vec2 import Wav2Vec2ForAudioFrameClassification as Wav2Vec2ForAudioFrameClassification
 from oslo_models.models.wav2vec2 import Wav2Vec2ForCTC as Wav2Vec2ForCTC
 from oslo_models.models.wav2vec2 import Wav2Vec2ForPreTraining as Wav2Vec2ForPreTraining
@@ -800,6 +823,7 @@ from oslo_models.models.zamba2 import Zamba2Model as Zamba2Model
 from oslo_models.models.zaya import ZayaForCausalLM as ZayaForCausalLM
 from oslo_models.models.zaya import ZayaModel as ZayaModel
 from oslo_models.planning.memory import estimate as estimate
+from transformers import ASTConfig as ASTConfig
 from transformers import AXK1Config as AXK1Config
 from transformers import AXK2Config as AXK2Config
 from transformers import AfmoeConfig as AfmoeConfig
@@ -836,6 +860,7 @@ from transformers import ConvBertConfig as ConvBertConfig
 from transformers import CpmAntConfig as CpmAntConfig
 from transformers import CwmConfig as CwmConfig
 from transformers import DPRConfig as DPRConfig
+from transformers import Data2VecAudioConfig as Data2VecAudioConfig
 from transformers import Data2VecTextConfig as Data2VecTextConfig
 from transformers import DbrxConfig as DbrxConfig
 from transformers import DebertaConfig as DebertaConfig
@@ -901,6 +926,7 @@ from transformers import HunYuanDenseV1Config as HunYuanDenseV1Config
 from transformers import HunYuanMoEV1Config as HunYuanMoEV1Config
 from transformers import HyperCLOVAXConfig as HyperCLOVAXConfig
 from transformers import IBertConfig as IBertConfig
+from transformers import IJepaConfig as IJepaConfig
 from transformers import Inkling2LoopTextConfig as Inkling2LoopTextConfig
 from transformers import Inkling2TextConfig as Inkling2TextConfig
 from transformers import InklingTextConfig as InklingTextConfig
@@ -982,6 +1008,9 @@ from transformers import RobertaConfig as RobertaConfig
 from transformers import RobertaPreLayerNormConfig as RobertaPreLayerNormConfig
 from transformers import RwkvConfig as RwkvConfig
 from transformers import SeedOssConfig as SeedOssConfig
+from transformers import SiglipConfig as SiglipConfig
+from transformers import SiglipTextConfig as SiglipTextConfig
+from transformers import SiglipVisionConfig as SiglipVisionConfig
 from transformers import SmolLM3Config as SmolLM3Config
 from transformers import SolarOpenConfig as SolarOpenConfig
 from transformers import Speech2TextConfig as Speech2TextConfig
@@ -993,8 +1022,11 @@ from transformers import T5Config as T5Config
 from transformers import TapasConfig as TapasConfig
 from transformers import TrOCRConfig as TrOCRConfig
 from transformers import UMT5Config as UMT5Config
+from transformers import UniSpeechConfig as UniSpeechConfig
+from transformers import UniSpeechSatConfig as UniSpeechSatConfig
 from transformers import VaultGemmaConfig as VaultGemmaConfig
 from transformers import ViTConfig as ViTConfig
+from transformers import ViTMSNConfig as ViTMSNConfig
 from transformers import VisualBertConfig as VisualBertConfig
 from transformers import Wav2Vec2Config as Wav2Vec2Config
 from transformers import WhisperConfig as WhisperConfig
@@ -1015,6 +1047,7 @@ from transformers.models.apertus.modeling_apertus import ApertusPreTrainedModel 
 from transformers.models.apertus1p5.modeling_apertus1p5 import Apertus1p5TextPreTrainedModel as Apertus1p5TextPreTrainedModel
 from transformers.models.arcee.modeling_arcee import ArceePreTrainedModel as ArceePreTrainedModel
 from transformers.models.aria.modeling_aria import AriaTextPreTrainedModel as AriaTextPreTrainedModel
+from transformers.models.audio_spectrogram_transformer.modeling_audio_spectrogram_transformer import ASTPreTrainedModel as ASTPreTrainedModel
 from transformers.models.axk1.modeling_axk1 import AXK1PreTrainedModel as AXK1PreTrainedModel
 from transformers.models.axk2.modeling_axk2 import AXK2PreTrainedModel as AXK2PreTrainedModel
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridPreTrainedModel as BailingHybridPreTrainedModel
@@ -1042,6 +1075,7 @@ from transformers.models.convbert.modeling_convbert import ConvBertPreTrainedMod
 from transformers.models.cpmant.modeling_cpmant import CpmAntPreTrainedModel as CpmAntPreTrainedModel
 from transformers.models.ctrl.modeling_ctrl import CTRLPreTrainedModel as CTRLPreTrainedModel
 from transformers.models.cwm.modeling_cwm import CwmPreTrainedModel as CwmPreTrainedModel
+from transformers.models.data2vec.modeling_data2vec_audio import Data2VecAudioPreTrainedModel as Data2VecAudioPreTrainedModel
 from transformers.models.data2vec.modeling_data2vec_text import Data2VecTextPreTrainedModel as Data2VecTextPreTrainedModel
 from transformers.models.dbrx.modeling_dbrx import DbrxPreTrainedModel as DbrxPreTrainedModel
 from transformers.models.deberta.modeling_deberta import DebertaPreTrainedModel as DebertaPreTrainedModel
@@ -1116,6 +1150,7 @@ from transformers.models.hy_v4.modeling_hy_v4 import HYV4PreTrainedModel as HYV4
 from transformers.models.hy_v4_vl.modeling_hy_v4_vl import HYV4VLPreTrainedModel as HYV4VLPreTrainedModel
 from transformers.models.hyperclovax.modeling_hyperclovax import HyperCLOVAXPreTrainedModel as HyperCLOVAXPreTrainedModel
 from transformers.models.ibert.modeling_ibert import IBertPreTrainedModel as IBertPreTrainedModel
+from transformers.models.ijepa.modeling_ijepa import IJepaPreTrainedModel as IJepaPreTrainedModel
 from transformers.models.inkling.modeling_inkling import InklingPreTrainedModel as InklingPreTrainedModel
 from transformers.models.inkling2.modeling_inkling2 import Inkling2PreTrainedModel as Inkling2PreTrainedModel
 from transformers.models.inkling2_loop.modeling_inkling2_loop import Inkling2LoopPreTrainedModel as Inkling2LoopPreTrainedModel
@@ -1200,6 +1235,7 @@ from transformers.models.roc_bert.modeling_roc_bert import RoCBertPreTrainedMode
 from transformers.models.roformer.modeling_roformer import RoFormerPreTrainedModel as RoFormerPreTrainedModel
 from transformers.models.rwkv.modeling_rwkv import RwkvPreTrainedModel as RwkvPreTrainedModel
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssPreTrainedModel as SeedOssPreTrainedModel
+from transformers.models.siglip.modeling_siglip import SiglipPreTrainedModel as SiglipPreTrainedModel
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3PreTrainedModel as SmolLM3PreTrainedModel
 from transformers.models.solar_open.modeling_solar_open import SolarOpenPreTrainedModel as SolarOpenPreTrainedModel
 from transformers.models.speech_to_text.modeling_speech_to_text import Speech2TextPreTrainedModel as Speech2TextPreTrainedModel
@@ -1211,9 +1247,12 @@ from transformers.models.t5.modeling_t5 import T5PreTrainedModel as T5PreTrained
 from transformers.models.tapas.modeling_tapas import TapasPreTrainedModel as TapasPreTrainedModel
 from transformers.models.trocr.modeling_trocr import TrOCRPreTrainedModel as TrOCRPreTrainedModel
 from transformers.models.umt5.modeling_umt5 import UMT5PreTrainedModel as UMT5PreTrainedModel
+from transformers.models.unispeech.modeling_unispeech import UniSpeechPreTrainedModel as UniSpeechPreTrainedModel
+from transformers.models.unispeech_sat.modeling_unispeech_sat import UniSpeechSatPreTrainedModel as UniSpeechSatPreTrainedModel
 from transformers.models.vaultgemma.modeling_vaultgemma import VaultGemmaPreTrainedModel as VaultGemmaPreTrainedModel
 from transformers.models.visual_bert.modeling_visual_bert import VisualBertPreTrainedModel as VisualBertPreTrainedModel
 from transformers.models.vit.modeling_vit import ViTPreTrainedModel as ViTPreTrainedModel
+from transformers.models.vit_msn.modeling_vit_msn import ViTMSNPreTrainedModel as ViTMSNPreTrainedModel
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedModel as Wav2Vec2PreTrainedModel
 from transformers.models.whisper.modeling_whisper import WhisperPreTrainedModel as WhisperPreTrainedModel
 from transformers.models.xglm.modeling_xglm import XGLMPreTrainedModel as XGLMPreTrainedModel

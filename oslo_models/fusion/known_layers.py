@@ -240,7 +240,8 @@ CALL_EAGER_ATTENTION = _names("""
     camembert.CamembertCrossAttention camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention
     cohere2.Cohere2Attention cohere2_moe.Cohere2MoeAttention cohere_compass.CohereCompassAttention
     cohere_compass.CohereCompassVisionAttention ctrl.MultiHeadAttention cwm.CwmAttention
-    data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention dbrx.DbrxAttention
+    data2vec.Data2VecAudioAttention data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention
+    dbrx.DbrxAttention
     deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention
     detr.DetrCrossAttention detr.DetrSelfAttention diffllama.DiffLlamaAttention distilbert.DistilBertSelfAttention
     doge.DogeAttention dory.DoryAttention dots1.Dots1Attention dots3_note.Dots3NoteAudioAttention
@@ -271,9 +272,11 @@ CALL_EAGER_ATTENTION = _names("""
     qwen4_exp.Qwen4ExpTextAttention qwen4_exp.Qwen4ExpVisionAttention
     recurrent_gemma.RecurrentGemmaAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
     roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention
-    roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention
+    roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention seed_oss.SeedOssAttention siglip.SiglipAttention
+    smollm3.SmolLM3Attention
     solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention stablelm.StableLmAttention
     starcoder2.Starcoder2Attention switch_transformers.SwitchTransformersAttention t5.T5Attention umt5.UMT5Attention
+    unispeech.UniSpeechAttention unispeech_sat.UniSpeechSatAttention
     vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
     xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
     xlm_roberta_xl.XLMRobertaXLSelfAttention xmod.XmodCrossAttention xmod.XmodSelfAttention youtu.YoutuAttention

@@ -1,5 +1,6 @@
 """CLIP: an image encoder and a text encoder. The patch embedding is replicated on every rank."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
@@ -19,14 +20,16 @@ class CLIPParallel(ParallelModel):
 
     Attributes:
         encoders: the encoders of the model, with the prefixes of their module names.
+        image_embed: the modules between the pixels and the blocks.
+        text_head: the modules after the blocks of the text encoder.
+        extra_positions: number of image positions without a patch, such as the class token.
     """
 
     encoders: ClassVar[dict[str, str]] = {VISION: f"{VISION}.", TEXT: f"{TEXT}."}
+    image_embed: ClassVar[Entries] = {"embeddings": Replicated(), "pre_layrnorm": Norm()}
+    text_head: ClassVar[Entries] = {"final_layer_norm": Norm()}
+    extra_positions: ClassVar[int] = 1
     loss_inputs = ("return_loss",)
-
-    def _initialize_constructed(self) -> None:
-        if "logit_scale" in type(self).head_plan:
-            init.constant_(self.logit_scale, self.config.logit_scale_init_value)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -47,17 +50,17 @@ class CLIPParallel(ParallelModel):
             if encoder == TEXT:
                 tables = {"token_embedding": VocabParallel(), "position_embedding": Replicated()}
                 embed |= {f"{path}embeddings.{name}": entry for name, entry in tables.items()}
-                head[f"{path}final_layer_norm"] = Norm()
+                head |= {f"{path}{name}": entry for name, entry in cls.text_head.items()}
             else:
-                embed |= {f"{path}embeddings": Replicated(), f"{path}pre_layrnorm": Norm()}
-                positions[stack] = lambda batch, side=own.patch_size: _patches(batch["pixel_values"].shape, side)
+                embed |= {f"{path}{name}": entry for name, entry in cls.image_embed.items()}
+                positions[stack] = partial(_positions, own.patch_size, cls.extra_positions)
         return Plan(embed=embed, blocks=blocks, head=head).with_rules(input_positions=positions)
 
 
-def _patches(shape: Any, side: int) -> tuple[int, int]:
-    """Return the number of rows and positions of images: their patches, and one more."""
-    rows, _, height, width = shape
-    return rows, 1 + (height // side) * (width // side)
+def _positions(side: int, extra: int, batch: Any) -> tuple[int, int]:
+    """Return the number of rows and positions of images with patches of this side."""
+    rows, _, height, width = batch["pixel_values"].shape
+    return rows, extra + (height // side) * (width // side)
 
 
 class CLIPModel(CLIPParallel, hf.CLIPModel):
@@ -68,6 +71,9 @@ class CLIPModel(CLIPParallel, hf.CLIPModel):
         "logit_scale": Replicated(),
     }
     loss_is_mean = False
+
+    def _initialize_constructed(self) -> None:
+        init.constant_(self.logit_scale, self.config.logit_scale_init_value)
 
 
 class CLIPTextModel(CLIPParallel, hf.CLIPTextModel):

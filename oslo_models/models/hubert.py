@@ -3,7 +3,7 @@
 from transformers import HubertConfig
 from transformers.models.hubert import modeling_hubert as hf
 
-from oslo_models.models.wav2vec2 import Wav2Vec2Parallel
+from oslo_models.models.wav2vec2 import CLASSIFIER, Wav2Vec2Parallel
 from oslo_models.sharding.plan import Replicated
 
 
@@ -16,4 +16,4 @@ class HubertForCTC(Wav2Vec2Parallel, hf.HubertForCTC):
 
 
 class HubertForSequenceClassification(Wav2Vec2Parallel, hf.HubertForSequenceClassification):
-    head_plan = {"layer_weights": Replicated(), "projector": Replicated(), "classifier": Replicated()}
+    head_plan = CLASSIFIER

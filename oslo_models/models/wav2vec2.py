@@ -14,6 +14,14 @@ from oslo_models.sharding.pipeline_rules import InputPositions
 
 WEIGHTED_SUM = "with use_weighted_layer_sum=True, its head needs the outputs of all blocks"
 FEATURES = "feature_projection.layer_norm"
+FRAMES: Entries = {"layer_weights": Replicated(), "classifier": Replicated()}
+CLASSIFIER: Entries = {**FRAMES, "projector": Replicated()}
+SPEAKERS: Entries = {
+    **CLASSIFIER,
+    "tdnn": Replicated(),
+    "feature_extractor": Replicated(),
+    "objective": Replicated(),
+}
 
 
 def audio_positions(config: Any) -> InputPositions:
@@ -55,8 +63,8 @@ class Wav2Vec2Parallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = heads_of(config)
-        block = {**encoder_block(heads), "adapter_layer": Replicated()}
+        block = {**encoder_block(heads_of(config)), "adapter_layer": Replicated()}
+        is_stable = getattr(config, "do_stable_layer_norm", False)
         norm = {"encoder.layer_norm": Norm()}
         return Plan(
             embed={
@@ -65,10 +73,10 @@ class Wav2Vec2Parallel(ParallelModel):
                 "feature_projection.projection": Replicated(),
                 "masked_spec_embed": Replicated(),
                 "encoder.pos_conv_embed": Replicated(),
-                **({} if config.do_stable_layer_norm else norm),
+                **({} if is_stable else norm),
             },
             blocks={"encoder.layers": block},
-            head={**(norm if config.do_stable_layer_norm else {}), "adapter": Replicated()},
+            head={**(norm if is_stable else {}), "adapter": Replicated()},
             optional=("adapter_layer", "adapter", "masked_spec_embed", "layer_weights", FEATURES),
         ).with_rules(
             embedding_dropouts=("encoder.dropout",),
@@ -96,20 +104,13 @@ class Wav2Vec2ForCTC(Wav2Vec2Parallel, hf.Wav2Vec2ForCTC):
 
 
 class Wav2Vec2ForSequenceClassification(Wav2Vec2Parallel, hf.Wav2Vec2ForSequenceClassification):
-    head_plan = {"layer_weights": Replicated(), "projector": Replicated(), "classifier": Replicated()}
+    head_plan = CLASSIFIER
 
 
 class Wav2Vec2ForAudioFrameClassification(Wav2Vec2Parallel, hf.Wav2Vec2ForAudioFrameClassification):
-    head_plan = {"layer_weights": Replicated(), "classifier": Replicated()}
+    head_plan = FRAMES
     loss_is_mean = False
 
 
 class Wav2Vec2ForXVector(Wav2Vec2Parallel, hf.Wav2Vec2ForXVector):
-    head_plan = {
-        "layer_weights": Replicated(),
-        "projector": Replicated(),
-        "tdnn": Replicated(),
-        "feature_extractor": Replicated(),
-        "classifier": Replicated(),
-        "objective": Replicated(),
-    }
+    head_plan = SPEAKERS

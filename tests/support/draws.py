@@ -376,7 +376,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "gptj": _fit_gptj,
     "granitemoehybrid": _fit_mamba_beside_attention,
     "helium": _fit_helium,
-    "hubert": _fit_wav2vec2,
+    **dict.fromkeys(("hubert", "unispeech", "unispeech-sat"), _fit_wav2vec2),
     "inkling2_loop_text": _fit_inkling2_loop,
     "inkling2_text": _fit_inkling,
     "inkling_text": _fit_inkling,
@@ -462,6 +462,8 @@ def _configured(
     for part in parts:
         own = values[part]
         _sizes(own, own.get("model_type", model_type), draw)
+    if model_type == "siglip":
+        values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
     if not parts:
         _sizes({} if model_type == "clip" else values, model_type, draw)
         if "vocab_size" in zoo.config(variant).to_dict() and not {"image_size", "backbone_config"} & values.keys():

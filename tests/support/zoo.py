@@ -176,6 +176,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "cwm": {**_LLAMA, **_WINDOW},
     "deberta": {**_BERT, **_RELATIVE, "embedding_size": 20, "type_vocab_size": 2},
     "deberta-v2": {**_BERT, **_RELATIVE, **_DEBERTA_V2},
+    "data2vec-audio": {**_WAV2VEC2, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 5},
     "deit": _VIT,
     "detr": _DETR,
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
@@ -231,6 +232,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "granitemoe_swa": {**_MOE_OF_GRANITE, **_WINDOW, "layer_rope_theta": [10000.0, 0]},
     "granitemoeshared": _MOE_OF_GRANITE,
     "helium": {**_LLAMA, "head_dim": 4},
+    "ijepa": _VIT,
     "hubert": {**_WAV2VEC2, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
     "hunyuan_v1_dense": _LLAMA,
     "hy_v3": {**_LLAMA, **_SPARSE},
@@ -326,6 +328,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "roberta": _BERT,
     "roformer": {**_BERT, "embedding_size": 20, "is_decoder": True},
     "seed_oss": _LLAMA,
+    "siglip": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}},
     "smollm3": {**_KV, "no_rope_layers": [1, 0]},
     "squeezebert": {**_BERT, "intermediate_size": 36, "embedding_size": 24},
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 5, "conv_channels": 8, "max_source_positions": 30},
@@ -340,7 +343,10 @@ MORE: dict[str, Mapping[str, Any]] = {
     "umt5": _T5,
     "vaultgemma": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
     "visual_bert": {**_BERT, "visual_embedding_dim": 7},
+    "unispeech": _WAV2VEC2,
+    "unispeech-sat": {**_WAV2VEC2, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
     "vit": _VIT,
+    "vit_msn": _VIT,
     "wav2vec2": _WAV2VEC2,
     # transformers fails on a text of padding alone, unless padding is also the end token, as in its checkpoints
     "whisper": {**_SPEECH, "pad_token_id": 1, "num_mel_bins": 5, "max_source_positions": 9, "classifier_proj_size": 10},
@@ -457,6 +463,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"ngram_vocab_size_base": 11, "make_ngram_vocab_size_divisible_by": 7, "split_ngram_parts": 4},
     },
     "aria_text": {**_LLAMA, "moe_num_experts": 5, "moe_topk": 2, "head_dim": 4},
+    "audio-spectrogram-transformer": {
+        **{**_BERT, "patch_size": 4, "frequency_stride": 3, "time_stride": 2, "max_length": 17, "num_mel_bins": 11},
+        "problem_type": "single_label_classification",
+    },
     "axk2": {
         **_LATENT,
         **_INDEXED,
@@ -682,6 +692,9 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 LEFT_OUT: dict[str, set[str]] = {
+    # without a loss, and with random replacements in their outputs
+    "unispeech": {"UniSpeechForPreTraining"},
+    "unispeech-sat": {"UniSpeechSatForPreTraining"},
     # its loss calls the encoder three times, and compares the rows of a batch
     "roc_bert": {"RoCBertForPreTraining"},
     # models of images and text
@@ -729,6 +742,7 @@ SLOW_TESTS_ONLY = {
     *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("axk1", "deepseek_v32", "deepseek_v4", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3", "longcat_flash"),
+    *("data2vec-audio", "ijepa", "unispeech", "unispeech-sat", "vit_msn", "siglip", "audio-spectrogram-transformer"),
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
@@ -814,7 +828,7 @@ def main_head(variant: str) -> str:
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
     text = (*text, "RagTokenForGeneration") if variant == "rag-token" else text
-    order = (*text, "CLIPModel", "ForCTC", "ForImageClassification", "ForObjectDetection")
+    order = (*text, "CLIPModel", "SiglipModel", "ForCTC", "ForImageClassification", "ForObjectDetection")
     names = heads(variant)
     return next((name for end in order for name in names if name.endswith(end)), (lm_heads(variant) or names)[0])
 
@@ -848,7 +862,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     """Return inputs for the forward of a class, with left padding, token types and some ignored labels."""
     known = parameters_of_forward(name)
     generator = torch.Generator().manual_seed(seed)
-    if original(name).main_input_name != "input_ids" or name.startswith("CLIP"):
+    if original(name).main_input_name != "input_ids" or name.startswith(("CLIP", "Siglip")):
         return _signals(name, config, generator, dtype)
     if "context_input_ids" in known:
         return _documents(name, config, generator, dtype)
@@ -989,6 +1003,8 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     known, rows, positions = parameters_of_forward(name), 3, 19
     channels = (1,) if "padding_mask" in known else ()
     shapes: dict[str, tuple[int, ...]] = {"input_values": (rows, *channels, 200), "input_ids": (rows, 9)}
+    if name.startswith("AST"):  # takes spectrograms
+        shapes["input_values"] = (rows, config.max_length, config.num_mel_bins)
     if "pixel_values" in known:
         images = getattr(config, "vision_config", config)
         side = getattr(images, "image_size", 64)
@@ -1010,7 +1026,7 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         if "pixel_values" in known:
             given |= {"pixel_values": torch.randn(shapes["pixel_values"], generator=generator, dtype=dtype)}
             given["return_loss"] = True  # type: ignore[assignment]
-    if "attention_mask" in known and main != "pixel_values" and not name.startswith("Whisper"):
+    if "attention_mask" in known and main != "pixel_values" and not name.startswith(("AST", "Whisper")):
         given["attention_mask"] = torch.ones(shapes[main][:2], dtype=torch.long)
         given["attention_mask"][1, -shapes[main][1] // 4 :] = 0
     if "padding_mask" in known:

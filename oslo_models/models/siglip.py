@@ -1,0 +1,46 @@
+"""SigLIP: CLIP without a class token; an attention layer, replicated on every rank, pools the patches."""
+
+from typing import Any
+
+from transformers import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
+from transformers.models.siglip import modeling_siglip as hf
+
+from oslo_models.layers.entries import Entries, Norm, Replicated
+from oslo_models.models.clip import TEXT, VISION, CLIPParallel
+
+POOLED: Entries = {"post_layernorm": Norm(), "head": Replicated()}
+VISUAL: Entries = {f"{VISION}.{name}": entry for name, entry in POOLED.items()}
+
+
+class SiglipParallel(CLIPParallel):
+    """Sharding plan of the SigLIP family."""
+
+    image_embed = {"embeddings": Replicated()}
+    text_head = {"final_layer_norm": Norm(), "head": Replicated()}
+    extra_positions = 0
+
+
+class SiglipModel(SiglipParallel, hf.SiglipModel):
+    head_plan = {**VISUAL, "logit_scale": Replicated(), "logit_bias": Replicated()}
+    loss_is_mean = False
+
+
+class SiglipTextModel(SiglipParallel, hf.SiglipTextModel):
+    encoders = {TEXT: ""}
+
+
+class SiglipVisionModel(SiglipParallel, hf.SiglipVisionModel):
+    encoders = {VISION: ""}
+
+    @classmethod
+    def head_entries(cls, config: Any) -> Entries:
+        return POOLED if config.vision_use_head else {"post_layernorm": Norm()}
+
+
+class SiglipForImageClassification(SiglipParallel, hf.SiglipForImageClassification):
+    encoders = {VISION: f"{VISION}."}
+
+    @classmethod
+    def head_entries(cls, config: Any) -> Entries:
+        own = VISUAL if config.vision_config.vision_use_head else {f"{VISION}.post_layernorm": Norm()}
+        return {**own, "classifier": Replicated()}
