@@ -384,7 +384,9 @@ def test_a_worker_whose_launcher_answers_before_it_is_authenticated(
                 others.start(1)
 
 
-def test_a_launcher_that_stands_still_delays_calls_by_seconds_and_its_late_answers_are_dropped() -> None:
+def test_a_launcher_that_stands_still_delays_calls_by_seconds_and_its_late_answers_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its worker was killed. Callers wait for the reason of the worker's end, and for its successor's start."""
     others: Any = object.__new__(torchrun._LauncherProcesses)
     ours, theirs = Pipe()
@@ -397,7 +399,8 @@ def test_a_launcher_that_stands_still_delays_calls_by_seconds_and_its_late_answe
     began = time.monotonic()
     assert executor.exit_reason(0) == "rank 0 (pid 77) closed its connection"
     executor.kill()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20  # each of its waits has a bound of seconds, and the machine may be busy
+    monkeypatch.setattr(torchrun, "_ANSWER_TIMEOUT", 60.0)
 
     def goes_on() -> None:
         while True:

@@ -122,7 +122,7 @@ def test_compiled_training_matches_one_process(pool: Pool, variant: str, most: i
     with lifted_casts():
         losses = take_steps(model, model, batches)
     expected = losses, full_gradients(model), full_parameters(model)
-    for graphs, reasons in pool.run(2, check_training, config, weights, name, batches, expected):
+    for graphs, reasons in pool.run(2, check_training, config, weights, name, batches, expected, timeout=900):
         assert graphs <= most, reasons
         assert all("logging" in reason for reason in reasons) and bool(reasons) == (most > 1), reasons
 
