@@ -76,7 +76,10 @@ def save_optimizer(
         records = dict(gather_objects(world, (name, record)))
         with agree(world, f"writing the manifest of {target}"):
             if world.rank == 0:
-                sizes = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "ep": mesh.expert_parallel_size}
+                sizes: dict[str, Any] = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
+                sizes["ep"] = mesh.expert_parallel_size
+                if mesh.tp.shares:
+                    sizes["tp_shares"] = mesh.tp.shares
                 what = {"kind": "optimizer", "variant": OPTIMIZER, "optimizer": kind}
                 manifest = {**what, **sizes, "model": _model_checksum(target), "files": records}
                 write_manifest(staging / with_variant(MANIFEST, OPTIMIZER), manifest)
@@ -272,6 +275,13 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
             f"{own['pp']} and {own['dp']}: optimizer states are not resharded, so keep the earlier sizes, or load only "
             "the model and start with a new optimizer"
         )
+    shares = tuple(manifest.get("tp_shares", ()))
+    if shares != mesh.tp.shares:
+        raise ValueError(
+            f"the optimizer state in {directory} was saved with tensor_parallel_shares={_shown(shares)}, and this run "
+            f"has {_shown(mesh.tp.shares)}: optimizer states are not resharded, so keep the earlier shares, or load "
+            "only the model and start with a new optimizer"
+        )
     kind = _kind(optimizer)
     if manifest["optimizer"] != kind:
         raise ValueError(f"the optimizer state in {directory} is one of {manifest['optimizer']}, not of {kind}")
@@ -280,6 +290,10 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
             f"the optimizer state in {directory} belongs to another checkpoint of the model; save the model, then the "
             "optimizer, into a new directory each time"
         )
+
+
+def _shown(shares: tuple[int, ...]) -> list[int] | None:
+    return list(shares) or None
 
 
 def _read(directory: Path, manifest: Mapping[str, Any], name: str) -> dict[str, Any]:

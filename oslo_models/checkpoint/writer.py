@@ -180,6 +180,8 @@ def _plan_split(
                     sharding["first_ranges"] = [first for (first,) in info.layout.first_ranges]
                 entries.setdefault(name, {**_describe(info), **sharding})["stages"].append(info.stage)
     kind: dict[str, Any] = {"kind": "split", "tp": mesh.tp.size, "pp": mesh.pp.size}
+    if mesh.tp.shares:
+        kind["tp_shares"] = mesh.tp.shares
     replicas = mesh.experts.size // mesh.tp.size
     if replicas > 1:
         kind["expert_replicas"] = replicas

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointReader, current_files, current_folder, save_checkpoint
+from oslo_models.config.arguments import Arguments
 from oslo_models.config.sources import auto_config
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree
@@ -31,6 +33,8 @@ def convert(
     pipeline_parallel_size: int = 1,
     merging: bool = False,
     safe_serialization: bool | None = None,
+    tensor_parallel_shares: Sequence[int] | None = None,
+    blocks_per_stage: Sequence[int] | None = None,
 ) -> None:
     """Convert a checkpoint, merged or split at any sizes, to other sizes. A collective of all ranks.
 
@@ -40,7 +44,8 @@ def convert(
     Args:
         directory: the checkpoint to read.
         output: the directory to write.
-        tensor_parallel_size: of the new checkpoint; the same for ``pipeline_parallel_size``.
+        tensor_parallel_size, pipeline_parallel_size: of the new checkpoint, as in the constructors, like
+            ``tensor_parallel_shares`` and ``blocks_per_stage``.
         merging: write files that transformers loads (with both sizes 1) instead of one file per rank.
         safe_serialization: as in ``save_pretrained_with_parallel``.
 
@@ -52,9 +57,17 @@ def convert(
     with agree(world_axis(), f"reading {directory}"):
         config = auto_config(current_folder(directory, "config.json"))
         cls: Any = registry.find((config.architectures or ["(no architecture in config.json)"])[0])
-        cls.plan(config).check_ranks(cls.__name__, config, tensor_parallel_size)
-    mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)
-    with open_with_mapping(cls, config, mesh, directory) as (mapping, reader):
+        sizes = Arguments(
+            tensor_parallel_size,
+            pipeline_parallel_size,
+            tensor_parallel_shares=tensor_parallel_shares,
+            blocks_per_stage=blocks_per_stage,
+        )
+        sizes.check({})
+        sizes.check_config(cls, config)
+    mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size, tensor_parallel_shares=tensor_parallel_shares)
+    source = open_with_mapping(cls, config, mesh, directory, blocks_per_stage=blocks_per_stage)
+    with source as (mapping, reader):
         tied = dict(mapping.model.all_tied_weights_keys)
         with agree(mesh.world, f"reading {directory}"):
             slices = mapping.slices(reader)
@@ -82,9 +95,17 @@ def convert(
 
 
 def launch(
-    directory: Path, output: Path, tensor_parallel_size: int, pipeline_parallel_size: int, safe: bool | None
+    directory: Path,
+    output: Path,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    safe: bool | None,
+    **unequal: Sequence[int] | None,
 ) -> None:
     """Run `convert` in as many processes on this machine as the sizes require.
+
+    Args:
+        unequal: ``tensor_parallel_shares`` and ``blocks_per_stage``.
 
     Raises:
         RuntimeError: the processes failed; the message is their stderr.
@@ -93,7 +114,11 @@ def launch(
     if ranks == 1:
         convert(directory, output, safe_serialization=safe)
         return
-    sizes = [str(tensor_parallel_size), str(pipeline_parallel_size), str(safe)]
+    sizes = [
+        str(tensor_parallel_size),
+        str(pipeline_parallel_size),
+        json.dumps({**unequal, "safe_serialization": safe}),
+    ]
     done = subprocess.run(
         launch_command(ranks, __name__, str(directory), str(output), *sizes),
         capture_output=True,
@@ -141,7 +166,5 @@ def _copy_configs(directory: Path, staging: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    source, target, tp, pp, safe_text = sys.argv[1:]
-    convert(
-        Path(source), Path(target), int(tp), int(pp), safe_serialization={"True": True, "False": False}.get(safe_text)
-    )
+    source, target, tp, pp, options = sys.argv[1:]
+    convert(Path(source), Path(target), int(tp), int(pp), **json.loads(options))

@@ -172,7 +172,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     planned = add("plan", plan.run, "show the memory of each rank, and the sizes that fit", plan.DESCRIPTION)
     planned.epilog = plan.EPILOG
-    plan.add_arguments(planned, _size)
+    plan.add_arguments(planned, _size, _sizes)
 
     verified = add("verify", verify.run, "compare parallel ranks with one process", verify.DESCRIPTION)
     verified.epilog = verify.EPILOG
@@ -192,6 +192,10 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_sizes(command: argparse.ArgumentParser) -> None:
     for axis, what in (("tensor", "ranks per layer"), ("pipeline", "stages")):
         command.add_argument(f"--{axis}-parallel-size", metavar="N", type=_size, default=1, help=f"{what} (default: 1)")
+    shares = "part of each layer on each rank, such as 2,1,1 (default: equal)"
+    command.add_argument("--tensor-parallel-shares", metavar="N,N", type=_sizes, help=shares)
+    blocks = "blocks of each stage, such as 20,12 (default: by parameters)"
+    command.add_argument("--blocks-per-stage", metavar="N,N", type=_sizes, help=blocks)
 
 
 def _add_input_and_output(command: argparse.ArgumentParser) -> None:
@@ -213,6 +217,10 @@ def _size(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return size
+
+
+def _sizes(text: str) -> list[int]:
+    return [_size(part) for part in text.split(",")]
 
 
 def _one_line(error: BaseException) -> str:
@@ -244,7 +252,8 @@ def _inspect(args: argparse.Namespace) -> None:
     manifest = found["manifest"] or {}
     if found["split"]:
         tp, pp = found["split"]
-        print(f"{args.directory}: split checkpoint, tensor_parallel_size={tp}, pipeline_parallel_size={pp}")
+        shares = f", tensor_parallel_shares={manifest['tp_shares']}" if "tp_shares" in manifest else ""
+        print(f"{args.directory}: split checkpoint, tensor_parallel_size={tp}, pipeline_parallel_size={pp}{shares}")
     else:
         print(f"{args.directory}: merged checkpoint")
     if manifest.get("architectures"):
@@ -311,7 +320,8 @@ def _reshard(args: argparse.Namespace) -> None:
     from oslo_models.cli.convert import launch
 
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size
-    launch(args.directory, args.output, *sizes, _SAFE[args.format])
+    unequal = {"tensor_parallel_shares": args.tensor_parallel_shares, "blocks_per_stage": args.blocks_per_stage}
+    launch(args.directory, args.output, *sizes, _SAFE[args.format], **unequal)
     print(f"{args.output}: split files for tensor_parallel_size={sizes[0]}, pipeline_parallel_size={sizes[1]}")
 
 

@@ -23,6 +23,7 @@ examples:
   oslo-models plan Qwen/Qwen3-8B --task lora --devices 2x24GB --batch 2 --length 2048
   oslo-models plan Qwen/Qwen3-8B --task full --devices 8x80GB --gradient-checkpointing
   oslo-models plan ./checkpoint --task serve --batch 16 --length 4096 --tensor-parallel-size 2
+  oslo-models plan Qwen/Qwen3-14B --task qlora --devices 24GB,12GB       shares for unequal devices
   oslo-models plan config.json --devices 4x16GB --picture plan.html      the same as a page for a browser
   oslo-models plan config.json --tensor-parallel-size 8 --pipeline-parallel-size 4 --dry-run 1024
                                                         groups and payload of every distinct rank
@@ -31,11 +32,14 @@ A GB of --devices is 2^30 bytes, and 8 % of a device stay free for CUDA, NCCL an
 Exit status: 0; 1 if no sizes fit --devices; 2 for wrong arguments."""
 
 
-def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) -> None:
+def add_arguments(
+    command: argparse.ArgumentParser, size: Callable[[str], int], sizes: Callable[[str], list[int]]
+) -> None:
     """Add the options.
 
     Args:
         size: parses an integer of at least 1.
+        sizes: parses several of them.
     """
     add = command.add_argument
     add("model", metavar="MODEL", help="a name on the hub, a folder, or a config.json file")
@@ -48,6 +52,9 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--micro-batch-size", **numbers, default=1, help="rows of a micro-batch, with stages (default: %(default)s)")
     add("--tensor-parallel-size", **numbers, help="ranks per layer (default: 1, or chosen for --devices)")
     add("--pipeline-parallel-size", **numbers, help="stages (default: 1, or chosen for --devices)")
+    lists: dict[str, Any] = {"metavar": "N,N", "type": sizes}
+    add("--tensor-parallel-shares", **lists, help="part of each layer on each rank (default: equal, or chosen)")
+    add("--blocks-per-stage", **lists, help="blocks of each stage (default: by parameters, or chosen)")
     add("--expert-parallel-size", **numbers, default=1, help="groups of ranks that divide experts (default: 1)")
     add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as the configuration says)")
     add("--lora-rank", **numbers, default=16, help="rank of the adapters (default: %(default)s)")
@@ -72,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from oslo_models.planning import dry_run, memory, picture, sizes
 
     devices = None if args.devices is None else sizes.parse_devices(args.devices)
-    given = (args.tensor_parallel_size, args.pipeline_parallel_size)
+    given = (args.tensor_parallel_size, args.pipeline_parallel_size, args.tensor_parallel_shares, args.blocks_per_stage)
     targets = args.lora_targets
     with chatter_to_stderr():
         job = memory.make_job(
@@ -89,15 +96,17 @@ def run(args: argparse.Namespace) -> int:
             lora_targets=targets if targets == "all-linear" else targets.split(","),
             gradient_checkpointing=args.gradient_checkpointing,
             device_type=args.device_type,
+            tensor_parallel_shares=args.tensor_parallel_shares,
+            blocks_per_stage=args.blocks_per_stage,
         )
         found = None if args.dry_run is None else dry_run.dry_run(job, args.dry_run)
         if found is None:
-            choice = sizes.choose_sizes(job, devices) if devices is not None and given == (None, None) else None
+            choice = sizes.choose_sizes(job, devices) if devices is not None and not any(given) else None
             estimate = memory.estimate_job(job) if choice is None else choice.estimate
     if found is not None:
         print(json.dumps(found.as_dict(), indent=1) if args.json else found)
         return 0
-    fits = devices is None or estimate.largest.total <= devices.usable
+    fits = devices is None or devices.fits(estimate)
     if args.picture is not None:
         args.picture.write_text(picture.page(estimate, devices, choice), encoding="utf-8")
     if args.json:
@@ -109,10 +118,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(estimate: Any, choice: Any, fits: bool, devices: Any) -> None:
+    from oslo_models.planning.sizes import UNEQUAL
+
     job = estimate.job
     print(
         f"{job.cls.__name__}, {job.task}, {job.batch} x {job.length} tokens, {str(job.dtype).removeprefix('torch.')}: "
         f"tensor_parallel_size={job.tensor_parallel_size} pipeline_parallel_size={job.pipeline_parallel_size}"
+        + "".join(f" {name}={','.join(map(str, getattr(job, name)))}" for name in UNEQUAL if getattr(job, name))
         + (f", {job.data_parallel_size} replicas" if job.data_parallel_size > 1 else "")
     )
     print(estimate)
@@ -121,5 +133,5 @@ def _print(estimate: Any, choice: Any, fits: bool, devices: Any) -> None:
         for line in choice.help:
             print(f"would fit: {line}")
     elif devices is not None:
-        usable = devices.usable / (1 << 30)
-        print(f"{'fits' if fits else 'does not fit'}: {usable:.1f} GiB of a device are usable")
+        usable = devices.fullest(estimate)[1] / (1 << 30)
+        print(f"{'fits' if fits else 'does not fit'}: {usable:.1f} GiB of the fullest device are usable")

@@ -16,7 +16,8 @@ SUMMARIES = {
 }
 _OWN = """\
 Further keys:
-  tensor_parallel_size    ranks over which each layer is sharded (default: as many as the model allows)
+  tensor_parallel_size    ranks over which each layer is sharded (default: as few GPUs as fit; on CPUs, all processes)
+  tensor_parallel_shares  part of each layer on each rank, such as [2, 1, 1] for unequal devices (default: equal)
   expert_parallel_size    groups of ranks that divide the experts (default: 1)
   fuse                    replace modules by fused ones where they are faster
   devices                 processes on this machine (default: one per GPU)

@@ -19,6 +19,7 @@ EPILOG = """\
 examples:
   oslo-models verify ./checkpoint --tensor-parallel-size 2
   oslo-models verify gpt2 --tensor-parallel-size 3 --pipeline-parallel-size 2 --json
+  oslo-models verify gpt2 --tensor-parallel-size 3 --tensor-parallel-shares 2,1,1
   oslo-models verify ./large --tensor-parallel-size 2 --blocks 2       the first two blocks only
   oslo-models verify ./merged --tensor-parallel-size 2 --ranks-from ./split
                                                         are the split files of these ranks still the same weights?
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
             args.tensor_parallel_size,
             args.pipeline_parallel_size,
             args.expert_parallel_size,
+            tensor_parallel_shares=args.tensor_parallel_shares,
+            blocks_per_stage=args.blocks_per_stage,
             text=None if args.text is None else args.text.read_text(encoding="utf-8"),
             length=args.length,
             dtype=args.dtype,

@@ -47,7 +47,11 @@ def initialize_module(model: Any, arguments: Arguments, inputs: Any, world: Axis
         plan = derive_for_model(model, inputs)
     tensors = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()}
     require_equal(world, {**tensors, "plan": str(plan.report)}, "arguments of initialize")
-    mesh = ParallelMesh(arguments.tensor_parallel_size, 1, arguments.timeout)
+    mesh = ParallelMesh(
+        arguments.tensor_parallel_size,
+        timeout=arguments.timeout,
+        tensor_parallel_shares=arguments.tensor_parallel_shares,
+    )
     return shard_in_place(model, derived_class(type(model), plan), mesh, broadcast_weights)
 
 

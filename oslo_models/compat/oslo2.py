@@ -112,7 +112,10 @@ def _arguments(section: Mapping[str, Any]) -> Arguments:
     enable = section.get("enable", True)
     if not isinstance(enable, bool):
         raise ValueError(f"{PARALLELISM}.enable must be true or false, got {enable!r}")
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "blocks_per_stage")
+    sizes = (
+        *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
+        *("tensor_parallel_shares", "blocks_per_stage"),
+    )
     left_out = ("enable", *(() if enable else sizes))
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})
 

@@ -59,6 +59,7 @@ class Arguments:
     share_logits: bool = False
     expert_parallel_size: int = 1
     plan: Plan | Callable[[Any], Plan] | str | None = None
+    tensor_parallel_shares: Sequence[int] | None = None
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check the arguments that do not depend on the configuration of the model.
@@ -80,6 +81,7 @@ class Arguments:
                 f"{self.tensor_parallel_size} (each rank has some of the experts as a whole), or be a multiple of it "
                 "(experts over several replicas)"
             )
+        self._check_shares()
         deployment = kwargs.get("deployment")
         if (self.deploy or deployment) and self.expert_parallel_size > self.tensor_parallel_size:
             raise ValueError(
@@ -109,6 +111,11 @@ class Arguments:
             raise ValueError(f"blocks_per_stage must be a list of integers, got {blocks!r}")
         for number in blocks or ():
             check_size("each of blocks_per_stage", number)
+        if blocks and len(blocks) > 1 and self.pipeline_parallel_size == 1:
+            raise ValueError(
+                f"blocks_per_stage={list(blocks)} is for pipeline_parallel_size={len(blocks)}, and it is 1: set it, or "
+                "leave blocks_per_stage out"
+            )
         if self.seed is not None:
             check_size("seed", self.seed, 0)
         for reason, names in UNSUPPORTED.items():
@@ -119,6 +126,26 @@ class Arguments:
             _check_quantization_config(kwargs["quantization_config"])
         if None not in (self.deploy, deployment) and self.deploy != deployment:
             raise ValueError(f"deploy={self.deploy} and deployment={deployment} are the same argument; pass one")
+
+    def _check_shares(self) -> None:
+        shares, size = self.tensor_parallel_shares, self.tensor_parallel_size
+        if shares is None:
+            return
+        if not isinstance(shares, (list, tuple)):
+            raise ValueError(f"tensor_parallel_shares must be a list of integers such as [2, 1, 1], got {shares!r}")
+        for share in shares:
+            check_size("each of tensor_parallel_shares", share)
+        if len(shares) != size:
+            raise ValueError(
+                f"tensor_parallel_shares={list(shares)} has {len(shares)} shares for tensor_parallel_size={size}: give "
+                "one for each rank"
+            )
+        if self.expert_parallel_size > 1 and len(set(shares)) > 1:
+            raise ValueError(
+                f"tensor_parallel_shares={list(shares)} and expert_parallel_size={self.expert_parallel_size} are not "
+                "supported together, since experts are divided evenly: leave one of them out. Shares alone divide the "
+                "width of every expert"
+            )
 
     def check_config(self, cls: type[Any], config: PreTrainedConfig) -> None:
         """Check the sizes against the model.

@@ -400,6 +400,7 @@ class _LocalConstructor:
     def __init__(self, maker: Any, constructor: str, source: Any, kwargs: dict[str, Any]) -> None:
         self._make, self._source = getattr(maker, constructor), source
         self._kwargs = {**kwargs, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "expert_parallel_size": 1}
+        self._kwargs |= {"tensor_parallel_shares": None, "blocks_per_stage": None}
 
     def __call__(self) -> Any:
         return self._make(self._source, **self._kwargs).eval()

@@ -1,9 +1,10 @@
-"""Checks that requested GPUs exist."""
+"""Checks that requested GPUs exist, and reads the free memory of devices."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,22 @@ def require_gpus(argument: str, devices: Iterable[torch.device], instead: str) -
     for device in devices:
         if device.type == "cuda" and (device.index or 0) >= count:
             raise ValueError(f"{argument} asks for {device}, and {visible_gpus()}: {instead}")
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that this process can still allocate, or ``None`` where the system does not tell.
+
+    The processes of a host share the memory of its CPUs.
+    """
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+    return found.get("MemAvailable")
 
 
 def visible_gpus() -> str:

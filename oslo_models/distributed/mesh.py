@@ -10,6 +10,7 @@ import atexit
 import os
 import pickle
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
@@ -28,6 +29,7 @@ from oslo_models.distributed.store_barrier import SLOW_TIMEOUT, store_barrier
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.distributed.watchdog import TIMEOUT, Watchdog, waiting, watchdog_of_world
 from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.shares import rank_count, shares_of
 
 NOT_PICKLABLE = (
     "a parallel model cannot be pickled: its process groups exist on these ranks only. Instead of the model, save its "
@@ -49,7 +51,7 @@ class Axis:
         name: ``"tp"``, ``"dp"``, ``"pp"``, ``"model"`` (pp and tp together) or ``"world"``.
         rank: the position of this process on the axis.
         ranks: the global ranks on the axis, in order.
-        size: the number of ranks.
+        size: the number of ranks, as `WeightedRanks` if they have shares. Other axes made from this one have none.
         group: their process group; ``None`` when no process group is running.
         timeout: seconds to wait for the other ranks in one collective.
         watchdog: tracks the status of the other ranks; ``None`` without a process group.
@@ -98,6 +100,11 @@ class Axis:
             self.watchdog.set_phase(phase)
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """The part of each layer on each rank; empty if the parts are equal."""
+        return shares_of(self.size)
+
+    @property
     def failed(self) -> bool:
         """Whether a rank has failed. No later collective can succeed."""
         return self.watchdog is not None and self.watchdog.error is not None
@@ -137,6 +144,7 @@ class ParallelMesh:
         pipeline_parallel_size: int = 1,
         timeout: float = TIMEOUT,
         expert_parallel_size: int = 1,
+        tensor_parallel_shares: Sequence[int] | None = None,
     ) -> None:
         """Start a process group if the launcher asks for one and none exists yet, and create the axes.
 
@@ -144,6 +152,7 @@ class ParallelMesh:
             timeout: seconds to wait for other ranks in one collective; see `RankFailedError`.
             expert_parallel_size: the number of parts into which experts are divided. A divisor of the tp size divides
                 them over groups of tp ranks, a multiple of it over the ranks of several replicas.
+            tensor_parallel_shares: the share of each layer that each tp rank holds, as a ratio. Equal by default.
 
         Raises:
             ValueError: the sizes do not fit the number of processes.
@@ -184,6 +193,7 @@ class ParallelMesh:
             self._new_axis(name, list(ranks.movedim(dim, -1).flatten(0, 1)), own_timeout=name != "dp")
             for dim, name in enumerate(("pp", "dp", "tp"))
         )
+        object.__setattr__(self.tp, "size", rank_count(tp, tensor_parallel_shares))
         groups = [axis.group for axis in (self.pp, self.dp, self.tp) if axis.group is not None]
         self.device_mesh = DeviceMesh.from_group(
             groups, self.device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp")

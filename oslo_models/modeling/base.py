@@ -198,6 +198,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         share_logits: bool = False,
         expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
+        tensor_parallel_shares: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Self:
         """Load this rank's part of a checkpoint. Call this on every rank with the same arguments.
@@ -239,6 +240,10 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 replicas, which then have to call the model equally often.
             plan: the sharding plan, in place of this class's plan: a `Plan`, or a function from a configuration to a
                 plan; see `oslo_models.parallel_class`.
+            tensor_parallel_shares: the part of each layer on each tensor-parallel rank as a ratio, such as
+                ``[2, 1, 1]``, for devices of different memory. Heads with their key-value heads, the width of MLPs and
+                experts, and the vocabulary are divided in this ratio, rounded to whole heads and features. By default,
+                the parts are equal.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
                 ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
@@ -268,6 +273,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             share_logits=share_logits,
             expert_parallel_size=expert_parallel_size,
             plan=plan,
+            tensor_parallel_shares=tensor_parallel_shares,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
@@ -289,6 +295,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         share_logits: bool = False,
         expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
+        tensor_parallel_shares: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> Self:
         """Construct this rank's part of a randomly initialised model. Call this on every rank with the same arguments.
@@ -315,6 +322,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             share_logits=share_logits,
             expert_parallel_size=expert_parallel_size,
             plan=plan,
+            tensor_parallel_shares=tensor_parallel_shares,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)
 

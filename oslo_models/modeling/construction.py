@@ -29,11 +29,12 @@ from oslo_models.distributed.object_exchange import agree, broadcast_object, gat
 from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.internals import ParallelModelInternals
+from oslo_models.modeling.memory_check import bytes_on_rank, check_memory
 from oslo_models.modeling.meta_device import allocate, meta_device, uninitialized_on_meta
 from oslo_models.modeling.own_plan import class_with_plan
 from oslo_models.modeling.packing import check_combination, freeze_packed, packing_reader, quantizing_reader
 from oslo_models.modeling.quantizing import quantize_linear_layers, skipped_modules
-from oslo_models.modeling.weight_mapping import open_with_mapping
+from oslo_models.modeling.weight_mapping import WeightMapping, open_with_mapping
 from oslo_models.sharding.plan import Plan
 
 
@@ -96,6 +97,9 @@ def _from_config(
     own = {"init_seed": init_seed, "blocks_per_stage": arguments.blocks_per_stage}
     with meta_device():
         model = cls._from_config(config, dtype=dtype, mesh=mesh, **own, **options)
+    needed = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
+    blocks = arguments.blocks_per_stage
+    check_memory(cls.__name__, mesh, needed, lambda: WeightMapping(cls, config, options, mesh, blocks))
     allocate(model, mesh.device)
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
@@ -139,8 +143,13 @@ def _from_pretrained(
         variant=variant,
     )
     skipped: list[str] = []
-    with source as (mapping, reader), agree(world, f"reading {directory}"), ExitStack() as stack:
+    with ExitStack() as stack:
+        mapping, reader = stack.enter_context(source)
         dtype = dtype or config.dtype
+        if quantization is None and on_the_fly is None:
+            needed = bytes_on_rank(mapping, mesh, dtype or _dtype_of(reader))
+            check_memory(cls.__name__, mesh, needed, lambda: mapping)
+        stack.enter_context(agree(world, f"reading {directory}"))
         if quantization is not None:
             plain = dequantizing_reader(reader, quantization, dtype, partial(mapping.is_transposed, key_mapping))
             reader = plain if arguments.dequantize else packing_reader(plain, mapping, key_mapping, quantization)
@@ -208,6 +217,7 @@ def join(
         arguments.pipeline_parallel_size,
         arguments.timeout,
         arguments.expert_parallel_size,
+        arguments.tensor_parallel_shares,
     )
     if arguments.seed is not None:
         _set_seed(arguments.seed)

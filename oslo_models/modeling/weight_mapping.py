@@ -26,6 +26,7 @@ from oslo_models.modeling.conversions import is_renaming, is_unpadding, stacking
 from oslo_models.modeling.meta_device import meta_device
 from oslo_models.modeling.original_class import original_class
 from oslo_models.sharding.layout import EvenSplit, Layout
+from oslo_models.sharding.shares import shares_of
 
 
 @contextmanager
@@ -100,9 +101,9 @@ class WeightMapping:
             if mesh.pp.size > 1:
                 local = cls._from_config(copy.deepcopy(config), mesh=mesh, blocks_per_stage=blocks_per_stage, **options)
         self.state = model.state_dict()
-        self._layouts: dict[int, dict[str, Layout]] = {}
+        self._layouts: dict[tuple[int, tuple[int, ...]], dict[str, Layout]] = {}
         self._mesh = mesh
-        self.layouts = self._layouts_over(mesh.tp.size)
+        self.layouts = self.layouts_over(mesh.tp.size)
         full_names = {} if local.stage is None else local.stage.full_names
         self.names = {name: full_names.get(name, name) for name in local.state_dict()}
 
@@ -256,7 +257,7 @@ class WeightMapping:
         files, n, shape = reader.tensors[source].files, (reader.split or (1, 1))[0], tuple(self.state[name].shape)
         found = ", ".join(f"{tuple(file.views[source].shape)} in {file.path.name}" for file in files)
         expected = f"it cannot be sharded over {n} ranks"
-        if layouts := self._layouts_over(n):
+        if layouts := self.layouts_over(n):
             layout = layouts.get(name, Layout(shape))
             expected = f"over {n} ranks it is {', '.join(str(layout.local_shape(rank)) for rank in range(n))}"
         return f"{name}: {found}; in the model its shape is {shape}, and {expected}"
@@ -264,10 +265,10 @@ class WeightMapping:
     def infer_layout(self, name: str, local_shapes: list[tuple[int, ...]]) -> Layout | None:
         """Infer how split files without a manifest shard a tensor.
 
-        If the shapes match the plan over the same number of ranks, use the plan's layout: only the plan knows which
-        key-value heads were replicated and how fused heads are interleaved. Otherwise assume that the files hold
-        consecutive rows or columns: OSLO 1.x split uneven sizes in another way, and the vocabulary may have been larger
-        or smaller.
+        If the shapes match the plan over the same number of ranks, with the shares of this model or with equal ones,
+        use the plan's layout: only the plan knows which key-value heads were replicated and how fused heads are
+        interleaved. Otherwise assume that the files hold consecutive rows or columns: OSLO 1.x split uneven sizes in
+        another way, and the vocabulary may have been larger or smaller.
 
         Args:
             name: the name of the tensor in the files.
@@ -278,12 +279,14 @@ class WeightMapping:
         """
         target = next(target for _, target in self.target_names([name], None))
         n, full = len(local_shapes), self.layouts.get(target)
-        planned = self._layouts_over(n).get(target)
-        if planned is not None and local_shapes == [planned.local_shape(rank) for rank in range(n)]:
-            return planned
+        with_shares = [self._mesh.tp.size] if n == self._mesh.tp.size else []
+        for ranks in (*with_shares, n):
+            planned = self.layouts_over(ranks).get(target)
+            if planned is not None and local_shapes == [planned.local_shape(rank) for rank in range(n)]:
+                return planned
         if full is None or full.dim is None or all(shape == full.shape for shape in local_shapes):
             return Layout(local_shapes[0])
-        pieces = self._layouts_over(1)[target].ranges[0]
+        pieces = self.layouts_over(1)[target].ranges[0]
         parts = len(pieces)  # fused matrices, such as query, key and value
         same_size = len({stop - start for start, stop in pieces}) == 1
         if parts > 1 and not (same_size and planned is not None and all(len(own) == parts for own in planned.ranges)):
@@ -294,17 +297,18 @@ class WeightMapping:
         first = local_shapes[0]
         return Layout((*first[: full.dim], edges[-1] * parts, *first[full.dim + 1 :]), full.dim, ranges)
 
-    def _layouts_over(self, n: int) -> dict[str, Layout]:
+    def layouts_over(self, n: int) -> dict[str, Layout]:
         """Return the layouts over ``n`` ranks, or no layouts if the model cannot be sharded over ``n`` ranks."""
-        if n not in self._layouts:
+        key = n, shares_of(n)
+        if key not in self._layouts:
             model = self.model
             plan = plan_over(model, self._mesh) if n == self._mesh.tp.size else model.plan(model.config)
             limit = 1 if plan.single_rank_reason else plan.max_ranks()
             fits = limit is None or n <= limit
-            self._layouts[n] = (
+            self._layouts[key] = (
                 layouts_of(model, plan, model._prefix(), model.head_entries(model.config), n) if fits else {}
             )
-        return self._layouts[n]
+        return self._layouts[key]
 
     def owner_stage(self, name: str, pp: int) -> int:
         """Return the pipeline stage that trained a tensor, for split files of OSLO 1.x.

@@ -42,7 +42,7 @@ class StackedColumnParallel(Replicated):
 
     def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
         check_groups(self.groups, shape[0], n)
-        share = n // self.groups
+        share = n if self.groups == 1 else n // self.groups
         width = Layout.sharded(shape, dim, (EvenSplit(shape[dim] // self.parts),) * self.parts, share)
         return width if self.groups == 1 else width.over_groups(even_ranges(shape[0], self.groups), share)
 

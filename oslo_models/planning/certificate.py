@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import torch
 import transformers
 
 from oslo_models._version import __version__
+from oslo_models.checkpoint import MANIFEST, current_files
+from oslo_models.checkpoint.filenames import split_position
 from oslo_models.config.arguments import Arguments, parse_dtype
 from oslo_models.config.sources import find_checkpoint
 from oslo_models.planning.model_source import find_model
@@ -84,6 +86,8 @@ def verify(
     dtype: torch.dtype | str = "float32",
     blocks: int | None = None,
     ranks_from: Path | None = None,
+    tensor_parallel_shares: Sequence[int] | None = None,
+    blocks_per_stage: Sequence[int] | None = None,
 ) -> Certificate:
     """Compare losses, gradients, greedy tokens and merged files of a checkpoint with plain transformers.
 
@@ -92,7 +96,8 @@ def verify(
 
     Args:
         model: a directory, or a name on the hub.
-        tensor_parallel_size, pipeline_parallel_size, expert_parallel_size: as in the constructors.
+        tensor_parallel_size, pipeline_parallel_size, expert_parallel_size: as in the constructors, like
+            ``tensor_parallel_shares`` and ``blocks_per_stage``.
         text: the text of both rows of the batch, by default a built-in one.
         length: the number of tokens in a row.
         dtype: the dtype of the weights on both sides.
@@ -107,7 +112,10 @@ def verify(
     began = time.monotonic()
     notes: list[str] = []
     cls, config = find_model(model)
-    arguments = Arguments(tensor_parallel_size, pipeline_parallel_size, expert_parallel_size=expert_parallel_size)
+    unequal: dict[str, Any] = {"tensor_parallel_shares": tensor_parallel_shares, "blocks_per_stage": blocks_per_stage}
+    arguments = Arguments(
+        tensor_parallel_size, pipeline_parallel_size, expert_parallel_size=expert_parallel_size, **unequal
+    )
     arguments.check({})
     arguments.check_config(cls, config)
     if expert_parallel_size > tensor_parallel_size:
@@ -124,15 +132,23 @@ def verify(
     options = truncate(config, blocks)
     with tempfile.TemporaryDirectory(prefix="oslo-models-verify-") as folder:
         scratch = Path(folder)
-        notes += compute_reference(cls, directory, options, parsed, text, length, scratch)
+        plain = directory
+        if any(split_position(name) for name in current_files(directory)):
+            plain = _merged(cls, directory, parsed, scratch / "whole")
+            notes.append("the reference is the split files as this process merges them")
+        notes += compute_reference(cls, plain, options, parsed, text, length, scratch)
         order = {
             **{"directory": str((ranks_from or directory).resolve()), "cls": cls.__name__, "options": options},
             **{"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "ep": expert_parallel_size},
+            "unequal": unequal,
             **{"dtype": str(parsed)[6:], "bound": BOUNDS[parsed], "scratch": folder},
         }
         (scratch / "order.json").write_text(json.dumps(order))
         checks = _run_ranks(scratch, tensor_parallel_size * pipeline_parallel_size)
-    sizes = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
+    sizes: dict[str, Any] = {
+        **{"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size},
+        **{name: list(value) for name, value in unequal.items() if value is not None},
+    }
     if expert_parallel_size > 1:
         sizes["expert_parallel_size"] = expert_parallel_size
     versions = {
@@ -141,6 +157,16 @@ def verify(
     }
     seconds = time.monotonic() - began
     return Certificate(str(model), {**sizes, "dtype": str(parsed)[6:]}, checks, tuple(notes), seconds, versions)
+
+
+def _merged(cls: Any, directory: Path, dtype: torch.dtype, folder: Path) -> Path:
+    """Merge split files into a folder that transformers loads, with the tokenizer beside them. Return the folder."""
+    model = cls.from_pretrained_with_parallel(directory, dtype=dtype)
+    model.save_pretrained_with_parallel(folder, save_with_merging=True)
+    for name, path in current_files(directory).items():
+        if not (split_position(name) or name.startswith(MANIFEST.partition(".")[0]) or (folder / name).exists()):
+            shutil.copyfile(path, folder / name)
+    return folder
 
 
 def _run_ranks(scratch: Path, ranks: int) -> tuple[Check, ...]:

@@ -35,6 +35,7 @@ def main(scratch: Path) -> None:
             order["pp"],
             expert_parallel_size=order["ep"],
             dtype=order["dtype"],
+            **order["unequal"],
             **order["options"],
         ).eval()
     except CheckpointError as error:

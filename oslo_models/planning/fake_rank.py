@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,7 @@ def fake_rank(
     tensor_parallel_size: int,
     pipeline_parallel_size: int,
     expert_parallel_size: int = 1,
+    tensor_parallel_shares: Sequence[int] | None = None,
 ) -> Iterator[ParallelMesh]:
     """Yield the mesh of one rank. Its collectives return at once and move no data.
 
@@ -34,7 +35,12 @@ def fake_rank(
         )
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size, expert_parallel_size=expert_parallel_size)
+        mesh = ParallelMesh(
+            tensor_parallel_size,
+            pipeline_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            tensor_parallel_shares=tensor_parallel_shares,
+        )
         mesh.device = torch.device("meta")
         yield mesh
         mesh.destroy()

@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ from oslo_models.planning.meta_run import (
 )
 from oslo_models.planning.quantized_layers import quantize_frozen_layers
 from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.shares import share_ranges
 
 TASKS = ("lora", "qlora", "full", "serve")
 DEFAULT_LENGTH = 512
@@ -68,6 +69,8 @@ class Job:
     lora_targets: Any = "all-linear"
     gradient_checkpointing: bool = False
     device_type: str = "cuda"
+    tensor_parallel_shares: Sequence[int] | None = None
+    blocks_per_stage: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -81,6 +84,8 @@ class Job:
             pipeline_parallel_size=self.pipeline_parallel_size,
             micro_batch_size=self.micro_batch_size,
             expert_parallel_size=self.expert_parallel_size,
+            tensor_parallel_shares=self.tensor_parallel_shares,
+            blocks_per_stage=self.blocks_per_stage,
         )
         arguments.check({})
         arguments.check_config(self.cls, self.config)
@@ -170,7 +175,7 @@ def run_rank(job: Job, stage: int, tp_rank: int) -> RankRun:
     Raises:
         ValueError: the shapes of the step depend on values.
     """
-    sizes = job.tensor_parallel_size, job.pipeline_parallel_size, job.expert_parallel_size
+    sizes = job.tensor_parallel_size, job.pipeline_parallel_size, job.expert_parallel_size, job.tensor_parallel_shares
     with fake_rank(job.rank_at(stage, tp_rank), job.world_size, *sizes) as mesh, ExitStack() as stack:
         model = _construct(job, mesh)
         run = MetaRun(mesh, _vocabulary(job, mesh))
@@ -207,8 +212,9 @@ def run_rank(job: Job, stage: int, tp_rank: int) -> RankRun:
 
 
 def _construct(job: Job, mesh: ParallelMesh) -> Any:
+    own = {"init_seed": 0, "blocks_per_stage": job.blocks_per_stage}
     with meta_device(), checking(job.config.name_or_path or job.cls.__name__):
-        model = job.cls._from_config(copy.deepcopy(job.config), dtype=job.dtype, mesh=mesh, init_seed=0)
+        model = job.cls._from_config(copy.deepcopy(job.config), dtype=job.dtype, mesh=mesh, **own)
     model.micro_batch_size = job.micro_batch_size
     return model.train(job.trains)
 
@@ -248,8 +254,7 @@ def _vocabulary(job: Job, mesh: ParallelMesh) -> set[int]:
     size = getattr(job.config.get_text_config(), "vocab_size", None)
     if size is None:
         return set()
-    small, more = divmod(size, mesh.tp.size)
-    return {size, small, small + 1} if more else {size, small}
+    return {size, *(stop - start for start, stop in share_ranges(size, mesh.tp.size))}
 
 
 def _batch(job: Job) -> dict[str, Tensor]:

@@ -90,7 +90,12 @@ def describe(job: Job) -> dict[str, Any]:
         *("task", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_parallel_size"),
         *("batch", "length", "micro_batch_size", "lora_rank", "gradient_checkpointing"),
     )
-    return {**{name: getattr(job, name) for name in names}, "dtype": str(job.dtype).removeprefix("torch.")}
+    unequal = {
+        name: list(value)
+        for name in ("tensor_parallel_shares", "blocks_per_stage")
+        if (value := getattr(job, name)) is not None
+    }
+    return {**{name: getattr(job, name) for name in names}, **unequal, "dtype": str(job.dtype).removeprefix("torch.")}
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -121,6 +126,8 @@ def estimate(
     lora_targets: str | Sequence[str] = "all-linear",
     gradient_checkpointing: bool = False,
     device_type: str = "cuda",
+    tensor_parallel_shares: Sequence[int] | None = None,
+    blocks_per_stage: Sequence[int] | None = None,
 ) -> Estimate:
     """Return the memory of each rank of a job. Starts no process and reads no weights.
 
@@ -144,6 +151,7 @@ def estimate(
         lora_targets: ``target_modules`` of ``peft.LoraConfig``.
         gradient_checkpointing: compute each block again in the backward pass.
         device_type: ``"cuda"`` or ``"cpu"``. Attention with dropout holds its scores on a CPU.
+        tensor_parallel_shares, blocks_per_stage: as in the constructors.
 
     Returns:
         The bytes of each part at the moment of the highest total. The context of CUDA, NCCL's own buffers and the
@@ -169,6 +177,8 @@ def estimate(
         lora_targets=lora_targets,
         gradient_checkpointing=gradient_checkpointing,
         device_type=device_type,
+        tensor_parallel_shares=tensor_parallel_shares,
+        blocks_per_stage=blocks_per_stage,
     )
     return estimate_job(job)
 

@@ -6,7 +6,7 @@ from html import escape
 
 from oslo_models.planning.memory import GIB, Estimate, RankMemory
 from oslo_models.planning.meta_run import PARTS
-from oslo_models.planning.sizes import Choice, Devices
+from oslo_models.planning.sizes import Choice, Devices, sizes_of
 
 COLORS = dict(zip(PARTS, ("#3b6fb6", "#d9822b", "#8e5bb5", "#3f9b63", "#c94f4f", "#4aa6b5", "#8a8a8a"), strict=True))
 _STYLE = """\
@@ -24,15 +24,15 @@ def page(found: Estimate, devices: Devices | None = None, choice: Choice | None 
     """Return the page of an estimate.
 
     Args:
-        devices: draws the limit of the smallest device.
+        devices: draws the limit of each device.
         choice: adds its reason.
     """
-    job, limit = found.job, devices.usable if devices else None
-    widest = max([rank.total for rank in found.ranks] + ([limit] if limit else [])) * 1.02
+    job = found.job
+    limits = [devices.limit(job, rank) if devices else None for rank in found.ranks]
+    widest = max([rank.total for rank in found.ranks] + [limit for limit in limits if limit]) * 1.02
     key = "".join(f'<span style="background:{COLORS[part]}"></span>{part}' for part in PARTS)
     sizes = (
-        f"{job.task}, tensor_parallel_size={job.tensor_parallel_size}, "
-        f"pipeline_parallel_size={job.pipeline_parallel_size}, {job.data_parallel_size} replicas, "
+        f"{job.task}, {sizes_of(job)}, {job.data_parallel_size} replicas, "
         f"{job.batch} x {job.length} tokens, {str(job.dtype).removeprefix('torch.')}"
     )
     lines = [
@@ -44,7 +44,7 @@ def page(found: Estimate, devices: Devices | None = None, choice: Choice | None 
     if choice is not None:
         lines.append(f"<p{'' if choice.fits else ' class=bad'}>{escape(choice.reason)}</p>")
     lines.append(f'<p class="key">{key}</p>')
-    for rank in found.ranks:
+    for rank, limit in zip(found.ranks, limits, strict=True):
         lines += _rank(rank, limit, widest)
     return "\n".join([*lines, "</body></html>", ""])
 

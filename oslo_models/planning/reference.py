@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from oslo_models.checkpoint import current_folder
+from oslo_models.distributed.devices import free_memory
 from oslo_models.planning.job import Job, run_rank
 from oslo_models.planning.meta_run import GRADIENTS, WEIGHTS
 from oslo_models.sharding.model_protocol import TransformersModel
@@ -26,7 +27,7 @@ SHARE = 0.6
 
 def blocks_that_fit(cls: Any, config: Any, dtype: torch.dtype) -> int | None:
     """Return how many blocks of each stack one process can hold with their gradients; ``None`` for all."""
-    available = _available_bytes()
+    available = free_memory(torch.device("cpu"))
     if available is None:
         return None
     run = run_rank(Job(cls, config, "full", dtype=dtype, length=2), 0, 0)
@@ -44,15 +45,6 @@ def blocks_that_fit(cls: Any, config: Any, dtype: torch.dtype) -> int | None:
             f"{limit / (1 << 30):.1f} GiB that a process may take here: verify on a machine with more memory"
         )
     return blocks
-
-
-def _available_bytes() -> int | None:
-    """Return the memory that new processes can have, or ``None`` where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def truncate(config: Any, blocks: int | None) -> dict[str, Any]:

@@ -14,9 +14,16 @@ class ParallelArguments:
 
     tensor_parallel_size: int | None = field(
         default=None,
-        metadata={"help": "Ranks over which each layer is sharded. By default, as many as the model allows."},
+        metadata={"help": "Ranks over which each layer is sharded. By default as few GPUs as fit, or all processes."},
     )
     pipeline_parallel_size: int = field(default=1, metadata={"help": "Pipeline stages (pretrain only)."})
+    tensor_parallel_shares: list[int] | None = field(
+        default=None,
+        metadata={"help": "Part of each layer on each rank, as a ratio for unequal devices. Equal by default."},
+    )
+    blocks_per_stage: list[int] | None = field(
+        default=None, metadata={"help": "Blocks of each stage (pretrain only). By parameters by default."}
+    )
     expert_parallel_size: int = field(default=1, metadata={"help": "Groups of ranks that divide the experts."})
     fuse: bool = field(default=False, metadata={"help": "Replace modules by fused ones where they are faster."})
     devices: int | None = field(

@@ -13,18 +13,31 @@ from oslo_models.recipes.keys import ParallelArguments
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parallel sizes, the processes on each machine and the machines."""
+    """Parallel sizes, the processes on each machine and the machines. Shares and blocks are empty by default."""
 
     tensor: int
     pipeline: int
     expert: int
     devices: int
     nnodes: int
+    shares: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
 
     @property
     def replicas(self) -> int:
         """Number of replicas of the model."""
         return self.devices * self.nnodes // (self.tensor * self.pipeline)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the constructors."""
+        sizes = {
+            "tensor_parallel_size": self.tensor,
+            "pipeline_parallel_size": self.pipeline,
+            "expert_parallel_size": self.expert,
+        }
+        unequal = {"tensor_parallel_shares": self.shares, "blocks_per_stage": self.blocks}
+        return {**sizes, **{name: list(value) for name, value in unequal.items() if value}}
 
 
 def choose_sizes(given: ParallelArguments, cls: Any, config: Any, gpus: int) -> Sizes:
@@ -41,20 +54,22 @@ def choose_sizes(given: ParallelArguments, cls: Any, config: Any, gpus: int) -> 
         if (value := getattr(given, name)) is not None and value < 1:
             raise ValueError(f"{name}={value}: it counts processes; give an integer of at least 1")
     nnodes, pipeline = given.nnodes, given.pipeline_parallel_size
-    devices = given.devices or _default_devices((given.tensor_parallel_size or 1) * pipeline, nnodes, gpus)
+    shares, blocks = tuple(given.tensor_parallel_shares or ()), tuple(given.blocks_per_stage or ())
+    wanted = given.tensor_parallel_size or len(shares)
+    devices = given.devices or _default_devices((wanted or 1) * pipeline, nnodes, gpus)
     if gpus and devices > gpus:
         raise ValueError(
             f"devices={devices}: this machine has {gpus} GPUs; give at most {gpus}, and a tensor_parallel_size of at "
             f"most {gpus * nnodes}"
         )
-    tensor = given.tensor_parallel_size or _choose_tensor_parallel_size(cls, config, devices * nnodes // pipeline or 1)
+    tensor = wanted or _choose_tensor_parallel_size(cls, config, devices * nnodes // pipeline or 1)
     if devices * nnodes % (tensor * pipeline):
         raise ValueError(
             f"tensor_parallel_size={tensor}: with pipeline_parallel_size={pipeline} it does not divide "
             f"the {devices * nnodes} processes of devices={devices} and nnodes={nnodes}; set devices to a multiple of "
             f"{tensor * pipeline}"
         )
-    sizes = Sizes(tensor, pipeline, given.expert_parallel_size, devices, nnodes)
+    sizes = Sizes(tensor, pipeline, given.expert_parallel_size, devices, nnodes, shares, blocks)
     check_sizes(sizes, cls, config)
     return sizes
 
@@ -78,11 +93,7 @@ def _choose_tensor_parallel_size(cls: Any, config: Any, processes: int) -> int:
 
 def check_sizes(sizes: Sizes, cls: Any, config: Any) -> None:
     """Raise ``ValueError`` if the model cannot be divided into these sizes."""
-    arguments = Arguments(
-        tensor_parallel_size=sizes.tensor,
-        pipeline_parallel_size=sizes.pipeline,
-        expert_parallel_size=sizes.expert,
-    )
+    arguments = Arguments(**sizes.arguments)
     arguments.check({})
     arguments.check_config(cls, config)
 

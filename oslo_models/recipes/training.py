@@ -63,11 +63,7 @@ def train(recipe: Recipe, sizes: Sizes, cls: Any) -> None:
 
 
 def _load_model(recipe: Recipe, sizes: Sizes, cls: Any) -> Any:
-    parallel = {
-        "tensor_parallel_size": sizes.tensor,
-        "pipeline_parallel_size": sizes.pipeline,
-        "expert_parallel_size": sizes.expert,
-    }
+    parallel = sizes.arguments
     if recipe.task == "pretrain":
         from oslo_models.recipes.pretraining import load_model
 
@@ -154,6 +150,8 @@ def commands(recipe: Recipe, sizes: Sizes, folder: Path) -> list[str]:
     """Return the commands that load the result in plain transformers and serve it."""
     code = f"from transformers import AutoModelForCausalLM as A; print(A.from_pretrained({str(folder)!r}))"
     size = f" --tensor-parallel-size {sizes.tensor}" if sizes.tensor > 1 else ""
+    if sizes.shares:
+        size += f" --tensor-parallel-shares {','.join(map(str, sizes.shares))}"
     served = str(folder)
     if (folder / "adapter_config.json").is_file():
         served = f"{recipe.model.model_name_or_path} --adapter {folder.name}={folder}"

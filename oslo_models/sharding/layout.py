@@ -12,21 +12,19 @@ from itertools import product
 import torch
 from torch import Tensor
 
-Range = tuple[int, int]
-"""A half-open interval ``[start, stop)`` of indices."""
+from oslo_models.sharding.shares import Range as Range
+from oslo_models.sharding.shares import even_ranges as even_ranges
+from oslo_models.sharding.shares import rank_count, share_groups, share_ranges, shares_of
+
 Index = tuple[slice, ...]
-
-
-def even_ranges(count: int, n: int) -> tuple[Range, ...]:
-    """Split ``count`` items into ``n`` ranges. Sizes differ by at most one, and larger ranges come first."""
-    size, extra = divmod(count, n)
-    starts = [rank * size + min(rank, extra) for rank in range(n + 1)]
-    return tuple(zip(starts[:-1], starts[1:], strict=True))
 
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """Splits a dimension of ``count`` indivisible units of ``width`` elements as evenly as possible."""
+    """Splits a dimension of ``count`` indivisible units of ``width`` elements as evenly as possible.
+
+    Ranks with shares (`WeightedRanks`) get units in the ratio of their shares.
+    """
 
     count: int
     width: int = 1
@@ -41,7 +39,7 @@ class EvenSplit:
 
     def unit_ranges(self, n: int) -> tuple[Range, ...]:
         """Return the range of units of each of ``n`` ranks. Ranges overlap if key-value heads are replicated."""
-        return even_ranges(self.count, n)
+        return share_ranges(self.count, n)
 
     def ranges(self, n: int) -> tuple[Range, ...]:
         """Return the range of elements of each of ``n`` ranks."""
@@ -82,8 +80,8 @@ class ExpertWidth(EvenSplit):
 
     def unit_ranges(self, n: int) -> tuple[Range, ...]:
         check_groups(self.groups, self.experts, n)
-        share = n // self.groups
-        own = even_ranges(self.count, share)
+        share = n if self.groups == 1 else n // self.groups
+        own = share_ranges(self.count, share)
         held = [start <= self.expert < stop for start, stop in even_ranges(self.experts, self.groups)]
         return tuple(own[rank % share] if held[rank // share] else (0, 0) for rank in range(n))
 
@@ -144,11 +142,12 @@ class GroupedHeads:
     def head_ranges(self, n: int) -> tuple[tuple[Range, Range], ...]:
         """Return, for each rank, its range of query heads and its range of key-value heads."""
         if n <= self.kv_heads:
-            kv = even_ranges(self.kv_heads, n)
+            kv = share_ranges(self.kv_heads, n)
             return tuple(((a * self.group, b * self.group), (a, b)) for a, b in kv)
         pairs = []
-        for kv_head, (first, last) in enumerate(even_ranges(n, self.kv_heads)):
-            for a, b in even_ranges(self.group, last - first):
+        shares = shares_of(n)
+        for kv_head, (first, last) in enumerate(share_groups(n, self.kv_heads, self.group)):
+            for a, b in share_ranges(self.group, rank_count(last - first, shares[first:last])):
                 pairs.append(((kv_head * self.group + a, kv_head * self.group + b), (kv_head, kv_head + 1)))
         return tuple(pairs)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from oslo_models import checkpoint, registry
+from oslo_models.checkpoint.manifest import read_manifest
 
 from support import zoo
 from support.pool import Pool
@@ -23,12 +24,17 @@ WIDTHS = {"deepseek_v4": {"moe_intermediate_size": 16}}
 
 
 def load_and_save(
-    source: Path, tp: int, names: list[str], split: Path | None = None, merged: Path | None = None
+    source: Path,
+    tp: int,
+    names: list[str],
+    split: Path | None = None,
+    merged: Path | None = None,
+    shares: list[int] | None = None,
 ) -> None:
     """Load these classes from ``source``, compare with the original, and save below the given folders."""
     for name in names:
-        cls = registry.find(name)
-        model = cls.from_pretrained_with_parallel(source / name, tensor_parallel_size=tp)  # type: ignore[attr-defined]
+        cls: Any = registry.find(name)
+        model = cls.from_pretrained_with_parallel(source / name, tp, tensor_parallel_shares=shares)
         original: dict[str, Tensor] = torch.load(source.parent / "original" / f"{name}.pt")
         for key, param in model.named_parameters(remove_duplicate=False):
             assert torch.equal(param.detach(), model.layouts[key].shard(original[key], model.mesh.tp.rank)), (name, key)
@@ -63,6 +69,28 @@ def test_split_checkpoint_of_four_ranks_loads_at_other_sizes(
             assert all(torch.equal(found[key], expected[key]) for key in expected), (merged, name)
             _, info = zoo.original(name).from_pretrained(tmp_path / merged / name, output_loading_info=True)
             assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("variant", ["llama", "llama-one-kv", "gpt2", "t5", "mixtral"])
+def test_split_checkpoint_of_unequal_shares_loads_at_other_sizes(
+    pool: Pool, tmp_path: Path, variant: str, seed: int
+) -> None:
+    """The files state their ranges. Without a manifest, the shares that are passed say how they were split."""
+    name, folder = zoo.lm_head(variant), tmp_path / "shares"
+    sizes = {"intermediate_size": 40} if variant == "mixtral" else {}  # rows that grouped products can address
+    write_original(tmp_path, name, zoo.config(variant, **sizes), seed)
+    pool.run(3, load_and_save, tmp_path / "whole", 3, [name], folder, tmp_path / "merged", [2, 1, 1])
+    manifest = read_manifest(folder / name / checkpoint.MANIFEST)
+    assert manifest["tp_shares"] == [2, 1, 1]
+    files = [path.stat().st_size for path in sorted((folder / name).glob("pytorch_model_tp=*"))]
+    assert files[0] > 1.2 * files[2], files
+    whole, merged = (path / name / "model.safetensors" for path in (tmp_path / "whole", tmp_path / "merged"))
+    assert whole.read_bytes() == merged.read_bytes()
+    pool.run(2, load_and_save, folder, 2, [name], None, None, [1, 3])
+    pool.run(3, load_and_save, folder, 3, [name])
+    (folder / name / checkpoint.MANIFEST).unlink()
+    pool.run(3, load_and_save, folder, 3, [name], None, None, [2, 1, 1])
 
 
 def write_original(folder: Path, name: str, config: Any, seed: int) -> None:

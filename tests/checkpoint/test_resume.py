@@ -28,7 +28,8 @@ from support.pool import Pool
 
 pytestmark = pytest.mark.drawn(4, of="file")
 
-SIZES = {"tp=2": (2, 1, 2), "pp=2": (1, 2, 2), "dp=2": (1, 1, 2), "dp=2, FSDP2": (1, 1, 2)}
+SIZES = {"tp=2": (2, 1, 2), "tp=1:3": (2, 1, 2), "pp=2": (1, 2, 2), "dp=2": (1, 1, 2), "dp=2, FSDP2": (1, 1, 2)}
+SHARES = {"tp=1:3": [1, 3]}
 STEPS = 3
 
 
@@ -59,9 +60,10 @@ def training(model: Any, fsdp: bool) -> tuple[Any, Any, Any]:
     return wrapped, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-def check_resume(config: PreTrainedConfig, tp: int, pp: int, fsdp: bool, batches: list[Batch], folder: Path) -> int:
+def check_resume(
+    config: PreTrainedConfig, sizes: dict[str, Any], fsdp: bool, batches: list[Batch], folder: Path
+) -> int:
     """Compare six steps with three steps, a save, and three more steps in a new model."""
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     model = GPT2LMHeadModel.from_config_with_parallel(config, seed=0, **sizes)
     wrapped, optimizer, scheduler = training(model, fsdp)
     torch.manual_seed(7 + model.mesh.dp.rank)  # replicas draw different dropout masks
@@ -95,7 +97,8 @@ def test_resumed_training_equals_uninterrupted_training(pool: Pool, sizes: str, 
         pipelines.batch("GPT2LMHeadModel", config, seed + step, dtype=torch.float32) for step in range(2 * STEPS)
     ]
     folder = tmp_path / "checkpoint"
-    pool.run(processes, check_resume, config, tp, pp, "FSDP2" in sizes, batches, folder)
+    given = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "tensor_parallel_shares": SHARES.get(sizes)}
+    pool.run(processes, check_resume, config, given, "FSDP2" in sizes, batches, folder)
     files = sorted(path.name for path in folder.glob("optimizer_*"))
     assert files == [
         f"optimizer_tp={t}_pp={p}_dp={d}.bin" for t in range(tp) for p in range(pp) for d in range(2 // tp // pp)
@@ -109,8 +112,8 @@ def test_resumed_training_equals_uninterrupted_training(pool: Pool, sizes: str, 
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
-def small(tp: int = 1, pp: int = 1, seed: int = 0) -> tuple[Any, Any]:
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+def small(tp: int = 1, pp: int = 1, shares: list[int] | None = None, seed: int = 0) -> tuple[Any, Any]:
+    sizes: dict[str, Any] = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "tensor_parallel_shares": shares}
     model = GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2"), seed=seed, **sizes)
     return model, torch.optim.AdamW(model.gpu_parameters(), lr=1e-2)
 
@@ -120,8 +123,8 @@ def save_at(folder: Path, tp: int, pp: int) -> None:
     model.save_optimizer(optimizer, folder)
 
 
-def load_at(folder: Path, tp: int, pp: int) -> None:
-    model, optimizer = small(tp, pp)
+def load_at(folder: Path, tp: int, pp: int, shares: list[int] | None = None) -> None:
+    model, optimizer = small(tp, pp, shares)
     model.load_optimizer(optimizer, folder)
 
 
@@ -132,6 +135,8 @@ def test_optimizer_state_of_another_mesh_is_rejected(pool: Pool, tmp_path: Path)
         for error in pool.run(2, load_at, tmp_path, *sizes, expect=ValueError):
             assert "tensor_parallel_size=2, pipeline_parallel_size=1 and 1 replicas" in str(error)
             assert "keep the earlier sizes" in str(error)
+    for error in pool.run(2, load_at, tmp_path, 2, 1, [1, 3], expect=ValueError):
+        assert "tensor_parallel_shares=None, and this run has [1, 3]" in str(error)
 
 
 def damage_on_one_rank(folder: Path) -> None:

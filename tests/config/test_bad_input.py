@@ -25,6 +25,7 @@ from oslo_models import (
     GPTNeoForCausalLM,
     registry,
 )
+from oslo_models.config.arguments import Arguments
 
 from support import draws, zoo
 from support.pool import Pool
@@ -214,6 +215,27 @@ def test_seed_must_be_a_non_negative_integer(pool: Pool, seed_value: object) -> 
 def test_timeout_must_be_a_positive_number(pool: Pool, value: object) -> None:
     for message in refused(pool, 2, from_config, timeout=value):
         assert message == f"timeout must be a number of seconds greater than 0, got {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("2,1", "tensor_parallel_shares must be a list of integers such as"),
+        ([2, 0], "each of tensor_parallel_shares must be an integer of at least 1, got 0"),
+        ([2, 1.5], "each of tensor_parallel_shares must be an integer of at least 1, got 1.5"),
+        ([2, 1, 1], "tensor_parallel_shares=[2, 1, 1] has 3 shares for tensor_parallel_size=2"),
+    ],
+)
+def test_shares_must_be_an_integer_for_each_rank(value: object, message: str) -> None:
+    """Before the process group is needed, as in a call without a launcher."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Arguments(tensor_parallel_size=2, tensor_parallel_shares=value).check({})  # type: ignore[arg-type]
+
+
+def test_shares_and_expert_parallelism_are_refused_together() -> None:
+    Arguments(tensor_parallel_size=2, expert_parallel_size=2, tensor_parallel_shares=[1, 1]).check({})
+    with pytest.raises(ValueError, match=r"tensor_parallel_shares=\[2, 1\] and expert_parallel_size=2"):
+        Arguments(tensor_parallel_size=2, expert_parallel_size=2, tensor_parallel_shares=[2, 1]).check({})
 
 
 @pytest.mark.parametrize("value", ["12", 3, [1, 0, 2], [1.0, 2], [True, 2]])

@@ -1,4 +1,4 @@
-"""Classes of every model type with randomly drawn configurations match transformers on four meshes; see `draws`.
+"""Classes of every model type with randomly drawn configurations match transformers on six meshes; see `draws`.
 
 `make test` runs one class of each model type on one mesh, chosen by the commit; `make test-zoo` runs every class on
 every mesh, with two draws for each class.
@@ -22,13 +22,19 @@ from support.pipelines import loop_differences
 from support.pool import Pool
 from support.reference import Step, reference_model, saved_step, step_differences
 
-MESHES = ((2, 1), (3, 1), (1, 2), (2, 2))
-"""``(tensor_parallel_size, pipeline_parallel_size)``"""
+Mesh = tuple[int, int, list[int] | None]
+MESHES: tuple[Mesh, ...] = (
+    *((2, 1, None), (3, 1, None), (1, 2, None)),
+    *((2, 2, None), (3, 1, [2, 1, 1]), (2, 2, [1, 3])),
+)
+"""``(tensor_parallel_size, pipeline_parallel_size, tensor_parallel_shares)``"""
 
 
-def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path, tp: int, pp: int) -> None:
+def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path, mesh: Mesh) -> None:
     """Check outputs or loss, every gradient and greedy tokens; or the plan's refusal."""
     cls: Any = registry.find(step.name)
+    tp, pp, shares = mesh
+    options = {**options, "tensor_parallel_shares": shares}
     plan = cls.plan(step.config)
     limit = 1 if plan.single_rank_reason else plan.max_ranks() or tp
     if tp > limit or (pp > 1 and plan.pipeline.single_stage_reason):
@@ -58,9 +64,7 @@ def reference(name: str, drawn: draws.Draw, seed: int, folder: Path) -> tuple[St
     return step, generate_tokens(reference_model(name, config, seed), batch, GREEDY) if generates else {}
 
 
-def check_class(
-    pool: Pool, folder: Path, name: str, seed: int, meshes: tuple[tuple[int, int], ...], record: Any
-) -> None:
+def check_class(pool: Pool, folder: Path, name: str, seed: int, meshes: tuple[Mesh, ...], record: Any) -> None:
     model_type = next(kind for kind in registry.ARCHITECTURES if name in registry.model_classes(kind))
     refused: list[str] = []
     for drawn in draws.draws(name, model_type, seed):
@@ -74,11 +78,11 @@ def check_class(
     record("refused by transformers", refused)
     options = {key: value for key, value in drawn.options.items() if key == "attn_implementation"}
     failures = []
-    for tp, pp in meshes:
+    for mesh in meshes:
         try:
-            pool.run(tp * pp, check_mesh, step, tokens, options, folder, tp, pp)
+            pool.run(mesh[0] * mesh[1], check_mesh, step, tokens, options, folder, mesh)
         except Exception:  # noqa: BLE001  to see all meshes that fail
-            failures.append(f"tp={tp}, pp={pp}: {traceback.format_exc(limit=0)}")
+            failures.append(f"{mesh}: {traceback.format_exc(limit=0)}")
     assert not failures, "\n".join([drawn.text, *(f"(not by transformers: {line})" for line in refused), *failures])
 
 

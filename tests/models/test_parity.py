@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,37 @@ def test_step_of_other_variants_matches_transformers(pool: Pool, variant: str, n
     names = [zoo.base(variant), zoo.lm_head(variant)]
     steps = [reference(variant, name, seed, torch.float64) for name in names]
     pool.run(n, check_steps, steps, n, torch.float64, TOLERANCE)
+
+
+def check_shares(step: Step, folder: Path, shares: list[int], options: dict[str, Any]) -> None:
+    """On every rank: the parts are unequal, and the step, generation and trained weights match the reference."""
+    n = len(shares)
+    options = {**options, "gather_logits": True, "tensor_parallel_shares": shares}
+    model = parallel_model(step.name, step.config, step.weights, n, **options)
+    sizes = [sum(math.prod(layout.local_shape(rank)) for layout in model.layouts.values()) for rank in range(n)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.2 * sizes[-1], sizes
+    lines = step_differences(model, step)
+    expected = torch.load(folder / "expected.pt", weights_only=True)
+    prompt = {key: value for key, value in step.batch.items() if "labels" not in key and "decoder" not in key}
+    tokens = model.eval().generate(**prompt, do_sample=False, max_new_tokens=5)
+    assert torch.equal(tokens, expected["tokens"])
+    train(model.train(), [step.batch] * 3, "AdamW")
+    lines += shard_differences(model, "AdamW:", dict(model.named_parameters()), expected["trained"], TOLERANCE)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("variant", ["llama", "gpt2-12-heads", "mixtral", "t5", "llama-one-kv", "bloom"])
+def test_unequal_shares_match_transformers(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
+    name, config = zoo.lm_head(variant), zoo.config(variant)
+    options = {"experts_implementation": "eager"} if variant == "mixtral" else {}  # grouped products take no float64
+    step = reference_step(name, config, seed, torch.float64, **options)
+    model = reference_model(name, config, seed, **options)
+    prompt = {key: value for key, value in step.batch.items() if "labels" not in key and "decoder" not in key}
+    tokens = model.eval().generate(**prompt, do_sample=False, max_new_tokens=5)
+    train(model.train(), [step.batch] * 3, "AdamW")
+    torch.save({"tokens": tokens, "trained": full_parameters(model)}, tmp_path / "expected.pt")
+    pool.run(3, check_shares, step, tmp_path, [3, 2, 1], options)
 
 
 def check_training(

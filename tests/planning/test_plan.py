@@ -15,7 +15,7 @@ from oslo_models import registry
 from oslo_models.cli import main as cli
 from oslo_models.planning.dry_run import dry_run
 from oslo_models.planning.memory import make_job
-from oslo_models.planning.sizes import parse_devices
+from oslo_models.planning.sizes import choose_sizes, parse_devices
 
 from support.pool import Pool
 
@@ -30,16 +30,19 @@ T5 = T5Config(
 )
 
 
+UNEQUAL = {"tensor_parallel_shares": [1, 3], "blocks_per_stage": [2, 1]}
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     LLAMA.save_pretrained(tmp_path)
     return str(tmp_path / "config.json")
 
 
-def _bytes_of_rank(config: Any, tp: int, pp: int) -> tuple[int, int, int]:
+def _bytes_of_rank(config: Any, tp: int, pp: int, unequal: dict[str, list[int]]) -> tuple[int, int, int]:
     name = {"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[config.model_type]
     cls: Any = registry.find(name)
-    model = cls.from_config_with_parallel(config, tp, pp)
+    model = cls.from_config_with_parallel(config, tp, pp, **unequal)
     tensors = {
         each.untyped_storage().data_ptr(): each.untyped_storage() for each in (*model.parameters(), *model.buffers())
     }
@@ -47,11 +50,13 @@ def _bytes_of_rank(config: Any, tp: int, pp: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
-@pytest.mark.parametrize("tp, pp", [(3, 1), (1, 2)])
-def test_weights_are_those_of_the_constructors(pool: Pool, config: Any, tp: int, pp: int) -> None:
-    found = oslo_models.estimate(config, "full", tp, pp, 2, 16)
+@pytest.mark.parametrize("tp, pp, unequal", [(3, 1, {}), (1, 2, {}), (2, 2, UNEQUAL)])
+def test_weights_are_those_of_the_constructors(
+    pool: Pool, config: Any, tp: int, pp: int, unequal: dict[str, list[int]]
+) -> None:
+    found = oslo_models.estimate(config, "full", tp, pp, 2, 16, **unequal)
     planned = {(rank.stage, tp_rank): rank.parts["weights"] for rank in found.ranks for tp_rank in rank.tp_ranks}
-    real = {(stage, rank): size for stage, rank, size in pool.run(tp * pp, _bytes_of_rank, config, tp, pp)}
+    real = {(stage, rank): size for stage, rank, size in pool.run(tp * pp, _bytes_of_rank, config, tp, pp, unequal)}
     assert planned == real
     states = {rank.parts["optimizer states"] for rank in found.ranks}
     trained = {2 * 4 * rank.trainable for rank in found.ranks}
@@ -96,8 +101,32 @@ def test_sizes_are_chosen_for_the_devices(file: str, tmp_path: Path, capsys: pyt
     assert "would fit: " in capsys.readouterr().out
 
 
+def test_shares_and_blocks_are_chosen_for_unequal_devices(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Devices on which equal parts do not fit, and parts by memory do."""
+    common = ["plan", file, "--task", "full", "--batch", "1", "--length", "2", "--json"]
+
+    def sizes(config: Any, **unequal: Any) -> list[float]:
+        """Return the memory of each of two ranks, in MB of devices with 8 % free."""
+        found = oslo_models.estimate(config, "full", batch=1, length=2, **unequal)
+        return [rank.total / 0.92 / (1 << 20) * 1.01 for rank in found.ranks for _ in rank.tp_ranks]
+
+    first, second = sizes(LLAMA, tensor_parallel_size=2, tensor_parallel_shares=[2, 1])
+    even, _ = sizes(LLAMA, tensor_parallel_size=2)
+    assert first > even > second
+    assert cli.main([*common, "--devices", f"{2 * second:.4f}MB,{second:.4f}MB"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tensor_parallel_size"] == 2 and found["tensor_parallel_shares"] == [2, 1] and found["fits"]
+
+    one_head = LlamaConfig(**{**SIZES, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 4})
+    large, small = sizes(one_head, pipeline_parallel_size=2, blocks_per_stage=[3, 1])
+    job = make_job(one_head, task="full", length=2)
+    choice = choose_sizes(job, parse_devices(f"{large:.4f}MB,{small:.4f}MB"))
+    assert choice.fits and list(choice.estimate.job.blocks_per_stage or []) == [3, 1], choice.tried
+
+
 def test_devices_are_read() -> None:
     assert (parse_devices("2x24GB").count, parse_devices("24GB,16GiB").bytes) == (2, 16 << 30)
+    assert str(parse_devices("2x24GB,16GB")) == "2 x 24 GiB, 1 x 16 GiB"
 
 
 BAD = {
@@ -110,6 +139,7 @@ BAD = {
     "rows": (["FILE", "--batch", "3", "--micro-batch-size", "2"], "batch=3"),
     "experts": (["FILE", "--expert-parallel-size", "2"], "expert_parallel_size=2"),
     "type": (["FILE", "--dtype", "int3"], "int3"),
+    "shares": (["FILE", "--tensor-parallel-size", "2", "--tensor-parallel-shares", "1,1,1"], "[1, 1, 1] has 3 shares"),
     "ranks": (["FILE", "--dry-run", "7", "--tensor-parallel-size", "2"], "--dry-run 7"),
     "many ranks": (["FILE", "--dry-run", "2000"], "--dry-run 2000"),
 }

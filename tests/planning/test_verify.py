@@ -14,6 +14,7 @@ import torch
 from oslo_models import registry
 from oslo_models.cli import main as cli
 from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.planning.certificate import _merged
 from oslo_models.planning.certificate_rank import compare
 from oslo_models.planning.reference import compute_reference, truncate
 from oslo_models.testing.features import plain_model
@@ -24,9 +25,12 @@ from support.pool import Pool
 NAME = "Qwen3ForCausalLM"
 
 
-def _compare(folder: Path, tp: int, pp: int, changed: bool) -> dict[str, bool]:
+def _compare(
+    folder: Path, tp: int, pp: int, changed: bool, source: str = "model", shares: list[int] | None = None
+) -> dict[str, bool]:
     cls: Any = registry.find(NAME)
-    model = cls.from_pretrained_with_parallel(folder / "model", tp, pp, dtype=torch.float64).eval()
+    options = {"dtype": torch.float64, "tensor_parallel_shares": shares}
+    model = cls.from_pretrained_with_parallel(folder / source, tp, pp, **options).eval()
     if changed and model.mesh.world.rank == 1:
         weight = next(param for name, param in model.named_parameters() if "down_proj" in name)
         with torch.no_grad(), without_override():
@@ -45,6 +49,25 @@ def test_one_changed_weight_of_one_rank_fails(pool: Pool, tmp_path: Path, tp: in
     everything = {"loss", "gradients", "greedy tokens", "merged files"}
     assert set(found[0]) == everything
     assert (passed == everything) if not changed else not passed & {"gradients", "merged files"}
+
+
+def _split(folder: Path) -> None:
+    cls: Any = registry.find(NAME)
+    model = cls.from_pretrained_with_parallel(folder / "model", 2, tensor_parallel_shares=[1, 2])
+    model.save_pretrained_with_parallel(folder / "split")
+
+
+def test_split_files_are_merged_for_the_reference(pool: Pool, tmp_path: Path) -> None:
+    plain_model(NAME).save_pretrained(tmp_path / "model")
+    pool.run(2, _split, tmp_path)
+    (tmp_path / "split" / "tokenizer_config.json").write_text("{}")
+    cls: Any = registry.find(NAME)
+    whole = _merged(cls, tmp_path / "split", torch.float64, tmp_path / "whole")
+    names = {path.name for path in whole.iterdir()}
+    assert "tokenizer_config.json" in names and not any("_tp=" in name for name in names)
+    compute_reference(cls, whole, {}, torch.float64, None, 16, tmp_path)
+    found = pool.run(2, _compare, tmp_path, 2, 1, False, "split", [2, 1])
+    assert all(all(checks.values()) for checks in found), found
 
 
 def test_the_command_certifies_a_checkpoint(warm_launchers: None, tmp_path: Path) -> None:

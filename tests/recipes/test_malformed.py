@@ -63,6 +63,14 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "too many ranks": ("sft", {"tensor_parallel_size": 9}, "tensor_parallel_size=9 is more than .*; use 1 to"),
     "no ranks": ("sft", {"tensor_parallel_size": 0}, "tensor_parallel_size=0: .*integer of at least 1"),
     "word for ranks": ("sft", {"tensor_parallel_size": "two"}, "tensor_parallel_size: 'two' is a string; give an int"),
+    "shares of other ranks": (
+        "sft",
+        {"tensor_parallel_size": 2, "tensor_parallel_shares": [2, 1, 1]},
+        r"tensor_parallel_shares=\[2, 1, 1\] has 3 shares for tensor_parallel_size=2: give one for each",
+    ),
+    "no share": ("sft", {"tensor_parallel_shares": [2, 0]}, "each of tensor_parallel_shares must be an integer .* 0"),
+    "shares as text": ("sft", {"tensor_parallel_shares": "2,1"}, "tensor_parallel_shares: '2,1' is a string; give a"),
+    "blocks without stages": ("sft", {"blocks_per_stage": [1, 1]}, r"blocks_per_stage=\[1, 1\] is for pipeline_"),
     "devices left over": (
         "sft",
         {"tensor_parallel_size": 2, "devices": 3},

@@ -7,8 +7,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout
+from oslo_models.sharding.shares import rank_count
 
 units = st.builds(EvenSplit, st.integers(1, 12), st.integers(1, 4))
+
+
+@st.composite
+def rank_counts(draw: st.DrawFn, most: int) -> int:
+    """A number of ranks, with equal or drawn shares."""
+    n = draw(st.integers(1, most))
+    return rank_count(n, draw(st.none() | st.lists(st.integers(1, 5), min_size=n, max_size=n)))
 
 
 @st.composite
@@ -28,7 +36,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     kinds = (units, heads.map(lambda h: h.query), heads.map(lambda h: h.key_value))
     fused = heads.map(lambda h: [h.query, h.key_value, h.key_value])
     splits: list[EvenSplit] = draw(st.one_of(st.lists(st.one_of(*kinds), min_size=1, max_size=3), fused))
-    n = draw(st.integers(1, min(split.max_ranks() for split in splits)))
+    n = draw(rank_counts(min(split.max_ranks() for split in splits)))
     others = draw(st.lists(st.integers(1, 3), max_size=2))
     dim = draw(st.integers(0, len(others)))
     shape = (*others[:dim], sum(split.extent() for split in splits), *others[dim:])

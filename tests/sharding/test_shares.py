@@ -1,0 +1,92 @@
+"""Shares of ranks: sizes follow the ratio, and every rank gets something where there is enough."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oslo_models.sharding.layout import EvenSplit, ExpertWidth, GroupedHeads
+from oslo_models.sharding.shares import (
+    WeightedRanks,
+    apportion,
+    even_ranges,
+    rank_count,
+    share_groups,
+    share_ranges,
+    shares_of,
+)
+
+shares = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+@given(st.integers(0, 300), shares)
+def test_sizes_follow_the_shares(count: int, given: list[int]) -> None:
+    sizes = apportion(count, given)
+    assert sum(sizes) == count
+    assert min(sizes) >= (1 if count >= len(given) else 0)
+    if count >= sum(given):  # then no rank is lifted from zero
+        assert all(abs(size - count * share / sum(given)) < 1 for size, share in zip(sizes, given, strict=True))
+
+
+@given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 8))
+def test_equal_shares_are_even(count: int, share: int, n: int) -> None:
+    assert rank_count(n, [share] * n) == n
+    assert shares_of(rank_count(n, [share] * n)) == ()
+    starts = [0]
+    for size in apportion(count, [share] * n):
+        starts.append(starts[-1] + size)
+    assert tuple(zip(starts, starts[1:], strict=False)) == even_ranges(count, n)
+
+
+def test_a_number_with_shares_is_an_integer_everywhere_else() -> None:
+    n = rank_count(3, [4, 2, 2])
+    assert isinstance(n, WeightedRanks)
+    assert (n, hash(n), str(n), f"{n}", n // 3, [1] * n) == (3, hash(3), "3", "3", 1, [1, 1, 1])
+    assert shares_of(n) == (2, 1, 1)
+    assert shares_of(pickle.loads(pickle.dumps(n))) == shares_of(copy.deepcopy(n)) == (2, 1, 1)
+
+
+def test_units_of_each_kind_of_layer() -> None:
+    n = rank_count(3, [2, 1, 1])
+    assert EvenSplit(12, 64).ranges(n) == ((0, 384), (384, 576), (576, 768))
+    assert EvenSplit(97).ranges(n) == ((0, 49), (49, 73), (73, 97))
+    assert GroupedHeads(8, 4, 1).head_ranges(n) == (((0, 4), (0, 2)), ((4, 6), (2, 3)), ((6, 8), (3, 4)))
+    assert ExpertWidth(8, expert=1, experts=2).ranges(n) == ((0, 4), (4, 6), (6, 8))
+
+
+def test_ranks_that_replicate_a_key_value_head_have_equal_loads() -> None:
+    """Two key-value heads over three ranks: the large rank has a group alone."""
+    heads = GroupedHeads(8, 2, 1)
+    large_first, large_last = (heads.head_ranges(rank_count(3, given)) for given in ([2, 1, 1], [1, 1, 2]))
+    assert large_first == (((0, 4), (0, 1)), ((4, 6), (1, 2)), ((6, 8), (1, 2)))
+    assert large_last == (((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 8), (1, 2)))
+
+
+@given(st.data())
+def test_groups_of_ranks_are_as_even_as_possible(data: st.DataObject) -> None:
+    """Compared with every division."""
+    groups, most = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    given = data.draw(st.lists(st.integers(1, 5), min_size=groups, max_size=groups * most))
+    n = rank_count(len(given), given)
+
+    def load(ranges: tuple[tuple[int, int], ...]) -> float:
+        return max(
+            (stop - start) / given[first + rank]
+            for first, last in ranges
+            for rank, (start, stop) in enumerate(share_ranges(most, rank_count(last - first, given[first:last])))
+        )
+
+    def divisions(first: int, left: int) -> list[tuple[tuple[int, int], ...]]:
+        if not left:
+            return [()] if first == n else []
+        ends = range(first + 1, min(first + most, n) + 1)
+        return [((first, end), *rest) for end in ends for rest in divisions(end, left - 1)]
+
+    found = share_groups(n, groups, most)
+    assert found in divisions(0, groups)
+    if shares_of(n):
+        assert load(found) == pytest.approx(min(map(load, divisions(0, groups))))
