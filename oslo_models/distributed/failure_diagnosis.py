@@ -90,6 +90,14 @@ class FailureDiagnosis:
         """Return whether other ranks raised because of a failure. This closes their connections."""
         return any(status["failures"] is not None for status in self.statuses.values())
 
+    def find_given_up(self) -> dict[int, str]:
+        """Find the ranks that raised because they waited for too long. They do not come any more."""
+        return {
+            rank: _describe(rank, status, "has given up waiting for other ranks")
+            for rank, status in sorted(self.statuses.items())
+            if status["failures"] is not None
+        }
+
     def _without_store(self) -> dict[int, str]:
         """Find failed ranks from their last statuses if the store is lost. Rank 0 or the launcher hosts it."""
         self._store_silent_since = None

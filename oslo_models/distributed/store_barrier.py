@@ -50,6 +50,7 @@ class SlowWait:
         self._diagnosed, failed = now, self._diagnosis.find_failed(axis.timeout)
         if now > self._start + self._limit or now > self.answered + axis.timeout:
             failed = failed or self._diagnosis.find_absent()
+        failed = failed or self._diagnosis.find_given_up()
         if failed:
             where = f"{self._what} with ranks {list(axis.ranks)} ({axis.name})"
             raise self._watchdog.fail(failed, where, now - self._start, f"timeout={axis.timeout:g}")

@@ -369,8 +369,10 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         """Resize embeddings like transformers. Raise ``RuntimeError`` if the vocabulary is sharded already."""
         if new_num_tokens is None or not self.is_model_parallelized():
             return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        ranks = self._size("tp")
+        held = f"sharded over {ranks} ranks" if ranks > 1 else f"on {self._size('pp')} pipeline stages"
         raise RuntimeError(
-            f"the vocabulary is already sharded over {self._size('tp')} ranks: pass "
+            f"the vocabulary is already {held}: pass "
             f"resize_token_embeddings={new_num_tokens} to from_pretrained_with_parallel or from_config_with_parallel"
         )
 

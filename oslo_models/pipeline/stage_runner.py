@@ -188,6 +188,7 @@ class StageRunner:
         for dropout in self._boundary_dropouts:
             dropout.calls = 0
         outputs, output = self._call_model(batch) if isinstance(self.model, FSDPModule) else self.forward(batch)
+        self._require_received(arrived)
         tensors = {**arrived, **outputs}
         for i, shape in expected.items():
             if i not in tensors or tuple(tensors[i].shape) != shape:
@@ -197,6 +198,18 @@ class StageRunner:
                     f"the shape {shape}. Please report it, and use pipeline_parallel_size=1"
                 )
         return {i: tensors[i] for i in expected}, output
+
+    def _require_received(self, arrived: Mapping[int, Tensor]) -> None:
+        """Raise ``RuntimeError`` if the forward did not read the hidden states of the previous stage."""
+        for number in arrived.keys() & set(range(len(self.stage.stacks))):
+            receiver = self.stage.stacks[number].receiver
+            if receiver is not None and receiver.arrived is not None:
+                receiver.arrived = None
+                raise RuntimeError(
+                    f"the hidden states of the previous pipeline stage were not read on stage {self.stage.index}: the "
+                    f"{type(receiver).__name__} in whose place they arrive was replaced; replace embeddings on the "
+                    "first stage only, if model.stage.index == 0"
+                )
 
     def _call_model(self, batch: dict[str, Any]) -> Any:
         """Run `forward` by calling the model, so that FSDP hooks gather and free the parameters around it."""

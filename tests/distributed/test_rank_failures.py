@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from oslo_models import GPT2LMHeadModel, RankFailedError
 from oslo_models.distributed import collectives, failure_diagnosis, watchdog
+from oslo_models.distributed.object_exchange import gather_objects
 
 from support import pipelines
 from support.pool import Pool
@@ -278,6 +279,30 @@ def misuse(saved: Path) -> str:
 def test_deadlock_of_live_ranks_is_reported(pool: Pool, saved: Path) -> None:
     for message in pool.run(2, misuse, saved):
         assert "all ranks are alive and wait for each other" in message
+
+
+def come_late(saved: Path) -> str:
+    """Rank 1 arrives at a wait without a limit after rank 0 has given up waiting for it."""
+    sizes = {"tensor_parallel_size": 2, "timeout": 1}
+    tp = GPT2LMHeadModel.from_pretrained_with_parallel(saved, **sizes).mesh.tp
+    tp.watchdog.set_phase("late")
+    begin = time.monotonic()
+    while tp.rank == 1 and time.monotonic() < begin + GLOO_TIMEOUT and not has_given_up(tp):
+        time.sleep(0.1)
+    with pytest.raises(RankFailedError) as caught:
+        collectives.receive(tp, torch.zeros(3), 1) if tp.rank == 0 else gather_objects(tp, None)
+    return str(caught.value)
+
+
+def has_given_up(axis: Any) -> bool:
+    statuses = axis.watchdog.ask(lambda store: axis.watchdog.read_statuses(store, [0]))
+    return statuses[0]["failures"] is not None
+
+
+def test_rank_does_not_wait_for_a_rank_that_has_given_up(pool: Pool, saved: Path) -> None:
+    first, second = pool.run(2, come_late, saved)
+    assert first.startswith("rank 1 (host") and "did not come" in first
+    assert second.startswith("rank 0 (host") and "has given up waiting for other ranks" in second
 
 
 def test_silent_rank_on_another_host_is_named(pool: Pool, saved: Path, tmp_path: Path) -> None:

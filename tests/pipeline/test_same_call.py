@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -410,6 +410,19 @@ def check_two_loops() -> None:
 
 def test_a_second_loop_of_a_model_is_refused(pool: Pool) -> None:
     pool.run(2, check_two_loops)
+
+
+def replace_embeddings() -> None:
+    config = zoo.config("llama")
+    model: Any = registry.find("LlamaForCausalLM").from_config_with_parallel(config, 1, 2, seed=0)
+    model.set_input_embeddings(nn.Embedding(config.vocab_size, config.hidden_size))
+    ids = torch.arange(16).view(2, 8) + 5
+    with pytest.raises(RuntimeError, match=("not read on stage 1" if model.stage.is_last else r"stage \[1\] left")):
+        model.train_batch(input_ids=ids, labels=ids)
+
+
+def test_hidden_states_that_a_replaced_embedding_would_ignore_are_refused(pool: Pool) -> None:
+    pool.run(2, replace_embeddings)
 
 
 def check_rows() -> None:
