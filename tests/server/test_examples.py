@@ -39,6 +39,7 @@ def test_systemd_unit_is_valid(tmp_path: Path) -> None:
     assert command is not None
     parsed = options(shlex.split(command[1].replace("\\\n", "")))
     assert parsed.api_key_file and parsed.drain_seconds < int(re.findall(r"TimeoutStopSec=(\d+)", text)[0])
+    assert "XDG_CACHE_HOME=" in text  # the folder of compiled code: ProtectHome and ProtectSystem leave no other
     assert "KillMode=mixed" in text and "kill -HUP $MAINPID" in text
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from typing import Any
@@ -20,7 +21,7 @@ from oslo_models.deploy.decoding import Scored
 from oslo_models.server import command, connections
 from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits
-from oslo_models.server.log_writer import LogWriter
+from oslo_models.server.log_writer import LogWriter, log_to_stderr
 
 from support.corpora import tokenizer
 from support.http_server import StubModel, call, connect, listening, post_bytes, post_json, read_answer
@@ -144,6 +145,18 @@ def test_the_first_problems_of_a_body_are_named() -> None:
     status, answer = post_json(app, PATH, {"prompt": "a", "max_tokens": 0, "top_p": 7, "secret": 1})
     message = answer["error"]["message"]
     assert status == 400 and all(name in message for name in ("max_tokens", "top_p", "secret")), message
+
+
+def test_more_tokens_than_may_come_are_refused_before_a_stream_begins() -> None:
+    body = {
+        "prompt": "a",
+        "max_tokens": 5,
+        "min_tokens": 100,
+        "structured_outputs": {"choice": ["yes"]},
+        "stream": True,
+    }
+    status, answer = post_json(application(StubModel(), tokenizer()), PATH, body)
+    assert status == 400 and "min_tokens=100 is more than the 5 tokens" in str(answer)
 
 
 DEEP = '{"a":' * 900 + "1" + "}" * 900
@@ -341,6 +354,21 @@ def test_a_log_that_cannot_be_written_holds_up_nothing(kind: str) -> None:
         print("a line of the log" * 4, file=writer, flush=True)
     writer.finish()
     assert time.monotonic() - began < 10 and dropped
+
+
+def test_a_server_starts_without_its_log() -> None:
+    dropped: list[int] = []
+    before = os.dup(2)
+    with open("/dev/full", "w") as full:
+        os.dup2(full.fileno(), 2)
+    try:
+        with log_to_stderr(lambda: dropped.append(1), command.log):
+            print("listening", file=sys.stderr, flush=True)
+            command.log.warning("a warning")
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+    assert len(dropped) >= 2
 
 
 def test_a_log_is_written_in_order() -> None:
