@@ -18,6 +18,26 @@ from oslo_models.cli import demo, plan, preprocess, recipes, serve, verify
 # torch takes seconds to import: only the functions that need it do so, and --help stays instant.
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
+EPILOG = """\
+examples:
+  oslo-models demo                       train and generate in two processes
+  oslo-models list                       the architectures and their classes
+  oslo-models list gpt2 llama            the classes of these
+  oslo-models inspect checkpoint/        the content of a checkpoint, and whether it is complete
+  oslo-models merge checkpoint/ merged/  one file per rank -> a checkpoint for transformers
+  oslo-models reshard checkpoint/ tp4/ --tensor-parallel-size 4
+  oslo-models recover checkpoint/        finish a save that was interrupted
+  oslo-models preprocess wiki.txt --tokenizer gpt2 --output data/wiki   texts -> a dataset of tokens
+  oslo-models plan gpt2 --task full --devices 2x24GB   memory of each rank, and sizes that fit
+  oslo-models verify gpt2 --tensor-parallel-size 2   is it equal to one process on this machine?
+  oslo-models sft recipe.yaml            fine-tune with a recipe of TRL, over the devices of this machine
+  oslo-models serve gpt2 --tensor-parallel-size 2   over HTTP, with OpenAI's endpoints
+
+`oslo-models COMMAND --help` shows the options of a command. In Python:
+  from oslo_models import GPT2LMHeadModel
+  model = GPT2LMHeadModel.from_pretrained_with_parallel("gpt2", tensor_parallel_size=2)
+and run it with: torchrun --nproc-per-node=2 script.py
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,48 +72,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Commands:
+    """Adds the subcommands to a parser."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    def add(self, name: str, run: object, summary: str, text: str, **options: Any) -> argparse.ArgumentParser:
+        raw = argparse.RawDescriptionHelpFormatter
+        command = self._commands.add_parser(
+            name, help=summary, description=dedent(text), formatter_class=raw, **options
+        )
+        command.set_defaults(run=run)
+        return command
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="oslo-models",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Hugging Face models, pre-parallelized: tensor, pipeline and data parallel.",
-        epilog=dedent("""\
-            examples:
-              oslo-models demo                       train and generate in two processes
-              oslo-models list                       the architectures and their classes
-              oslo-models list gpt2 llama            the classes of these
-              oslo-models inspect checkpoint/        the content of a checkpoint, and whether it is complete
-              oslo-models merge checkpoint/ merged/  one file per rank -> a checkpoint for transformers
-              oslo-models reshard checkpoint/ tp4/ --tensor-parallel-size 4
-              oslo-models recover checkpoint/        finish a save that was interrupted
-              oslo-models preprocess wiki.txt --tokenizer gpt2 --output data/wiki   texts -> a dataset of tokens
-              oslo-models plan gpt2 --task full --devices 2x24GB   memory of each rank, and sizes that fit
-              oslo-models verify gpt2 --tensor-parallel-size 2   is it equal to one process on this machine?
-              oslo-models sft recipe.yaml            fine-tune with a recipe of TRL, over the devices of this machine
-              oslo-models serve gpt2 --tensor-parallel-size 2   over HTTP, with OpenAI's endpoints
-
-            `oslo-models COMMAND --help` shows the options of a command. In Python:
-              from oslo_models import GPT2LMHeadModel
-              model = GPT2LMHeadModel.from_pretrained_with_parallel("gpt2", tensor_parallel_size=2)
-            and run it with: torchrun --nproc-per-node=2 script.py
-            """),
+        epilog=EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"oslo-models {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-
-    def add(name: str, run: object, summary: str, text: str, **options: Any) -> argparse.ArgumentParser:
-        raw = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=summary, description=dedent(text), formatter_class=raw, **options)
-        command.set_defaults(run=run)
-        return command
-
-    showing = add("demo", demo.run, "see it work: train, save, merge, reload, generate", demo.DESCRIPTION)
-    showing.epilog = demo.EPILOG
+    commands = _Commands(parser)
+    showing = commands.add(
+        "demo", demo.run, "see it work: train, save, merge, reload, generate", demo.DESCRIPTION, epilog=demo.EPILOG
+    )
     demo.add_arguments(showing)
+    _add_list(commands)
+    _add_checkpoint_commands(commands)
+    texts = commands.add("preprocess", preprocess.run, "turn texts into a dataset of tokens", preprocess.DESCRIPTION)
+    texts.epilog = preprocess.EPILOG
+    preprocess.add_arguments(texts)
 
-    listing = add(
+    planned = commands.add("plan", plan.run, "show the memory of each rank, and the sizes that fit", plan.DESCRIPTION)
+    planned.epilog = plan.EPILOG
+    plan.add_arguments(planned, _size, _sizes)
+
+    verified = commands.add("verify", verify.run, "compare parallel ranks with one process", verify.DESCRIPTION)
+    verified.epilog = verify.EPILOG
+    _add_sizes(verified)
+    verify.add_arguments(verified, _size)
+
+    for task, summary in recipes.SUMMARIES.items():
+        usage = f"oslo-models {task} RECIPE.yaml [--key value ...]"
+        commands.add(task, recipes.run, summary, recipes.DESCRIPTIONS[task], usage=usage, allow_abbrev=False)
+
+    served = commands.add("serve", _serve, "answer over HTTP, as OpenAI's API does", serve.DESCRIPTION)
+    _add_sizes(served)
+    serve.add_arguments(served, _size)
+    return parser
+
+
+def _add_list(commands: _Commands) -> None:
+    listing = commands.add(
         "list",
         _list,
         "show the architectures and their classes",
@@ -106,7 +141,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     listing.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="show only these, such as gpt2")
 
-    inspect = add(
+
+def _add_checkpoint_commands(commands: _Commands) -> None:
+    """Add the commands that read and write checkpoints."""
+    inspect = commands.add(
         "inspect",
         _inspect,
         "show the content of a checkpoint and whether it is complete",
@@ -123,7 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--verify", action="store_true", help="compare every file with its recorded checksum")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON, for other programs")
 
-    merge = add(
+    merge = commands.add(
         "merge",
         _merge,
         "turn split files into one checkpoint for transformers",
@@ -137,7 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_input_and_output(merge)
 
-    reshard = add(
+    reshard = commands.add(
         "reshard",
         _reshard,
         "write a checkpoint as split files at other sizes",
@@ -153,7 +191,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_input_and_output(reshard)
     _add_sizes(reshard)
 
-    recovering = add(
+    recovering = commands.add(
         "recover",
         _recover,
         "finish a save that was interrupted",
@@ -165,28 +203,6 @@ def make_parser() -> argparse.ArgumentParser:
           oslo-models recover checkpoint/""",
     )
     recovering.add_argument("directory", metavar="DIR", type=Path, help="the checkpoint")
-
-    texts = add("preprocess", preprocess.run, "turn texts into a dataset of tokens", preprocess.DESCRIPTION)
-    texts.epilog = preprocess.EPILOG
-    preprocess.add_arguments(texts)
-
-    planned = add("plan", plan.run, "show the memory of each rank, and the sizes that fit", plan.DESCRIPTION)
-    planned.epilog = plan.EPILOG
-    plan.add_arguments(planned, _size, _sizes)
-
-    verified = add("verify", verify.run, "compare parallel ranks with one process", verify.DESCRIPTION)
-    verified.epilog = verify.EPILOG
-    _add_sizes(verified)
-    verify.add_arguments(verified, _size)
-
-    for task, summary in recipes.SUMMARIES.items():
-        usage = f"oslo-models {task} RECIPE.yaml [--key value ...]"
-        add(task, recipes.run, summary, recipes.DESCRIPTIONS[task], usage=usage, allow_abbrev=False)
-
-    served = add("serve", _serve, "answer over HTTP, as OpenAI's API does", serve.DESCRIPTION)
-    _add_sizes(served)
-    serve.add_arguments(served, _size)
-    return parser
 
 
 def _add_sizes(command: argparse.ArgumentParser) -> None:

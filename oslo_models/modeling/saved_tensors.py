@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,124 +37,180 @@ def as_saved(
     if not conversions:
         return tensors, dict(layouts), dict(tied)
 
-    def rename(name: str) -> str:
-        (saved,) = conversions.revert({name: torch.empty(0)})
-        return str(saved)
+    parts = {saved: (part, layout) for saved, part, layout in _parts(model, conversions, tensors, layouts)}
+    sharded = {saved: layout for saved, (_, layout) in parts.items()}
+    renamed = {_renamed(conversions, name): _renamed(conversions, source) for name, source in tied.items()}
+    return _SavedTensors(tensors, {saved: part for saved, (part, _) in parts.items()}), sharded, renamed
 
+
+def _renamed(conversions: Conversions, name: str) -> str:
+    (saved,) = conversions.revert({name: torch.empty(0)})
+    return str(saved)
+
+
+def _parts(
+    model: ShardedModel, conversions: Conversions, names: Iterable[str], layouts: Mapping[str, Layout]
+) -> Iterator[tuple[str, _Part, Layout]]:
+    """Yield the name, the part and the layout of each saved tensor."""
     shapes = {name: layout.shape for name, layout in layouts.items()}
     stacks, joined = expert_pieces(model, shapes), concatenated_parts(model, shapes)
-    chunked = {
-        saved: chunks
-        for saved, chunks in chunked_names(model, layouts).items()
-        if len({layouts[chunk].dim for chunk in chunks}) == 1  # else they stay separate, which transformers also loads
-    }
     alternating, merged = interleaved_names(model, layouts), merged_parts(model, shapes)
-    padded = padded_names(model, layouts)
-    inside = {part for parts in chunked.values() for part in parts}
-    places: dict[str, _Place] = {}
-    sharded = {}
-    for saved, chunks in chunked.items():
-        places[saved], sharded[saved] = _Place(chunks[0], others=tuple(chunks[1:])), _together(layouts, chunks)
-    for name in tensors:
+    padded, inside = padded_names(model, layouts), set[str]()
+    for saved, chunks in chunked_names(model, layouts).items():
+        if len({layouts[chunk].dim for chunk in chunks}) == 1:  # else they stay separate, which transformers also loads
+            yield saved, _Joined(tuple(chunks)), _together(layouts, chunks)
+            inside.update(chunks)
+    for name in names:
+        layout = layouts[name]
+        rank = 0 if model.mesh is None else model.mesh.rank_in(layout)
         if name in inside:
             continue
         if name in joined:
-            for index, part in enumerate(joined[name]):
-                sharded[part], rows = _of_part(layouts[name], index, len(joined[name]), model.mesh)
-                places[part] = _Place(name, rows=rows)
-            continue
-        if name in alternating:
-            saved = alternating[name]
-            places[saved], sharded[saved] = _Place(name, alternates=True), _alternating(layouts[name])
-            continue
-        if name in merged:
+            for index, saved in enumerate(joined[name]):
+                of_part, rows = _of_part(layout, index, len(joined[name]), rank)
+                yield saved, _Rows(name, rows), of_part
+        elif name in alternating:
+            yield alternating[name], _Alternating(name), _alternating(layout)
+        elif name in merged:
             for saved, empty in merged[name][1].items():
-                places[saved], sharded[saved] = _Place(name, split=conversions), Layout(tuple(empty.shape))
-            continue
-        if name in padded:
-            rows = model.config.get_text_config().vocab_size
-            rank = 0 if model.mesh is None else model.mesh.rank_in(layouts[name])
-            sharded[rename(name)], added = _padded(layouts[name], rows, rank)
-            places[rename(name)] = _Place(name, added=added)
-            continue
-        if name not in stacks:
-            saved = rename(name)
-            places[saved], sharded[saved] = _Place(name), layouts[name]
-            continue
-        parts = 1 + max(piece.part for piece in stacks[name])
-        rank = 0 if model.mesh is None else model.mesh.rank_in(layouts[name])
-        first = layouts[name].first_of(rank)
-        for piece in stacks[name]:
-            sharded[piece.name] = layout = _of_piece(layouts[name], piece.expert, parts)
-            shape = layout.local_shape(rank)
-            places[piece.name] = _Place(name, piece.expert - first, piece.part, parts, shape)
-    return _SavedTensors(tensors, places), sharded, {rename(name): rename(source) for name, source in tied.items()}
+                yield saved, _Split(name, saved, conversions), Layout(tuple(empty.shape))
+        elif name in padded:
+            full, added = _padded(layout, model.config.get_text_config().vocab_size, rank)
+            yield _renamed(conversions, name), _Padded(name, added), full
+        elif name in stacks:
+            parts, first = 1 + max(piece.part for piece in stacks[name]), layout.first_of(rank)
+            for piece in stacks[name]:
+                of_piece = _of_piece(layout, piece.expert, parts)
+                own = _Matrix(name, piece.expert - first, piece.part, parts, of_piece.local_shape(rank))
+                yield piece.name, own, of_piece
+        else:
+            yield _renamed(conversions, name), _Whole(name), layout
+
+
+class _Part(Protocol):
+    """Computes a saved tensor from this rank's tensors of the model."""
+
+    def of(self, tensors: _LatestTensors) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Locates a saved tensor in the model's tensors.
+class _Whole:
+    name: str
+
+    def of(self, tensors: _LatestTensors) -> Tensor:
+        return tensors[self.name]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of the local tensor."""
+
+    name: str
+    rows: Range
+
+    def of(self, tensors: _LatestTensors) -> Tensor:
+        return tensors[self.name][slice(*self.rows)]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Concatenation of several tensors."""
+
+    names: tuple[str, ...]
+
+    def of(self, tensors: _LatestTensors) -> Tensor:
+        return torch.cat([tensors[name] for name in self.names])
+
+
+@dataclass(frozen=True)
+class _Alternating:
+    """Tensor with alternating rows of its two halves."""
+
+    name: str
+
+    def of(self, tensors: _LatestTensors) -> Tensor:
+        return tensors[self.name].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """One of the tensors from which transformers merges a tensor."""
+
+    name: str
+    saved: str
+    conversions: Conversions
+
+    def of(self, tensors: _LatestTensors) -> Tensor:
+        return self.conversions.revert({self.name: tensors[self.name]})[self.saved]
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """Tensor with ``added`` rows of zeros at its end."""
+
+    name: str
+    added: int
+
+    def of(self, tensors: _LatestTensors) -> Tensor:
+        local = tensors[self.name]
+        return torch.cat([local, local.new_zeros(self.added, *local.shape[1:])]) if self.added else local
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Matrix of an expert in a stack.
 
     Attributes:
-        name: the tensor of the model, or the stack that contains the matrix.
+        name: the stack.
         expert: the expert's index in the local stack. Another rank holds experts with indices outside of the stack.
-            ``None`` if the tensor is not stacked.
         part: the index of the matrix among the expert's ``parts`` matrices.
         shape: the local shape, which is empty if another rank holds the expert.
-        rows: the rows of the local tensor, if only a part of it is saved under this name.
-        others: the tensors that are concatenated after this one.
-        alternates: whether the rows of the tensor's two halves are interleaved.
-        added: the number of rows of zeros after the local tensor.
-        split: the conversions that split the tensor, if it is merged from several.
     """
 
     name: str
-    expert: int | None = None
-    part: int = 0
-    parts: int = 1
-    shape: tuple[int, ...] = ()
-    rows: Range | None = None
-    others: tuple[str, ...] = ()
-    alternates: bool = False
-    added: int = 0
-    split: Conversions | None = None
+    expert: int
+    part: int
+    parts: int
+    shape: tuple[int, ...]
+
+    def of(self, tensors: _LatestTensors) -> Tensor:
+        stack = tensors.stack(self.name)
+        if not 0 <= self.expert < len(stack):
+            return stack.new_empty(self.shape)
+        rows = stack.shape[1] // self.parts
+        return stack[self.expert, self.part * rows : (self.part + 1) * rows]
 
 
-class _SavedTensors(Mapping[str, Tensor]):
-    """Maps saved names to a model's tensors. Caches only the latest stack."""
+class _LatestTensors:
+    """Tensors of the model, which may be read lazily. Keeps the latest stack, which many saved tensors are parts of."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], places: Mapping[str, _Place]) -> None:
-        self._tensors, self._places = tensors, places
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
         self._latest: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self._places[name]
-        if place.rows is not None:
-            return self._tensors[place.name][slice(*place.rows)]
-        if place.others:
-            return torch.cat([self._tensors[each] for each in (place.name, *place.others)])
-        if place.alternates:
-            return self._tensors[place.name].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        if place.split is not None:
-            return place.split.revert({place.name: self._tensors[place.name]})[name]
-        if place.added:
-            local = self._tensors[place.name]
-            return torch.cat([local, local.new_zeros(place.added, *local.shape[1:])])
-        if place.expert is None:
-            return self._tensors[place.name]
-        if self._latest is None or self._latest[0] != place.name:
-            self._latest = place.name, self._tensors[place.name]
-        stack = self._latest[1]
-        if not 0 <= place.expert < len(stack):
-            return stack.new_empty(place.shape)
-        rows = stack.shape[1] // place.parts
-        return stack[place.expert, place.part * rows : (place.part + 1) * rows]
+        return self._tensors[name]
+
+    def stack(self, name: str) -> Tensor:
+        if self._latest is None or self._latest[0] != name:
+            self._latest = name, self._tensors[name]
+        return self._latest[1]
+
+
+class _SavedTensors(Mapping[str, Tensor]):
+    """Maps saved names to tensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], parts: Mapping[str, _Part]) -> None:
+        self._tensors, self._parts = _LatestTensors(tensors), parts
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name].of(self._tensors)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._parts)
 
 
 def _of_piece(stack: Layout, expert: int, parts: int) -> Layout:
@@ -173,7 +229,7 @@ def _of_piece(stack: Layout, expert: int, parts: int) -> Layout:
     return Layout(shape, stack.dim - 1, own)
 
 
-def _of_part(whole: Layout, index: int, parts: int, mesh: Any) -> tuple[Layout, Range]:
+def _of_part(whole: Layout, index: int, parts: int, rank: int) -> tuple[Layout, Range]:
     """Return the layout and the local rows of one of the ``parts``, which transformers saves in equal sizes."""
     size = -(-whole.shape[0] // parts)
     first, last = index * size, min((index + 1) * size, whole.shape[0])
@@ -184,7 +240,7 @@ def _of_part(whole: Layout, index: int, parts: int, mesh: Any) -> tuple[Layout, 
         tuple((max(a, first) - first, min(b, last) - first) for a, b in ranges if a < last and b > first)
         for ranges in whole.ranges
     ]
-    local = whole.ranges[0 if mesh is None else mesh.rank_in(whole)]
+    local = whole.ranges[rank]
     start, stop = (sum(max(min(b, end) - a, 0) for a, b in local) for end in (first, last))
     return Layout(shape, 0, tuple(ranges or ((0, 0),) for ranges in own)), (start, stop)
 
