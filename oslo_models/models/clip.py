@@ -34,7 +34,8 @@ class CLIPParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         embed: dict[str, Replicated] = {}
-        blocks, head, positions = {}, {}, {}
+        head: dict[str, Replicated] = {}
+        blocks, positions = {}, {}
         for encoder, path in cls.encoders.items():
             own = getattr(config, encoder.replace("model", "config"), config)
             heads = heads_of(own)
