@@ -86,7 +86,7 @@ class _Auto:
         config = kwargs.get("config") or cls._config_of(pretrained_model_name_or_path, known)
         zoo_class = cls._class_with_plan(config, kwargs.get("plan"))
         if "config" in kwargs:
-            kwargs["config"] = _config_for(zoo_class, config)
+            kwargs["config"] = config_for(zoo_class, config)
         return zoo_class.from_pretrained_with_parallel(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
@@ -103,10 +103,10 @@ class _Auto:
     def from_config_with_parallel(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
         """Call `ParallelModel.from_config_with_parallel` of the class for ``config``."""
         zoo_class = cls._class_with_plan(config, kwargs.get("plan"))
-        return zoo_class.from_config_with_parallel(_config_for(zoo_class, config), *args, **kwargs)
+        return zoo_class.from_config_with_parallel(config_for(zoo_class, config), *args, **kwargs)
 
 
-def _config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+def config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the text configuration of a multimodal configuration if the class has no other part of the model."""
     text = config.get_text_config()
     return text if isinstance(text, cls.config_class) and not isinstance(config, cls.config_class) else config

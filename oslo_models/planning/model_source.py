@@ -8,6 +8,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from oslo_models import registry
+from oslo_models.auto import AutoModelForCausalLM, config_for
 from oslo_models.checkpoint import current_folder
 from oslo_models.config.sources import auto_config, copy_config, read_raw
 
@@ -28,6 +29,9 @@ def find_model(model: Any) -> tuple[Any, PreTrainedConfig]:
     if isinstance(model, PreTrainedModel):
         return _class_of(type(model).__name__, model.config), model.config
     config = model if isinstance(model, PreTrainedConfig) else read_config(model)
+    if config.model_type not in registry.ARCHITECTURES and config.get_text_config() is not config:
+        cls = AutoModelForCausalLM.class_for(config)  # of a multimodal model, the text model
+        return cls, copy_config(cls, config_for(cls, config))
     names = config.architectures or [_likely_class(config)]
     cls = _class_of(names[0], config)
     return cls, copy_config(cls, config)

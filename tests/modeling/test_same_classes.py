@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 
 import oslo_models
 from oslo_models import registry
+from oslo_models.planning.model_source import find_model
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -83,7 +84,9 @@ def test_auto_class_finds_the_text_model_of_each_multimodal_type() -> None:
     for kind in registry.ARCHITECTURES:
         whole = kind.removesuffix("_text")
         if whole not in registry.ARCHITECTURES and of_text.get(whole) in registry.names(kind):
-            found[whole] = oslo_models.AutoModelForCausalLM.class_for(CONFIG_MAPPING[whole]()).__name__
+            config = CONFIG_MAPPING[whole]()
+            found[whole] = oslo_models.AutoModelForCausalLM.class_for(config).__name__
+            assert find_model(config)[0].__name__ == found[whole]
     assert found.items() <= of_text.items()
     assert {"qwen3_5", "qwen3_5_moe", "llama4"} <= found.keys()
 
