@@ -60,7 +60,7 @@ class PretrainArguments:
 
 
 def dataclasses_of(task: str) -> tuple[Any, ...]:
-    """Return the dataclasses with the keys of a command. They are the ones of TRL's command of the same name.
+    """Return the dataclasses with the keys of a command, as in TRL's command of the same name.
 
     Raises:
         ImportError: TRL or datasets is not installed.
