@@ -13,7 +13,8 @@ from oslo_models.keep_alive import keep_alive
 
 MOST_EARLY = 1 << 16
 """Limit of bytes that a client sends after a request, before the answer is complete."""
-
+MOST_HEADERS = 1 << 16
+"""Limit of bytes in the headers of a request."""
 MOST_CHUNKS, LEAST_CHUNK = 1024, 256
 """Limit of chunks in a body, if they have fewer bytes than this on average."""
 _COMPLETE = (h11.DONE, h11.MUST_CLOSE)
@@ -69,7 +70,7 @@ class _LimitedConnection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _BoundedChunks(h11.SERVER, self.conn._max_incomplete_event_size)
+        self.conn = _BoundedChunks(h11.SERVER, self.config.h11_max_incomplete_event_size or MOST_HEADERS)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._early = b""
 
