@@ -13,6 +13,7 @@ from oslo_models.recipes.checks import (
     model_class,
     reward_functions,
 )
+from oslo_models.recipes.memory import gpu_memory, plan_sizes
 from oslo_models.recipes.parsing import Recipe, build, parse
 from oslo_models.recipes.record import check_record
 from oslo_models.recipes.rows import load_rows
@@ -38,6 +39,8 @@ def run(task: str, argv: Sequence[str]) -> None:
     from oslo_models.recipes.launching import launch
 
     size = ["--tensor_parallel_size", str(sizes.tensor), "--devices", str(sizes.devices)]
+    if sizes.shares:
+        size += ["--tensor_parallel_shares", *map(str, sizes.shares)]
     launch(WORKER, [task, *argv, *size], sizes, recipe.parallel.rdzv_endpoint, output_folder(recipe))
 
 
@@ -52,7 +55,7 @@ def check(task: str, argv: Sequence[str]) -> tuple[Recipe, Sizes]:
     recipe = parse(task, argv)
     check_values(recipe)
     cls, config = model_class(recipe)
-    sizes = choose_sizes(recipe.parallel, cls, config, gpu_count())
+    sizes = choose_sizes(recipe.parallel, cls, config, gpus := gpu_count())
     build(recipe, for_checks=True)
     check_training(recipe)
     if task == "grpo":
@@ -63,6 +66,8 @@ def check(task: str, argv: Sequence[str]) -> tuple[Recipe, Sizes]:
         from oslo_models.recipes.pretraining import load_samples
 
         load_samples(recipe)
+    if gpus and sizes.nnodes == 1 and (devices := gpu_memory()) is not None:
+        sizes = plan_sizes(recipe, sizes, cls, config, devices)
     check_record(recipe, sizes, output_folder(recipe))
     return recipe, sizes
 

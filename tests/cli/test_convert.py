@@ -34,12 +34,20 @@ def require_same(directory: Path, expected: dict[str, Tensor]) -> None:
 
 
 def test_reshard_and_merge_keep_every_bit(
-    whole: tuple[Path, dict[str, Tensor]], tmp_path: Path, warm_launchers: None
+    whole: tuple[Path, dict[str, Tensor]],
+    tmp_path: Path,
+    warm_launchers: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     directory, expected = whole
     split, merged, binary = tmp_path / "split", tmp_path / "merged", tmp_path / "binary"
-    assert main(["reshard", str(directory), str(split), "--tensor-parallel-size", "2"]) == 0
-    assert {path.name for path in split.glob("*.bin")} == {f"pytorch_model_tp={tp}_pp=0.bin" for tp in range(2)}
+    sizes = ["--tensor-parallel-size", "2", "--tensor-parallel-shares", "1,3"]
+    assert main(["reshard", str(directory), str(split), *sizes]) == 0
+    files = {path.name: path.stat().st_size for path in split.glob("*.bin")}
+    assert files.keys() == {f"pytorch_model_tp={tp}_pp=0.bin" for tp in range(2)}
+    assert files["pytorch_model_tp=0_pp=0.bin"] < files["pytorch_model_tp=1_pp=0.bin"]
+    assert main(["inspect", str(split)]) == 0
+    assert "pipeline_parallel_size=1, tensor_parallel_shares=[1, 3]" in capsys.readouterr().out
     assert main(["merge", str(split), str(merged)]) == 0
     require_same(merged, expected)
     assert main(["merge", str(split), str(binary), "--format", "bin"]) == 0

@@ -1,0 +1,45 @@
+"""The memory of a recipe is planned before processes start: sizes that fit are chosen, others are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import oslo_models
+from oslo_models.planning.memory import Estimate
+from oslo_models.planning.sizes import FREE, Devices
+from oslo_models.recipes.checks import model_class
+from oslo_models.recipes.memory import job_of, plan_sizes
+from oslo_models.recipes.parsing import parse
+from oslo_models.recipes.sizes import Sizes, choose_sizes
+
+from support.recipes import write_model, write_recipe
+
+
+def _planned(recipe: Path, devices: tuple[int, ...], *flags: str) -> Sizes:
+    parsed = parse("sft", [str(recipe), *flags])
+    cls, config = model_class(parsed)
+    sizes = choose_sizes(parsed.parallel, cls, config, gpus=len(devices))
+    return plan_sizes(parsed, sizes, cls, config, Devices(devices))
+
+
+def _device(found: Estimate) -> int:
+    """Return the memory of a device on which every rank just fits."""
+    return int(found.largest.total * 1.001 / (1 - FREE)) + 1
+
+
+def test_sizes_that_fit_are_chosen_and_others_refused(tmp_path: Path, seed: int) -> None:
+    write_model(tmp_path, seed)
+    recipe = write_recipe(tmp_path, "sft", seed, max_length=32)
+    parsed = parse("sft", [str(recipe)])
+    cls, config = model_class(parsed)
+    job = job_of(parsed, cls, config)
+    assert (job.task, job.batch, job.length) == ("full", 4, 32)
+
+    even = _device(oslo_models.estimate(config, "full", 2, 1, 4, 32))
+    assert _planned(recipe, (even, even)).tensor == 2
+    with pytest.raises(ValueError, match=r"per_device_train_batch_size=4 does not fit: .*; tensor_parallel_size=2"):
+        _planned(recipe, (even, even), "--tensor_parallel_size", "1")
+    with pytest.raises(ValueError, match=r"does not fit: .* would$"):
+        _planned(recipe, (1000, 1000))
