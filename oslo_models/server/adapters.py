@@ -52,9 +52,9 @@ def check_adapters(kind: type[Any], config: Any, adapters: Mapping[str, Path]) -
         except ImportError:
             raise
         except Exception as error:
-            kind = "" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: "
+            cause = "" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: "
             raise ValueError(
-                f"--adapter {name}={folder} does not fit this {config.model_type} model: {kind}{error}"
+                f"--adapter {name}={folder} does not fit this {config.model_type} model: {cause}{error}"
             ) from error
 
 

@@ -62,8 +62,8 @@ def _parse(kind: type[Body], data: bytes) -> Body:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
-        error = "the body is not JSON; send a JSON object with the header Content-Type: application/json"
-        raise RequestError(400, error) from None
+        message = "the body is not JSON; send a JSON object with the header Content-Type: application/json"
+        raise RequestError(400, message) from None
     try:
         return kind.model_validate(value)
     except ValidationError as error:
