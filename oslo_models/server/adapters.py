@@ -55,9 +55,9 @@ def check_adapters(kind: type[Any], config: Any, adapters: Mapping[str, Path]) -
         except ImportError:
             raise
         except Exception as error:
-            raised = "" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: "
+            cause = "" if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: "
             raise ValueError(
-                f"--adapter {name}={folder} does not fit this {config.model_type} model: {raised}{error}"
+                f"--adapter {name}={folder} does not fit this {config.model_type} model: {cause}{error}"
             ) from error
 
 
