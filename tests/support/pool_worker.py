@@ -161,8 +161,9 @@ class _Pickler(pickle.Pickler):
         parameter = isinstance(obj, torch.nn.Parameter)
         if obj.is_meta:
             return _tensor, (None, obj.dtype, tuple(obj.shape), parameter, obj.requires_grad)
-        flat = obj.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().tobytes()
+        with torch._C.DisableTorchFunctionSubclass():  # a shard is sent as its local tensor
+            flat = obj.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            data = flat.view(torch.uint8).numpy().tobytes()
         return _tensor, (data, obj.dtype, tuple(obj.shape), parameter, obj.requires_grad)
 
 
