@@ -1207,7 +1207,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2PreTrainedModel as Olm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3PreTrainedModel as Olmo3PreTrainedModel
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridPreTrainedModel as OlmoHybridPreTrainedModel
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel as OlmoePreTrainedModel
-from transformers.models.omniasr_ctc.modeling_omniasr_ctc import OmniASRPreTrainedModel as OmniASRPreTrainedModel
+from transformers.models.omniasr_ctc.modeling_omniasr_ctc import OmniASRCTCPreTrainedModel as OmniASRCTCPreTrainedModel
 from transformers.models.openai.modeling_openai import OpenAIGPTPreTrainedModel as OpenAIGPTPreTrainedModel
 from transformers.models.opt.modeling_opt import OPTPreTrainedModel as OPTPreTrainedModel
 from transformers.models.pegasus.modeling_pegasus import PegasusPreTrainedModel as PegasusPreTrainedModel

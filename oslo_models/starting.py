@@ -21,6 +21,13 @@ def python_module(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", _RUN, module, *arguments]
 
 
+def python_code(code: str) -> list[str]:
+    """Return a command that runs ``code`` without the working directory on its import path."""
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-c", code]
+    return [sys.executable, "-c", f"import sys; del sys.path[0]\n{code}"]
+
+
 def launch_command(ranks: int, module: str, *arguments: str) -> list[str]:
     """Return a command that runs a module in ``ranks`` processes on this machine, started by torchrun."""
     launcher = python_module("torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--no-python")

@@ -28,7 +28,10 @@ def free_memory(device: torch.device) -> int | None:
     The processes of a host share the memory of its CPUs.
     """
     if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
+        try:
+            free: int = torch.cuda.mem_get_info(device)[0]
+        except (AssertionError, RuntimeError):  # no driver answers
+            return None
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -130,7 +130,7 @@ class FailureDiagnosis:
 def _describe(rank: int, status: Status, problem: str) -> str:
     if "pid" not in status:
         return f"rank {rank} {problem} at all"
-    if status["raised"]:
+    if status.get("raised"):
         problem = f"{status['raised']}; it {problem}" if problem else status["raised"]
     age = max(0.0, time.time() - status["time"])
     where = f"{status['phase']}, since {status['phase_seconds']:.1f} s"

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import OmniASRCTCConfig
 from transformers.models.omniasr_ctc import modeling_omniasr_ctc as hf
+from transformers.models.omniasr_ctc.modeling_omniasr_ctc import OmniASRCTCPreTrainedModel
 
 from oslo_models.layers.entries import Norm, Plan, Replicated
 from oslo_models.modeling.base import ParallelModel

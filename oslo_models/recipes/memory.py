@@ -13,6 +13,7 @@ from oslo_models.planning.memory import GIB, estimate_job
 from oslo_models.planning.sizes import FREE, Devices, choose_sizes, sizes_of
 from oslo_models.recipes.parsing import Recipe
 from oslo_models.recipes.sizes import Sizes
+from oslo_models.starting import python_code
 
 DEFAULT_LENGTH = 1024
 ROWS_PER_SAMPLE = {"dpo": 2}
@@ -28,7 +29,7 @@ def gpu_memory() -> Devices | None:
 
     A short process reads it, since this one should hold no memory of a GPU.
     """
-    done = subprocess.run([sys.executable, "-c", _READ], capture_output=True, text=True, check=False)
+    done = subprocess.run(python_code(_READ), capture_output=True, text=True, check=False)
     sizes = json.loads(done.stdout.splitlines()[-1]) if not done.returncode and done.stdout else []
     return Devices(tuple(sizes)) if sizes else None
 

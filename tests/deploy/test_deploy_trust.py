@@ -301,8 +301,10 @@ def exchange(mark: Path, keys: list[bytes | None], forges: bool) -> str:
             patch.setattr(object_exchange, "_signed", lambda rank, value: bytes(32) + pickle.dumps(value))
         found = object_exchange.gather_objects(axis, Attack(mark) if forges and axis.rank == 1 else axis.rank)
         return str(found)
-    except (object_exchange.ForgedObjectError, pickle.UnpicklingError) as error:  # the latter without a key
+    except object_exchange.ForgedObjectError as error:
         return str(error)
+    except Exception as error:  # noqa: BLE001  without a key, a signature is read as a pickle
+        return f"{type(error).__name__} without a key" if keys[axis.rank] is None else repr(error)
     finally:
         patch.undo()
         object_exchange._keys.clear()

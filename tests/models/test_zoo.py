@@ -410,7 +410,7 @@ def test_newer_model_types_are_left_out_and_named_in_errors(monkeypatch: pytest.
     with pytest.raises(AttributeError, match=f"oslo_models cannot import BailingHybridForCausalLM: {needed}"):
         registry.find("BailingHybridForCausalLM")
     assert registry.needed_release("llama") == ""
-    config = types.SimpleNamespace(model_type="bailing_hybrid")
+    config = types.SimpleNamespace(model_type="bailing_hybrid", get_text_config=lambda: config)
     with pytest.raises(ValueError, match=f"AutoModelForCausalLM: {needed}"):
         AutoModelForCausalLM.class_for(config)
     with pytest.raises(ValueError, match=needed):
