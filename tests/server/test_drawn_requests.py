@@ -410,8 +410,9 @@ def run_requests(seed: int, worlds: int, requests: int) -> None:
                 raise
 
 
-def test_drawn_requests_get_the_answers_of_transformers(seed: int) -> None:
-    run_requests(seed, 4, 6)
+def test_drawn_requests_get_the_answers_of_transformers() -> None:
+    """These requests are the same in each run. The next test draws others for each commit, and finds mistakes."""
+    run_requests(1, 4, 6)
 
 
 @pytest.mark.zoo
