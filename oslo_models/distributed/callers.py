@@ -272,6 +272,21 @@ def computes_in_deepspeed() -> bool:
     return frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed.")
 
 
+# TRL ------------------------------------------------------------------------------------------------------------------
+
+
+def computes_hash() -> bool:
+    """Return whether TRL hashes the weights of a model, to name a dataset that it computes with them.
+
+    Each rank hashes its shards. A rank finds its own dataset again with the same shards.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _is_override(frame):
+        frame = frame.f_back
+    names = None if frame is None else (frame.f_globals.get("__name__"), frame.f_code.co_name)
+    return names == ("trl.trainer.utils", "hash_module")
+
+
 # peft -----------------------------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ __array_wrap__ __complex__ __deepcopy__ __dlpack__ __dlpack_device__ __float__ _
 __long__ __bool__ __nonzero__ __len__ __repr__ __reduce_ex__ __setstate__ __hash__ _is_view backward
 const_data_ptr data_ptr dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous
 is_distributed is_floating_point is_inference is_neg is_nonzero is_pinned is_quantized is_same_size is_set_to is_shared
-is_signed item module_load ndimension nelement numel numpy pin_memory record_stream register_hook
+is_signed item module_load ndimension nelement numel pin_memory record_stream register_hook
 register_post_accumulate_grad_hook requires_grad_ resize_ retain_grad set_ share_memory_ size sparse_dim dense_dim
 storage storage_offset storage_type stride untyped_storage as_subclass new_empty new_zeros new_ones new_full
 new_tensor new_empty_strided _nested_tensor_size _typed_storage _make_subclass _has_compatible_shallow_copy_type

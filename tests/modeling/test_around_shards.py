@@ -234,6 +234,7 @@ class Centred(nn.Module):
 
 REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "full parameter": ("a full tensor was assigned", lambda model: setattr(model.lm_head, "weight", full_head(model))),
+    "array": (r"numpy of a shard \(", lambda model: model.lm_head.weight.detach().numpy()),
     "list": (r"tolist of a shard \(", lambda model: model.state_dict()["lm_head.weight"].tolist()),
     "element": (r"contains of a shard \(", lambda model: 0.5 in model.lm_head.weight),
     "batches": ("continuous batching .* a sharded LlamaForCausalLM", lambda model: model.generate_batch([[1, 2]])),

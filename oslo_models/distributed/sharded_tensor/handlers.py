@@ -58,6 +58,7 @@ HANDLERS |= {
     Tensor.register_hook: operations.register_hook,
     Tensor.device.__get__: operations.device,
     Tensor.data.__get__: operations.cast_values,  # type: ignore[attr-defined]
+    Tensor.numpy: operations.as_array,
     Tensor.data.__set__: operations.set_data,  # type: ignore[attr-defined]
     torch.chunk: operations.chunk,
     Tensor.size: operations.size,
