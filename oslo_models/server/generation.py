@@ -102,9 +102,13 @@ class AnswerGenerator:
         call = partial(self._generate, job, cancellation, streamer)
         return asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    def _new_tokens(self, job: GenerationJob, out_BL: torch.Tensor) -> tuple[list[int], str]:
-        """Return the new tokens without a final stop token, and the finish reason."""
-        new = out_BL[0, 1 if self.model.config.is_encoder_decoder else len(job.ids) :].tolist()
+    def _generated(self, job: GenerationJob, out_BL: torch.Tensor) -> list[int]:
+        """Return the generated tokens, with a final stop token."""
+        new: list[int] = out_BL[0, 1 if self.model.config.is_encoder_decoder else len(job.ids) :].tolist()
+        return new
+
+    def _ended(self, job: GenerationJob, new: list[int]) -> tuple[list[int], str]:
+        """Return generated tokens without a final stop token, and the finish reason."""
         self.metrics.count("generated_tokens_total", len(new))
         if new and new[-1] in job.stop_tokens:
             return new[:-1], "stop"
@@ -120,13 +124,14 @@ class AnswerGenerator:
             return full
         cancellation = Cancellation()
         try:
-            new, full.finish = self._new_tokens(job, await self.start(job, cancellation))
+            generated = self._generated(job, await self.start(job, cancellation))
         except asyncio.CancelledError:
             self.metrics.count("cancelled_calls_total")
             raise
         finally:
             cancellation.cancel()
-        full.tokens = len(new)
+        new, full.finish = self._ended(job, generated)
+        full.tokens = len(generated)
         full.content = decode_after(self.tokenizer, job.context, new, job.skip_special_tokens)
         if job.chat and (items := self._source.items(job)).parses:
             _parse(full, [*items.feed(self.tokenizer.decode(new)), *items.finish()], job.single_tool)
@@ -149,7 +154,7 @@ class AnswerGenerator:
         try:
             while (piece := await queue.get()) is not None:
                 yield piece
-            last = reader.last(None if reader.stopped else self._new_tokens(job, await result))
+            last = reader.last(None if reader.stopped else self._ended(job, self._generated(job, await result)))
             complete = True
             yield last
         finally:

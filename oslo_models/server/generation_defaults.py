@@ -65,6 +65,11 @@ class GenerationDefaults:
             raise ValueError(f"the model's generation_config has stop_strings={stops!r:.80}, which are no texts")
         if not (isinstance(beams := self._value("num_beams") or 1, int) and beams <= MOST_BEAMS):
             raise ValueError(f"the model's generation_config has num_beams={beams!r:.80}; the limit is {MOST_BEAMS}")
+        if self._value("use_cache") is False and (size := self._value("prefill_chunk_size")):
+            raise ValueError(
+                f"the model's generation_config has prefill_chunk_size={size!r:.80} and use_cache=False, and chunks "
+                "need a cache: remove one of them"
+            )
         self.max_new_tokens: int | None = self._value("max_new_tokens")
 
     def _value(self, name: str) -> Any:

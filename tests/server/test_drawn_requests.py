@@ -160,6 +160,8 @@ def defaults(rng: random.Random) -> dict[str, Any]:
             **{"stop_strings": (0.1, ["e", ["e", "in"], ["ret"]])},
         },
     )
+    if "use_cache" in made:
+        made.pop("prefill_chunk_size", None)  # the server does not start
     return {**made, **({"num_return_sequences": 2} if made.get("do_sample") and rng.random() < 0.2 else {})}
 
 
@@ -303,6 +305,7 @@ class World:
         self, path: str, body: dict[str, Any], ids: list[int], seed: int, settings: GenerationConfig
     ) -> dict[str, Any]:
         self.model.begin((body.get("frequency_penalty", 0), body.get("presence_penalty", 0)))
+        settings.prefill_chunk_size = None  # `Reference` takes each call for a token
         self.model.generation_config = copy.deepcopy(settings)
         torch.manual_seed(seed)
         ids_BL = torch.tensor([ids])
@@ -314,6 +317,8 @@ class World:
             new, finish = new[:-1], "stop"
         continues = path == "/v1/completions" or body.get("continue_final_message")
         context = ids if continues and not self.is_encoder_decoder else []
+        if self.decode(context, body).endswith("\N{REPLACEMENT CHARACTER}"):
+            context = []  # the prompt ends inside a character, so the answer is decoded by itself
         decoded = [self.decode([*context, *new[:length]], body) for length in range(len(new) + 1)]
         text = decoded[-1][len(decoded[0]) :]
         for length, whole in enumerate(decoded[1:], start=1):
@@ -410,9 +415,8 @@ def run_requests(seed: int, worlds: int, requests: int) -> None:
                 raise
 
 
-def test_drawn_requests_get_the_answers_of_transformers() -> None:
-    """These requests are the same in each run. The next test draws others for each commit, and finds mistakes."""
-    run_requests(1, 4, 6)
+def test_drawn_requests_get_the_answers_of_transformers(seed: int) -> None:
+    run_requests(seed, 4, 6)
 
 
 @pytest.mark.zoo

@@ -73,7 +73,11 @@ def test_expressions_with_repeated_repeats_are_slow(pattern: str, expected: bool
 
 
 @pytest.mark.parametrize(
-    "values", [{"num_beams": 10**6}, {"num_beams": "x"}, {"stop_strings": 5}, {"stop_strings": [5]}]
+    "values",
+    [
+        *({"num_beams": 10**6}, {"num_beams": "x"}, {"stop_strings": 5}, {"stop_strings": [5]}),
+        {"prefill_chunk_size": 3, "use_cache": False},
+    ],
 )
 def test_defaults_that_requests_may_not_have_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"generation_config has {next(iter(values))}="):

@@ -144,6 +144,18 @@ def test_ways_of_decoding_that_the_server_lacks_are_refused_before_it_answers(na
         GenerationDefaults(config)
 
 
+def test_a_final_stop_token_is_counted_whatever_way_the_answer_takes() -> None:
+    words = tokenizer()
+    local = small_model(words)
+    ids = torch.tensor([words.encode("class")])
+    first = int(local.model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1])
+    app = application(local, words, "local")
+    given = {"model": "local", "prompt": "class", "max_tokens": 6, "temperature": 0, "stop_token_ids": [first]}
+    for more in ({}, {"logprobs": 1}, {"stop": "never"}):
+        status, answer = post_json(app, "/v1/completions", {**given, **more})
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 1), more
+
+
 # Sampling -------------------------------------------------------------------------------------------------------------
 
 
