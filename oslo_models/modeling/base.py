@@ -36,6 +36,7 @@ from oslo_models.modeling.forward import (
     with_full_stage_outputs,
     with_synchronized_rng,
 )
+from oslo_models.modeling.full_state import take_part
 from oslo_models.modeling.fusing import FusableModel
 from oslo_models.modeling.initialization import SeededByName, initialize_computed, initialize_whole
 from oslo_models.modeling.original_class import original_class
@@ -159,6 +160,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             tensors = (*self.named_parameters(remove_duplicate=False), *self.named_buffers())
             full_names = {name: self.stage.full_names.get(name, name) for name, _ in tensors}
             self.layouts = {name: self.layouts[full] for name, full in full_names.items() if full in self.layouts}
+        self.register_load_state_dict_pre_hook(take_part)
         self.sharded_layers = ShardedLayers(self) if mesh.tp.size > 1 else None
         if mesh.tp.size > 1 and plan.max_ranks() is not None:
             self.attention_outputs = AttentionOutputs(self, mesh.tp, plan)

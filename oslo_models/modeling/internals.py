@@ -24,6 +24,7 @@ class ParallelModelInternals(ShardedModel, Protocol):
 
     attention_outputs: AttentionOutputs | None
     check_inputs: InputCheck | None
+    full_layouts: dict[str, Layout]
     sharded_layers: ShardedLayers | None
     _full_class: type
     _fuses_ngrams_by_default: bool

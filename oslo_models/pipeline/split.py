@@ -23,6 +23,7 @@ from oslo_models.pipeline.boundaries import place_boundaries
 from oslo_models.pipeline.caches import CacheLayers
 from oslo_models.pipeline.partition import partition
 from oslo_models.pipeline.stage import Stack, Stage, hidden_size, stack_of
+from oslo_models.pipeline.stage_blocks import StageBlocks
 from oslo_models.sharding.layer_lists import layer_lists
 from oslo_models.sharding.layout import Layout, Range
 from oslo_models.sharding.model_protocol import TransformersModel
@@ -87,6 +88,9 @@ def split_stage(
     for stack, name in blocks:
         if stage_of[stack, name] != index:
             del model.get_submodule(prefix + stack)._modules[name]
+    for each in stacks:
+        if type(block_list := model.get_submodule(each.blocks)) is nn.ModuleList:
+            StageBlocks.mark(block_list, sum(f"{prefix}{of}" == each.blocks for of, _ in blocks))
     if not plan.pipeline.keeps_layer_numbers:
         _renumber_layers(model, plan, prefix)
     stage.counting_layer = _counting_layer(model.config, plan, ranges[index])

@@ -51,6 +51,7 @@ class StageRunner:
     def __init__(self, model: ShardedModel, stage: Stage, forward: Callable[..., Any]) -> None:
         self.model, self.stage, self._forward = model, stage, forward
         self._boundary_dropouts = [module for module in model.modules() if isinstance(module, BoundaryDropout)]
+        self._blocks = {stack.blocks: [*model.get_submodule(stack.blocks)._modules] for stack in stage.stacks}
         self.abandoned = self.is_running = False
         self._outputs: dict[int, Tensor] = {}
         self._router_logits: list[Tensor] = []
@@ -172,6 +173,7 @@ class StageRunner:
             The tensors to send, by the numbers of `outgoing`, and the output of the forward. On the last stage, this is
             the output of the model. On other stages, it is the output of the stack in which the stage ends.
         """
+        self._require_blocks()
         expected = {i: self.shape(batch, i) for i in self.outgoing(batch)}  # received tensors change the batch below
         batch, self._router_logits = dict(batch), []
         if not any(stack.is_local and not self._is_given(i, batch) for i, stack in enumerate(self.stage.stacks)):
@@ -198,6 +200,16 @@ class StageRunner:
                     f"the shape {shape}. Please report it, and use pipeline_parallel_size=1"
                 )
         return {i: tensors[i] for i in expected}, output
+
+    def _require_blocks(self) -> None:
+        """Raise ``RuntimeError`` if blocks were removed or added: the other stages would not know of it."""
+        for path, names in self._blocks.items():
+            if [*(found := self.model.get_submodule(path)._modules)] != names:
+                raise RuntimeError(
+                    f"{path} of {type(self.model).__name__} has the blocks {', '.join(found) or 'none'}, and stage "
+                    f"{self.stage.index} was created with {', '.join(names) or 'none'}: change the number of blocks in "
+                    "the configuration before the model is created, or use pipeline_parallel_size=1"
+                )
 
     def _require_received(self, arrived: Mapping[int, Tensor]) -> None:
         """Raise ``RuntimeError`` if the forward did not read the hidden states of the previous stage."""

@@ -459,3 +459,28 @@ def test_attentions_of_a_stack_called_by_itself_have_all_heads(pool: Pool, varia
     model = reference_model(name, config, seed, attn_implementation="eager").eval()
     ids = torch.arange(6)[None] + 5
     pool.run(2, check_stacks, name, config, full_parameters(model), ids, attentions(model, ids))
+
+
+# State dicts of the full model ----------------------------------------------------------------------------------------
+
+
+def check_full_state(name: str, config: Any, state: Weights, tp: int, pp: int) -> None:
+    model: Any = registry.find(name).from_config_with_parallel(config, tp, pp, seed=0, dtype=torch.float64)
+    for assign in (False, True):
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+        missing, unexpected = model.load_state_dict(state, strict=True, assign=assign)
+        assert not missing and not unexpected
+        assert not shard_differences(model, "weight", dict(model.named_parameters()), state, 0.0)
+    kept = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(kept)
+    assert not shard_differences(model, "weight", dict(model.named_parameters()), state, 0.0)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*another"):
+        model.load_state_dict({**state, "another.weight": torch.ones(2)})
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "t5", "mixtral"])
+def test_load_state_dict_takes_the_part_of_a_rank(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+    name, config, model, _, _ = of_one_process(seed, variant)
+    pool.run(tp * pp, check_full_state, name, config, dict(model.state_dict()), tp, pp)

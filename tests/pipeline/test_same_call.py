@@ -425,6 +425,66 @@ def test_hidden_states_that_a_replaced_embedding_would_ignore_are_refused(pool: 
     pool.run(2, replace_embeddings)
 
 
+def check_blocks() -> None:
+    config = zoo.config("llama", num_hidden_layers=4)
+    model: Any = registry.find("LlamaForCausalLM").from_config_with_parallel(config, 1, 2, seed=0)
+    layers, first = model.model.layers, 2 * model.stage.index
+    assert len(layers) == 2 and [*layers._modules] == [str(first), str(first + 1)]
+    for chosen in (slice(1), slice(1, 3), slice(-1, None), slice(None, None, 2), slice(None)):
+        expected = [i for i in range(4)[chosen] if first <= i < first + 2]
+        assert [*layers[chosen]] == [layers[i] for i in expected] == [layers._modules[str(i)] for i in expected]
+    assert layers[first - 4] is layers[first]
+    with pytest.raises(IndexError, match=f"block {2 - first} is on another pipeline stage; this stage has {first}, "):
+        layers[2 - first]
+    with pytest.raises(IndexError):
+        layers[4]
+    layers[first] = nn.Sequential(layers[first])
+    assert type(layers._modules[str(first)]) is nn.Sequential
+    layers[first] = layers[first][0]
+    for change in (lambda: layers.append(nn.Identity()), lambda: layers.pop(0), lambda: layers.__delitem__(0)):
+        with pytest.raises(RuntimeError, match="cannot change on a pipeline stage"):
+            change()
+    ids = torch.arange(16).view(2, 8) + 5
+    model.model.layers = layers[:3]
+    with pytest.raises(RuntimeError, match=(r"the blocks 0, and stage 1" if first else r"stage \[1\] left")):
+        model.train_batch(input_ids=ids, labels=ids)
+
+
+def test_blocks_of_a_stage_are_indexed_as_in_the_full_model(pool: Pool) -> None:
+    pool.run(2, check_blocks)
+
+
+REDUCED = {
+    "squares": lambda grad: grad.pow(2).sum(),
+    "detached": lambda grad: grad.detach().norm(2).item(),
+    "data": lambda grad: grad.data.norm() ** 2,
+    "largest": lambda grad: grad.abs().max(),
+    "mean": lambda grad: (grad * grad).mean(),
+    "finite": lambda grad: torch.isfinite(grad).all(),
+    "noise": lambda grad: grad.add_(torch.randn_like(grad)),
+    "noise in place": lambda grad: torch.zeros_like(grad).normal_(),
+}
+
+
+def check_reduced_gradients(tp: int) -> None:
+    model: Any = registry.find("LlamaForCausalLM").from_config_with_parallel(zoo.config("llama"), tp, 2, seed=0)
+    ids = torch.arange(16).view(2, 8) + 5
+    model.train_batch(input_ids=ids, labels=ids)
+    for name, param in model.named_parameters():
+        for kind, reduce in REDUCED.items():
+            with pytest.raises(RuntimeError, match="pipeline stage"):
+                pytest.fail(f"{name}, {kind}: {reduce(param.grad)}")
+        assert param.grad.full_tensor().pow(2).sum() >= 0
+    squares = [torch.linalg.vector_norm(param.grad) for param in model.parameters()]
+    total = torch.linalg.vector_norm(torch.stack(squares))
+    torch.testing.assert_close(total, model.clip_grad_norm_(1e9))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gradients_of_one_stage_are_not_reduced_to_a_number(pool: Pool, tp: int) -> None:
+    pool.run(2 * tp, check_reduced_gradients, tp)
+
+
 def check_rows() -> None:
     config = zoo.config("llama")
     model: Any = registry.find("LlamaForCausalLM").from_config_with_parallel(config, 1, 2, seed=0)

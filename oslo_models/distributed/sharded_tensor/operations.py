@@ -52,7 +52,7 @@ def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     shard = given[0]
     if isinstance(shard, Shard) and result.shape == shard.shape:
         _require_one_layout(func, given)
-        return mark(result, shard.sharding, Shard)
+        return _mark_result(result, given)
     return result if _is_all_or_in_layer(shard) else mark(result, shard.sharding, WeightView)
 
 
@@ -84,10 +84,18 @@ def elementwise_lists(func: Any, args: Any, kwargs: Any) -> Any:
         _require_one_layout(func, shards)
     results = on_local(func, args, kwargs)
     for result, *of_result in zip(results or (), *lists, strict=False):
-        shard = next((arg for arg in of_result if isinstance(arg, Shard)), None)
-        if shard is not None and type(result) is Tensor and not any(result is arg for arg in of_result):
-            mark(result, shard.sharding, Shard)
+        shards = [arg for arg in of_result if isinstance(arg, Shard)]
+        if shards and type(result) is Tensor and not any(result is arg for arg in of_result):
+            _mark_result(result, shards)
     return results
+
+
+def _mark_result(result: Tensor, given: Sequence[Any]) -> Tensor:
+    """Mark the result of an elementwise function as a shard like its arguments."""
+    marked: Shard = mark(result, given[0].sharding, Shard)
+    if any(isinstance(arg, Shard) and arg.of_gradient for arg in given):
+        marked.of_gradient = True
+    return marked
 
 
 def _require_one_layout(func: Any, given: Sequence[Any]) -> None:

@@ -61,11 +61,13 @@ class Shard(Tensor):
     Attributes:
         sharding: the full tensor and its layout.
         is_weight: whether the values are parameter values, as opposed to gradients or optimizer states.
+        of_gradient: whether the values are a gradient or computed from one.
         has_plain_storage: whether kernels may read its memory like a plain tensor.
     """
 
     sharding: Sharding
     is_weight = False
+    of_gradient = False
     has_plain_storage: ClassVar[bool] = True
 
     @classmethod
@@ -162,6 +164,8 @@ class WeightView(Tensor):
 
 class GradientShard(Shard):
     """The gradient of a `Shard`."""
+
+    of_gradient = True
 
 
 class MarkedParameter(nn.Parameter):
