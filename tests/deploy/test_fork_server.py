@@ -206,5 +206,5 @@ def test_an_application_whose_stderr_became_a_pipe_deploys(stand: faults.Stand, 
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, "-c", PIPE, tmp_path / "model"]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, timeout=120)
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.split() == ["6"]

@@ -285,7 +285,7 @@ store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 client = StoreClient(store, "a")
 atexit.register(lambda: (print("answer", client.ask(lambda store: store.add("x", 1))), client.close()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["answer", "1"] and "Traceback" not in done.stderr, done.stdout + done.stderr
 
 

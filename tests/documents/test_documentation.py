@@ -48,7 +48,7 @@ def test_the_code_runs(page: str, hub: Path, tmp_path: Path, pool: Pool, warm: N
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, script.name]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
 
 

@@ -185,15 +185,15 @@ def check_faults(given: Case, tp: int, pp: int, every: int, shares: bool = False
 def test_broken_micro_batch_loop_raises_on_every_rank(
     pool: Pool, variant: str, tp: int, pp: int, every: int, seed: int
 ) -> None:
-    played = pool.run(tp * pp, check_faults, lm_case(variant, seed), tp, pp, every, timeout=100)
+    played = pool.run(tp * pp, check_faults, lm_case(variant, seed), tp, pp, every)
     assert min(played) > 10
 
 
 def test_broken_micro_batch_loop_with_shared_outputs_raises_on_every_rank(pool: Pool, seed: int) -> None:
-    played = pool.run(3, check_faults, lm_case("gpt2", seed), 1, 3, 2, True, timeout=100)
+    played = pool.run(3, check_faults, lm_case("gpt2", seed), 1, 3, 2, True)
     assert min(played) > 10
 
 
 def test_broken_micro_batch_loop_raises_on_every_replica(pool: Pool, seed: int) -> None:
-    played = pool.run(4, check_faults, lm_case("gpt2", seed, replicas=2), 1, 2, 1, timeout=100)
+    played = pool.run(4, check_faults, lm_case("gpt2", seed, replicas=2), 1, 2, 1)
     assert min(played) > 8
