@@ -192,6 +192,7 @@ _ALL = {
     "qwen3_5_text": "Qwen3_5",
     "qwen3_moe": "Qwen3Moe",
     "qwen3_next": "Qwen3Next",
+    "qwen3_vl": "Qwen3VL",
     "qwen4_exp_text": "Qwen4Exp",
     "rag": "Rag",
     "recurrent_gemma": "RecurrentGemma",

@@ -429,7 +429,9 @@ def test_base_classes_of_transformers_are_exported() -> None:
             without.append(model_type)
             continue
         base: Any = registry.find(name)
-        assert all(issubclass(cls, base) for cls in registry.model_classes(model_type).values())
+        classes = {**registry.model_classes(model_type)}
+        classes.pop("InternVLVisionModel", None)  # has a base class of its own
+        assert all(issubclass(cls, base) for cls in classes.values())
         assert name not in registry.model_classes(model_type)
     assert without == ["encoder-decoder"]
 

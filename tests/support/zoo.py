@@ -495,6 +495,17 @@ MORE: dict[str, Mapping[str, Any]] = {
     "qwen3_next": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
     "qwen3_5_text": {**_LLAMA, **_LINEAR, "head_dim": 8},
     "qwen3_5_moe_text": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
+    "qwen3_vl": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "model_type": "qwen3_vl_text"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 1]},
+        },
+        "vision_config": {
+            **{"model_type": "qwen3_vl_vision", "depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6},
+            **{"patch_size": 4, "out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        },
+        **_SEEING,
+    },
     "qwen4_exp_text": {
         **{**_LLAMA, **_MIXTURE, **_LINEAR, **_QSA, "head_dim": 8, "shared_expert_intermediate_size": 13},
         **{"layer_types": ["linear_attention", "indexed_attention"], "output_gate_type": "sigmoid"},
@@ -847,6 +858,8 @@ def config_of(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
 def heads(variant: str) -> list[str]:
     """Return the names of all classes of the architecture."""
     model_type, _ = {**VARIANTS, **ODD}.get(variant, (variant, {}))
+    if model_type not in registry.ARCHITECTURES:  # the decoder of a model of text and images
+        model_type = model_type.removesuffix("_text")
     return list(registry.model_classes(model_type))
 
 
@@ -924,7 +937,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         return torch.randint(low, high, shape, generator=generator)
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
-    sees = "pixel_values" in known
+    sees = "pixel_values" in known  # beside text
     length = 14 if sees else length
     vocab = getattr(config.text_config if sees else config, "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
@@ -1005,6 +1018,10 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
         for start in range(4, 4 + 5 * images, 5):
             ids[row, start : start + 4] = token
     given = {"input_ids": ids}
+    if "image_grid_thw" in parameters_of_forward(name):
+        given["mm_token_type_ids"] = (ids == token).long()
+        grids, patches = _patches(config.vision_config, generator, dtype)
+        return {**given, "image_grid_thw": grids, "pixel_values": patches}
     pixels = torch.randn(sum(IMAGES_OF_ROWS), 3, side, side, generator=generator, dtype=dtype)
     if name.startswith(("Idefics3", "SmolVLM")):  # by row, padded to the most images of a row
         given["pixel_values"] = torch.zeros(len(IMAGES_OF_ROWS), max(IMAGES_OF_ROWS), *pixels.shape[1:], dtype=dtype)
@@ -1018,6 +1035,13 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     if "token_type_ids" in parameters_of_forward(name):  # PaliGemma's mark its answers, Gemma 3's its images
         given["token_type_ids"] = ((ids == token) ^ name.startswith("PaliGemma")).long()
     return given
+
+
+def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the patches of all images as one row, and the grid of each image."""
+    grids = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]])
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return grids, torch.randn(len(grids) * 16, width, generator=generator, dtype=dtype)
 
 
 def text_only(config: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -1104,6 +1128,9 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         whisper = name.startswith("Whisper")  # takes audio of a fixed length, with features before frames
         frames = 2 * config.max_source_positions
         shapes["input_features"] = (rows, config.num_mel_bins, frames) if whisper else (rows, 29, 5)
+    if "grid_thw" in known:
+        grids, patches = _patches(config, generator, dtype)
+        return {"hidden_states": patches, "grid_thw": grids}
     main = original(name).main_input_name if "input_ids" in known else next(key for key in shapes if key in known)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
