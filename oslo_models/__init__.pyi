@@ -5,7 +5,9 @@
 from oslo_models._version import __version__ as __version__
 from oslo_models.auto import AutoModel as AutoModel
 from oslo_models.auto import AutoModelForCausalLM as AutoModelForCausalLM
+from oslo_models.auto import AutoModelForImageTextToText as AutoModelForImageTextToText
 from oslo_models.auto import AutoModelForMaskedLM as AutoModelForMaskedLM
+from oslo_models.auto import AutoModelForMultimodalLM as AutoModelForMultimodalLM
 from oslo_models.auto import AutoModelForMultipleChoice as AutoModelForMultipleChoice
 from oslo_models.auto import AutoModelForNextSentencePrediction as AutoModelForNextSentencePrediction
 from oslo_models.auto import AutoModelForPreTraining as AutoModelForPreTraining
@@ -68,6 +70,8 @@ from oslo_models.models.axk2 import AXK2ForCausalLM as AXK2ForCausalLM
 from oslo_models.models.axk2 import AXK2ForSequenceClassification as AXK2ForSequenceClassification
 from oslo_models.models.axk2 import AXK2ForTokenClassification as AXK2ForTokenClassification
 from oslo_models.models.axk2 import AXK2Model as AXK2Model
+from oslo_models.models.aya_vision import AyaVisionForConditionalGeneration as AyaVisionForConditionalGeneration
+from oslo_models.models.aya_vision import AyaVisionModel as AyaVisionModel
 from oslo_models.models.bailing_hybrid import BailingHybridForCausalLM as BailingHybridForCausalLM
 from oslo_models.models.bailing_hybrid import BailingHybridModel as BailingHybridModel
 from oslo_models.models.bamba import BambaForCausalLM as BambaForCausalLM
@@ -294,6 +298,8 @@ from oslo_models.models.gemma2 import Gemma2ForCausalLM as Gemma2ForCausalLM
 from oslo_models.models.gemma2 import Gemma2ForSequenceClassification as Gemma2ForSequenceClassification
 from oslo_models.models.gemma2 import Gemma2ForTokenClassification as Gemma2ForTokenClassification
 from oslo_models.models.gemma2 import Gemma2Model as Gemma2Model
+from oslo_models.models.gemma3 import Gemma3ForConditionalGeneration as Gemma3ForConditionalGeneration
+from oslo_models.models.gemma3 import Gemma3Model as Gemma3Model
 from oslo_models.models.gemma3_text import Gemma3ForCausalLM as Gemma3ForCausalLM
 from oslo_models.models.gemma3_text import Gemma3TextForSequenceClassification as Gemma3TextForSequenceClassification
 from oslo_models.models.gemma3_text import Gemma3TextModel as Gemma3TextModel
@@ -387,6 +393,9 @@ from oslo_models.models.ibert import IBertForQuestionAnswering as IBertForQuesti
 from oslo_models.models.ibert import IBertForSequenceClassification as IBertForSequenceClassification
 from oslo_models.models.ibert import IBertForTokenClassification as IBertForTokenClassification
 from oslo_models.models.ibert import IBertModel as IBertModel
+from oslo_models.models.idefics3 import Idefics3ForConditionalGeneration as Idefics3ForConditionalGeneration
+from oslo_models.models.idefics3 import Idefics3Model as Idefics3Model
+from oslo_models.models.idefics3 import Idefics3VisionTransformer as Idefics3VisionTransformer
 from oslo_models.models.ijepa import IJepaForImageClassification as IJepaForImageClassification
 from oslo_models.models.ijepa import IJepaModel as IJepaModel
 from oslo_models.models.inkling2_loop_text import Inkling2LoopForCausalLM as Inkling2LoopForCausalLM
@@ -395,6 +404,9 @@ from oslo_models.models.inkling2_text import Inkling2ForCausalLM as Inkling2ForC
 from oslo_models.models.inkling2_text import Inkling2TextModel as Inkling2TextModel
 from oslo_models.models.inkling_text import InklingForCausalLM as InklingForCausalLM
 from oslo_models.models.inkling_text import InklingTextModel as InklingTextModel
+from oslo_models.models.internvl import InternVLForConditionalGeneration as InternVLForConditionalGeneration
+from oslo_models.models.internvl import InternVLModel as InternVLModel
+from oslo_models.models.internvl import InternVLVisionModel as InternVLVisionModel
 from oslo_models.models.jais2 import Jais2ForCausalLM as Jais2ForCausalLM
 from oslo_models.models.jais2 import Jais2Model as Jais2Model
 from oslo_models.models.jamba import JambaForCausalLM as JambaForCausalLM
@@ -432,6 +444,8 @@ from oslo_models.models.llama import LlamaForTokenClassification as LlamaForToke
 from oslo_models.models.llama import LlamaModel as LlamaModel
 from oslo_models.models.llama4_text import Llama4ForCausalLM as Llama4ForCausalLM
 from oslo_models.models.llama4_text import Llama4TextModel as Llama4TextModel
+from oslo_models.models.llava import LlavaForConditionalGeneration as LlavaForConditionalGeneration
+from oslo_models.models.llava import LlavaModel as LlavaModel
 from oslo_models.models.longcat_flash import LongcatFlashForCausalLM as LongcatFlashForCausalLM
 from oslo_models.models.longcat_flash import LongcatFlashModel as LongcatFlashModel
 from oslo_models.models.longformer import LongformerForMaskedLM as LongformerForMaskedLM
@@ -506,6 +520,8 @@ from oslo_models.models.mistral import MistralForQuestionAnswering as MistralFor
 from oslo_models.models.mistral import MistralForSequenceClassification as MistralForSequenceClassification
 from oslo_models.models.mistral import MistralForTokenClassification as MistralForTokenClassification
 from oslo_models.models.mistral import MistralModel as MistralModel
+from oslo_models.models.mistral3 import Mistral3ForConditionalGeneration as Mistral3ForConditionalGeneration
+from oslo_models.models.mistral3 import Mistral3Model as Mistral3Model
 from oslo_models.models.mixtral import MixtralForCausalLM as MixtralForCausalLM
 from oslo_models.models.mixtral import MixtralForQuestionAnswering as MixtralForQuestionAnswering
 from oslo_models.models.mixtral import MixtralForSequenceClassification as MixtralForSequenceClassification
@@ -584,6 +600,8 @@ from oslo_models.models.opt import OPTForCausalLM as OPTForCausalLM
 from oslo_models.models.opt import OPTForQuestionAnswering as OPTForQuestionAnswering
 from oslo_models.models.opt import OPTForSequenceClassification as OPTForSequenceClassification
 from oslo_models.models.opt import OPTModel as OPTModel
+from oslo_models.models.paligemma import PaliGemmaForConditionalGeneration as PaliGemmaForConditionalGeneration
+from oslo_models.models.paligemma import PaliGemmaModel as PaliGemmaModel
 from oslo_models.models.pegasus import PegasusForCausalLM as PegasusForCausalLM
 from oslo_models.models.pegasus import PegasusForConditionalGeneration as PegasusForConditionalGeneration
 from oslo_models.models.pegasus import PegasusModel as PegasusModel
@@ -602,6 +620,7 @@ from oslo_models.models.phi3 import Phi3Model as Phi3Model
 from oslo_models.models.phimoe import PhimoeForCausalLM as PhimoeForCausalLM
 from oslo_models.models.phimoe import PhimoeForSequenceClassification as PhimoeForSequenceClassification
 from oslo_models.models.phimoe import PhimoeModel as PhimoeModel
+from oslo_models.models.pixtral import PixtralVisionModel as PixtralVisionModel
 from oslo_models.models.plbart import PLBartForCausalLM as PLBartForCausalLM
 from oslo_models.models.plbart import PLBartForConditionalGeneration as PLBartForConditionalGeneration
 from oslo_models.models.plbart import PLBartForSequenceClassification as PLBartForSequenceClassification
@@ -641,6 +660,10 @@ from oslo_models.models.qwen3_next import Qwen3NextForQuestionAnswering as Qwen3
 from oslo_models.models.qwen3_next import Qwen3NextForSequenceClassification as Qwen3NextForSequenceClassification
 from oslo_models.models.qwen3_next import Qwen3NextForTokenClassification as Qwen3NextForTokenClassification
 from oslo_models.models.qwen3_next import Qwen3NextModel as Qwen3NextModel
+from oslo_models.models.qwen3_vl import Qwen3VLForConditionalGeneration as Qwen3VLForConditionalGeneration
+from oslo_models.models.qwen3_vl import Qwen3VLModel as Qwen3VLModel
+from oslo_models.models.qwen3_vl import Qwen3VLTextModel as Qwen3VLTextModel
+from oslo_models.models.qwen3_vl import Qwen3VLVisionModel as Qwen3VLVisionModel
 from oslo_models.models.qwen4_exp_text import Qwen4ExpForCausalLM as Qwen4ExpForCausalLM
 from oslo_models.models.qwen4_exp_text import Qwen4ExpTextModel as Qwen4ExpTextModel
 from oslo_models.models.rag import RagModel as RagModel
@@ -704,6 +727,9 @@ from oslo_models.models.smollm3 import SmolLM3ForQuestionAnswering as SmolLM3For
 from oslo_models.models.smollm3 import SmolLM3ForSequenceClassification as SmolLM3ForSequenceClassification
 from oslo_models.models.smollm3 import SmolLM3ForTokenClassification as SmolLM3ForTokenClassification
 from oslo_models.models.smollm3 import SmolLM3Model as SmolLM3Model
+from oslo_models.models.smolvlm import SmolVLMForConditionalGeneration as SmolVLMForConditionalGeneration
+from oslo_models.models.smolvlm import SmolVLMModel as SmolVLMModel
+from oslo_models.models.smolvlm import SmolVLMVisionTransformer as SmolVLMVisionTransformer
 from oslo_models.models.solar_open import SolarOpenForCausalLM as SolarOpenForCausalLM
 from oslo_models.models.solar_open import SolarOpenModel as SolarOpenModel
 from oslo_models.models.speech_to_text import Speech2TextForConditionalGeneration as Speech2TextForConditionalGeneration
@@ -832,6 +858,7 @@ from transformers import Apertus1p5TextConfig as Apertus1p5TextConfig
 from transformers import ApertusConfig as ApertusConfig
 from transformers import ArceeConfig as ArceeConfig
 from transformers import AriaTextConfig as AriaTextConfig
+from transformers import AyaVisionConfig as AyaVisionConfig
 from transformers import BailingHybridConfig as BailingHybridConfig
 from transformers import BambaConfig as BambaConfig
 from transformers import BartConfig as BartConfig
@@ -899,6 +926,7 @@ from transformers import GPTNeoConfig as GPTNeoConfig
 from transformers import GPTNeoXConfig as GPTNeoXConfig
 from transformers import GPTNeoXJapaneseConfig as GPTNeoXJapaneseConfig
 from transformers import Gemma2Config as Gemma2Config
+from transformers import Gemma3Config as Gemma3Config
 from transformers import Gemma3TextConfig as Gemma3TextConfig
 from transformers import Gemma3nTextConfig as Gemma3nTextConfig
 from transformers import Gemma4TextConfig as Gemma4TextConfig
@@ -927,9 +955,13 @@ from transformers import HunYuanMoEV1Config as HunYuanMoEV1Config
 from transformers import HyperCLOVAXConfig as HyperCLOVAXConfig
 from transformers import IBertConfig as IBertConfig
 from transformers import IJepaConfig as IJepaConfig
+from transformers import Idefics3Config as Idefics3Config
+from transformers import Idefics3VisionConfig as Idefics3VisionConfig
 from transformers import Inkling2LoopTextConfig as Inkling2LoopTextConfig
 from transformers import Inkling2TextConfig as Inkling2TextConfig
 from transformers import InklingTextConfig as InklingTextConfig
+from transformers import InternVLConfig as InternVLConfig
+from transformers import InternVLVisionConfig as InternVLVisionConfig
 from transformers import Jais2Config as Jais2Config
 from transformers import JambaConfig as JambaConfig
 from transformers import JetMoeConfig as JetMoeConfig
@@ -944,6 +976,7 @@ from transformers import Lfm2MoeConfig as Lfm2MoeConfig
 from transformers import Lfm3Config as Lfm3Config
 from transformers import Llama4TextConfig as Llama4TextConfig
 from transformers import LlamaConfig as LlamaConfig
+from transformers import LlavaConfig as LlavaConfig
 from transformers import LongcatFlashConfig as LongcatFlashConfig
 from transformers import LongformerConfig as LongformerConfig
 from transformers import LukeConfig as LukeConfig
@@ -964,6 +997,7 @@ from transformers import MiniMaxM2Config as MiniMaxM2Config
 from transformers import MiniMaxM3VLTextConfig as MiniMaxM3VLTextConfig
 from transformers import Ministral3Config as Ministral3Config
 from transformers import MinistralConfig as MinistralConfig
+from transformers import Mistral3Config as Mistral3Config
 from transformers import MistralConfig as MistralConfig
 from transformers import MixtralConfig as MixtralConfig
 from transformers import MobileBertConfig as MobileBertConfig
@@ -984,17 +1018,22 @@ from transformers import OlmoeConfig as OlmoeConfig
 from transformers import OmniASRCTCConfig as OmniASRCTCConfig
 from transformers import OpenAIGPTConfig as OpenAIGPTConfig
 from transformers import PLBartConfig as PLBartConfig
+from transformers import PaliGemmaConfig as PaliGemmaConfig
 from transformers import PegasusConfig as PegasusConfig
 from transformers import PersimmonConfig as PersimmonConfig
 from transformers import Phi3Config as Phi3Config
 from transformers import PhiConfig as PhiConfig
 from transformers import PhimoeConfig as PhimoeConfig
+from transformers import PixtralVisionConfig as PixtralVisionConfig
 from transformers import ProphetNetConfig as ProphetNetConfig
 from transformers import Qwen2Config as Qwen2Config
 from transformers import Qwen2MoeConfig as Qwen2MoeConfig
 from transformers import Qwen3Config as Qwen3Config
 from transformers import Qwen3MoeConfig as Qwen3MoeConfig
 from transformers import Qwen3NextConfig as Qwen3NextConfig
+from transformers import Qwen3VLConfig as Qwen3VLConfig
+from transformers import Qwen3VLTextConfig as Qwen3VLTextConfig
+from transformers import Qwen3VLVisionConfig as Qwen3VLVisionConfig
 from transformers import Qwen3_5MoeTextConfig as Qwen3_5MoeTextConfig
 from transformers import Qwen3_5TextConfig as Qwen3_5TextConfig
 from transformers import Qwen4ExpTextConfig as Qwen4ExpTextConfig
@@ -1012,6 +1051,8 @@ from transformers import SiglipConfig as SiglipConfig
 from transformers import SiglipTextConfig as SiglipTextConfig
 from transformers import SiglipVisionConfig as SiglipVisionConfig
 from transformers import SmolLM3Config as SmolLM3Config
+from transformers import SmolVLMConfig as SmolVLMConfig
+from transformers import SmolVLMVisionConfig as SmolVLMVisionConfig
 from transformers import SolarOpenConfig as SolarOpenConfig
 from transformers import Speech2TextConfig as Speech2TextConfig
 from transformers import SqueezeBertConfig as SqueezeBertConfig
@@ -1050,6 +1091,7 @@ from transformers.models.aria.modeling_aria import AriaTextPreTrainedModel as Ar
 from transformers.models.audio_spectrogram_transformer.modeling_audio_spectrogram_transformer import ASTPreTrainedModel as ASTPreTrainedModel
 from transformers.models.axk1.modeling_axk1 import AXK1PreTrainedModel as AXK1PreTrainedModel
 from transformers.models.axk2.modeling_axk2 import AXK2PreTrainedModel as AXK2PreTrainedModel
+from transformers.models.aya_vision.modeling_aya_vision import AyaVisionPreTrainedModel as AyaVisionPreTrainedModel
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridPreTrainedModel as BailingHybridPreTrainedModel
 from transformers.models.bamba.modeling_bamba import BambaPreTrainedModel as BambaPreTrainedModel
 from transformers.models.bart.modeling_bart import BartPreTrainedModel as BartPreTrainedModel
@@ -1150,10 +1192,12 @@ from transformers.models.hy_v4.modeling_hy_v4 import HYV4PreTrainedModel as HYV4
 from transformers.models.hy_v4_vl.modeling_hy_v4_vl import HYV4VLPreTrainedModel as HYV4VLPreTrainedModel
 from transformers.models.hyperclovax.modeling_hyperclovax import HyperCLOVAXPreTrainedModel as HyperCLOVAXPreTrainedModel
 from transformers.models.ibert.modeling_ibert import IBertPreTrainedModel as IBertPreTrainedModel
+from transformers.models.idefics3.modeling_idefics3 import Idefics3PreTrainedModel as Idefics3PreTrainedModel
 from transformers.models.ijepa.modeling_ijepa import IJepaPreTrainedModel as IJepaPreTrainedModel
 from transformers.models.inkling.modeling_inkling import InklingPreTrainedModel as InklingPreTrainedModel
 from transformers.models.inkling2.modeling_inkling2 import Inkling2PreTrainedModel as Inkling2PreTrainedModel
 from transformers.models.inkling2_loop.modeling_inkling2_loop import Inkling2LoopPreTrainedModel as Inkling2LoopPreTrainedModel
+from transformers.models.internvl.modeling_internvl import InternVLPreTrainedModel as InternVLPreTrainedModel
 from transformers.models.jais2.modeling_jais2 import Jais2PreTrainedModel as Jais2PreTrainedModel
 from transformers.models.jamba.modeling_jamba import JambaPreTrainedModel as JambaPreTrainedModel
 from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel as JetMoePreTrainedModel
@@ -1171,6 +1215,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer as LlamaD
 from transformers.models.llama.modeling_llama import LlamaMLP as LlamaMLP
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel as LlamaPreTrainedModel
 from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel as Llama4PreTrainedModel
+from transformers.models.llava.modeling_llava import LlavaPreTrainedModel as LlavaPreTrainedModel
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashPreTrainedModel as LongcatFlashPreTrainedModel
 from transformers.models.longformer.modeling_longformer import LongformerPreTrainedModel as LongformerPreTrainedModel
 from transformers.models.luke.modeling_luke import LukePreTrainedModel as LukePreTrainedModel
@@ -1190,6 +1235,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 from transformers.models.ministral.modeling_ministral import MinistralPreTrainedModel as MinistralPreTrainedModel
 from transformers.models.ministral3.modeling_ministral3 import Ministral3PreTrainedModel as Ministral3PreTrainedModel
 from transformers.models.mistral.modeling_mistral import MistralPreTrainedModel as MistralPreTrainedModel
+from transformers.models.mistral3.modeling_mistral3 import Mistral3PreTrainedModel as Mistral3PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel as MixtralPreTrainedModel
 from transformers.models.mobilebert.modeling_mobilebert import MobileBertPreTrainedModel as MobileBertPreTrainedModel
 from transformers.models.modernbert.modeling_modernbert import ModernBertPreTrainedModel as ModernBertPreTrainedModel
@@ -1210,11 +1256,13 @@ from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel as Olm
 from transformers.models.omniasr_ctc.modeling_omniasr_ctc import OmniASRCTCPreTrainedModel as OmniASRCTCPreTrainedModel
 from transformers.models.openai.modeling_openai import OpenAIGPTPreTrainedModel as OpenAIGPTPreTrainedModel
 from transformers.models.opt.modeling_opt import OPTPreTrainedModel as OPTPreTrainedModel
+from transformers.models.paligemma.modeling_paligemma import PaliGemmaPreTrainedModel as PaliGemmaPreTrainedModel
 from transformers.models.pegasus.modeling_pegasus import PegasusPreTrainedModel as PegasusPreTrainedModel
 from transformers.models.persimmon.modeling_persimmon import PersimmonPreTrainedModel as PersimmonPreTrainedModel
 from transformers.models.phi.modeling_phi import PhiPreTrainedModel as PhiPreTrainedModel
 from transformers.models.phi3.modeling_phi3 import Phi3PreTrainedModel as Phi3PreTrainedModel
 from transformers.models.phimoe.modeling_phimoe import PhimoePreTrainedModel as PhimoePreTrainedModel
+from transformers.models.pixtral.modeling_pixtral import PixtralPreTrainedModel as PixtralPreTrainedModel
 from transformers.models.plbart.modeling_plbart import PLBartPreTrainedModel as PLBartPreTrainedModel
 from transformers.models.prophetnet.modeling_prophetnet import ProphetNetPreTrainedModel as ProphetNetPreTrainedModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2PreTrainedModel as Qwen2PreTrainedModel
@@ -1224,6 +1272,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5PreTrainedModel 
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoePreTrainedModel as Qwen3_5MoePreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedModel as Qwen3MoePreTrainedModel
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextPreTrainedModel as Qwen3NextPreTrainedModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel as Qwen3VLPreTrainedModel
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpPreTrainedModel as Qwen4ExpPreTrainedModel
 from transformers.models.rag.modeling_rag import RagPreTrainedModel as RagPreTrainedModel
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaPreTrainedModel as RecurrentGemmaPreTrainedModel
@@ -1237,6 +1286,7 @@ from transformers.models.rwkv.modeling_rwkv import RwkvPreTrainedModel as RwkvPr
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssPreTrainedModel as SeedOssPreTrainedModel
 from transformers.models.siglip.modeling_siglip import SiglipPreTrainedModel as SiglipPreTrainedModel
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3PreTrainedModel as SmolLM3PreTrainedModel
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMPreTrainedModel as SmolVLMPreTrainedModel
 from transformers.models.solar_open.modeling_solar_open import SolarOpenPreTrainedModel as SolarOpenPreTrainedModel
 from transformers.models.speech_to_text.modeling_speech_to_text import Speech2TextPreTrainedModel as Speech2TextPreTrainedModel
 from transformers.models.squeezebert.modeling_squeezebert import SqueezeBertPreTrainedModel as SqueezeBertPreTrainedModel

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto import modeling_auto
+from transformers.models.auto import configuration_auto, modeling_auto
 
 from oslo_models import registry
 from oslo_models.checkpoint import current_folder
@@ -39,7 +39,8 @@ class _Auto:
                 this task.
         """
         found = getattr(modeling_auto, cls.mapping).get(config.model_type)
-        for kind in dict.fromkeys((config.model_type, config.get_text_config().model_type)):
+        module = configuration_auto.model_type_to_module_name(config.model_type)  # "clip" of "clip_vision_model"
+        for kind in dict.fromkeys((config.model_type, module, config.get_text_config().model_type)):
             kind = registry.SAME_CLASSES.get(kind, kind)
             for name in found if isinstance(found, (tuple, list)) else (found,):
                 if kind in registry.ARCHITECTURES and name in registry.names(kind):
@@ -122,6 +123,14 @@ class AutoModelForPreTraining(_Auto):
 
 class AutoModelForCausalLM(_Auto):
     mapping = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+class AutoModelForImageTextToText(_Auto):
+    mapping = "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
+
+
+class AutoModelForMultimodalLM(_Auto):
+    mapping = "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES"
 
 
 class AutoModelForMaskedLM(_Auto):

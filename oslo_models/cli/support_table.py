@@ -170,6 +170,8 @@ def _fused_operations(cls: Any) -> list[str]:
         config.layer_types = ["full_attention"]
     if config.model_type == "cohere_compass_text":  # the default lacks an entry for each kind of block
         config.rope_parameters = dict.fromkeys(config.layer_types)
+    if config.model_type == "aya_vision":  # the heads of the default do not divide its width
+        config.vision_config.num_attention_heads = 16
     if hasattr(config, "num_kv_shared_layers"):  # there is no earlier block to share with
         config.num_kv_shared_layers = 0
         config.layer_types = config.layer_types[:1]

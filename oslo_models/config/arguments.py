@@ -168,10 +168,11 @@ class Arguments:
             )
         if (quantization := quantization_of(config)) is not None:
             check_quantization(quantization, self.dequantize)
-        vocab, size = getattr(config, "vocab_size", None), self.resize_token_embeddings
-        if size is None:
+        if (size := self.resize_token_embeddings) is None:
             return
-        if vocab is None or config.get_text_config() is not config:  # a nested vocab_size is not resized
+        text = config.get_text_config()
+        vocab = getattr(text, "vocab_size", None)
+        if vocab is None or not (text is config or plan.towers):  # of several text models, none is resized
             raise ValueError(f"resize_token_embeddings={size} was passed, but a {name} has no vocab_size; leave it out")
         check_size("resize_token_embeddings", size, vocab, "vocab_size=")
 

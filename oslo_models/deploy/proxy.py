@@ -387,7 +387,7 @@ def _read_configs(
     config.dtype = dtype or config.dtype
     arguments.check_config(cls, config)
     if arguments.resize_token_embeddings is not None:
-        config.vocab_size = arguments.resize_token_embeddings
+        config.get_text_config().vocab_size = arguments.resize_token_embeddings
     take_quantization(config)
     if generation_config is None and cls.can_generate():
         generation_config = GenerationConfig.from_model_config(config)

@@ -55,7 +55,7 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
         if _shards_buffer(entries, name):
             used.add(name)
             layouts[name] = entries[name].layout(name.rpartition(".")[2], tuple(buffer.shape), n)
-    optional = tuple(plan.optional)
+    optional = tuple(name for part in plan.with_towers() for name in part.optional)
     unused = [key for key in entries if key not in used and not key.endswith(optional)]
     unused = [key for key in unused if not _is_of_no_parameters(_find(model, key), entries[key])]
     if unnamed or unused:
@@ -102,7 +102,8 @@ def apply_plan(
             setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad) if is_parameter else local)
             set_local_sizes(module)
     if stream is not None:
-        for block in (block for stack in plan.blocks for block in model.get_submodule(prefix + stack).children()):
+        stacks = [prefix + stack for part in plan.with_towers() for stack in part.blocks]
+        for block in (block for stack in stacks for block in model.get_submodule(stack).children()):
             # After each block, even on errors, switch back to the replicated random stream.
             block.register_forward_hook(lambda *_: stream.leave(), always_call=True)
 
@@ -163,10 +164,12 @@ def entries_of_blocks(model: nn.Module, plan: Plan, prefix: str) -> dict[str, Re
 
 
 def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
-    """Return all entries of the plan, by their full names in ``model``."""
-    named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
-    named |= entries_of_blocks(model, plan, prefix)
-    named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.pipeline.on_every_stage.items())}
+    """Return all entries of the plan and its towers, by their full names in ``model``."""
+    named: dict[str, Replicated] = {}
+    for part in plan.with_towers():
+        named |= {prefix + key: entry for key, entry in part.embed.items()}
+        named |= entries_of_blocks(model, part, prefix)
+        named |= {prefix + key: entry for key, entry in (*part.head.items(), *part.pipeline.on_every_stage.items())}
     return named | dict(head)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.sharding.plan import Plan
+from oslo_models.sharding.plan import Entries, Plan
 
 
 def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapping[str, str]) -> Plan:
@@ -35,6 +35,33 @@ def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapp
         single_stage_reason=plan.pipeline.single_stage_reason
         or ("one of its parts has blocks of several types" if types else "")
     )
+
+
+def plan_with_towers(
+    decoder: tuple[str, type[ParallelModel], Any],
+    towers: Iterable[tuple[str, type[ParallelModel], Any]],
+    projectors: Entries,
+) -> Plan:
+    """Return the plan of a decoder that reads the outputs of towers.
+
+    Args:
+        decoder: its attribute name in the model, its class and its configuration.
+        towers: the same of each tower.
+        projectors: the modules between towers and decoder.
+    """
+    plans = {
+        name: replace(plan, head={**plan.head, **cls.head_entries(config)}).under(f"{name}.")
+        for name, cls, config in (decoder, *towers)
+        for plan in [cls.plan(config)]
+    }
+    own = plans.pop(decoder[0])
+    reasons = (plan.single_rank_reason for plan in (own, *plans.values()))
+    return replace(
+        own,
+        embed={**own.embed, **projectors},
+        towers=plans,
+        single_rank_reason=next(filter(None, reasons), ""),
+    ).with_rules(single_stage_reason="images of a batch are not divided into micro-batches")
 
 
 @cache

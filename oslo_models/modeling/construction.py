@@ -128,7 +128,7 @@ def _from_pretrained(
         dtype = parse_dtype(options)
         directory, variant, config = open_source(cls, name, options)
         check_unused(cls, config, options, OF_DEPLOYMENT)
-        old_vocab = getattr(config, "vocab_size", None)
+        old_vocab = getattr(config.get_text_config(), "vocab_size", None)
         arguments.check_config(cls, config)
         quantization = take_quantization(config)
         check_combination(quantization, on_the_fly, arguments.dequantize)
@@ -211,7 +211,7 @@ def join(
     attributes = {f"config.{key}": value for key, value in config.to_dict().items()}
     require_equal(world_axis(arguments.timeout), {**own, **kwargs, **attributes}, f"arguments of {call}")
     if arguments.resize_token_embeddings is not None:
-        config.vocab_size = arguments.resize_token_embeddings
+        config.get_text_config().vocab_size = arguments.resize_token_embeddings
     mesh = ParallelMesh(
         arguments.tensor_parallel_size,
         arguments.pipeline_parallel_size,

@@ -213,7 +213,7 @@ class WeightMapping:
     ) -> checkpoint.LazySlice | None:
         """Return this rank's slice of a tensor, padded if the vocabulary grew, or ``None`` if the shapes differ."""
         shape = reader.tensors[source].shape
-        new_vocab, rank = getattr(self.model.config, "vocab_size", None), self._mesh.rank_in(layout)
+        new_vocab, rank = getattr(self.model.config.get_text_config(), "vocab_size", None), self._mesh.rank_in(layout)
         if shape == layout.shape:
             return reader.slice(source, layout, rank)
         if (old_vocab, *layout.shape[1:]) == shape and layout.shape[0] == new_vocab and layout.dim == 0:

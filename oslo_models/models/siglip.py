@@ -12,6 +12,11 @@ POOLED: Entries = {"post_layernorm": Norm(), "head": Replicated()}
 VISUAL: Entries = {f"{VISION}.{name}": entry for name, entry in POOLED.items()}
 
 
+def _pools(config: Any) -> bool:
+    """Return whether the image encoder pools its patches, the default of older configurations."""
+    return getattr(config, "vision_use_head", True)
+
+
 class SiglipParallel(CLIPParallel):
     """Sharding plan of the SigLIP family."""
 
@@ -34,7 +39,7 @@ class SiglipVisionModel(SiglipParallel, hf.SiglipVisionModel):
 
     @classmethod
     def head_entries(cls, config: Any) -> Entries:
-        return POOLED if config.vision_use_head else {"post_layernorm": Norm()}
+        return POOLED if _pools(config) else {"post_layernorm": Norm()}
 
 
 class SiglipForImageClassification(SiglipParallel, hf.SiglipForImageClassification):
@@ -42,5 +47,5 @@ class SiglipForImageClassification(SiglipParallel, hf.SiglipForImageClassificati
 
     @classmethod
     def head_entries(cls, config: Any) -> Entries:
-        own = VISUAL if config.vision_config.vision_use_head else {f"{VISION}.post_layernorm": Norm()}
+        own = VISUAL if _pools(config.vision_config) else {f"{VISION}.post_layernorm": Norm()}
         return {**own, "classifier": Replicated()}

@@ -197,7 +197,7 @@ def _active_parameters(
     The numbers refer to unsharded parameters, since all ranks of the tp axis must partition the blocks alike.
     """
     active = {name: float(prod(layout.shape)) for name, layout in layouts.items()}
-    chosen = getattr(config, "num_experts_per_tok", None)
+    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None)
     for stack, block in blocks:
         for entry in plan.expert_entries(stack):
             for name in layouts:
@@ -351,7 +351,7 @@ _WITHOUT_LENGTH = {"conv", "linear_attention", "moe", "mlp"}
 
 def _counting_layer(config: Any, plan: Plan, local: Range) -> int | None:
     """Return the cache layer in which the pipeline counts the positions, or ``None`` if a local block counts them."""
-    full = getattr(config, "layer_types", None)
+    full = getattr(config.get_text_config(decoder=True), "layer_types", None)
     if plan.pipeline.keeps_layer_numbers:
         return 0 if local[0] and (full is None or full[0] not in _WITHOUT_LENGTH) else None
     own = full[slice(*local)] if full is not None else ()

@@ -46,7 +46,8 @@ PREFILL = 2048
 
 def positions(config: Any) -> int | None:
     """Return the number of positions of a model, or ``None`` if it has no limit."""
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 

@@ -58,7 +58,8 @@ class AnswerGenerator:
     def vocabulary(self) -> Vocabulary:
         """Vocabulary for grammars. Raises ``ValueError`` if grammars do not support this tokenizer."""
         if self._vocabulary is None:
-            self._vocabulary = Vocabulary.of(self.tokenizer, self.model.config.vocab_size, self.ends)
+            size = self.model.config.get_text_config().vocab_size
+            self._vocabulary = Vocabulary.of(self.tokenizer, size, self.ends)
         return self._vocabulary
 
     def compiled(self, grammar: tuple[str, Any]) -> Grammar:

@@ -76,7 +76,7 @@ class ServedModel:
     ) -> None:
         self._batch_only = batch_only and model.can_generate()
         self.model, self.tokenizer, self.name, self.places = model, tokenizer, name, places
-        own = getattr(model.config, "max_position_embeddings", None) or length or UNKNOWN_LENGTH
+        own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length or UNKNOWN_LENGTH
         self.length = min(own, length or own)
         self.created = int(time.time())
         self.generates = model.can_generate()
@@ -143,7 +143,7 @@ class ServedModel:
 
     def check_tokens(self, ids: list[int], param: str = "prompt") -> None:
         """Raise ``RequestError`` for an empty list of tokens, or one with tokens outside the vocabulary."""
-        most = self.model.config.vocab_size - 1
+        most = self.model.config.get_text_config().vocab_size - 1
         unknown = next((token for token in ids if not 0 <= token <= most), None)
         if unknown is not None:
             message = f"{param} has the token {unknown}, which the model does not know: its tokens are 0 to {most}"

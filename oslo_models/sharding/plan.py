@@ -42,6 +42,7 @@ class Plan:
         replicated_attentions: model outputs that hold the attention weights of all heads on every rank. Other attention
             weights are gathered.
         single_rank_reason: why no layer can be sharded. Empty if layers can be sharded.
+        towers: the plans of towers, such as an encoder of images, whose outputs replace embedded tokens.
         pipeline: how the blocks are split into pipeline stages.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     optional: Collection[str] = ()
     replicated_attentions: Collection[str] = ()
     single_rank_reason: str = ""
+    towers: Mapping[str, Plan] = field(default_factory=dict)
     pipeline: PipelineRules = field(default_factory=PipelineRules)
 
     def with_rules(self, **changes: Any) -> Self:
@@ -78,12 +80,17 @@ class Plan:
         for index in indices:
             yield index, self.blocks[stack] if overrides is None else {**self.blocks[stack], **overrides[int(index)]}
 
+    def with_towers(self) -> tuple[Plan, ...]:
+        """Return this plan and the plans of its towers."""
+        return self, *self.towers.values()
+
     def kinds_of_blocks(self) -> list[Entries]:
-        """Return the entries of each kind of block."""
+        """Return the entries of each kind of block, including the blocks of towers."""
         return [
             kind
-            for stack, entries in self.blocks.items()
-            for kind in [{**entries, **own} for own in self.block_overrides.get(stack, ())] or [{**entries}]
+            for plan in self.with_towers()
+            for stack, entries in plan.blocks.items()
+            for kind in [{**entries, **own} for own in plan.block_overrides.get(stack, ())] or [{**entries}]
         ]
 
     def expert_entries(self, stack: str) -> dict[str, Replicated]:
@@ -156,7 +163,8 @@ class Plan:
             name: {rename(key): value for key, value in getattr(self, name).items()}
             for name in ("embed", "blocks", "head", "block_overrides")
         }
-        return replace(self, **renamed, pipeline=self.pipeline.renamed(rename))
+        towers = {rename(name): tower._renamed(rename) for name, tower in self.towers.items()}
+        return replace(self, **renamed, towers=towers, pipeline=self.pipeline.renamed(rename))
 
     def __or__(self, other: Plan) -> Plan:
         """Return the plan of a model that runs the blocks of this plan and then the blocks of ``other``."""

@@ -88,8 +88,8 @@ def check_type(
 ) -> None:
     name, config = zoo.main_head(variant), zoo.config(variant)
     make_batch = (
-        zoo.batch if variant.startswith("rag") else pipelines.batch
-    )  # no micro-batches, and several rows for one
+        zoo.batch if variant.startswith("rag") or variant in zoo.WITH_IMAGES else pipelines.batch
+    )  # no micro-batches, and several rows for one, or images that belong to rows
     step = saved_step(name, config, seed, make_batch(name, config, seed), folder / "whole")
     generates = hasattr(zoo.original(name), "generate") and not name.endswith("ForCTC")  # takes other arguments
     tokens = generate_tokens(reference_model(name, config, seed), step.batch, ways) if generates else {}
@@ -429,7 +429,9 @@ def test_base_classes_of_transformers_are_exported() -> None:
             without.append(model_type)
             continue
         base: Any = registry.find(name)
-        assert all(issubclass(cls, base) for cls in registry.model_classes(model_type).values())
+        classes = {**registry.model_classes(model_type)}
+        classes.pop("InternVLVisionModel", None)  # has a base class of its own
+        assert all(issubclass(cls, base) for cls in classes.values())
         assert name not in registry.model_classes(model_type)
     assert without == ["encoder-decoder"]
 

@@ -464,6 +464,12 @@ def _configured(
         _sizes(own, own.get("model_type", model_type), draw)
     if model_type == "siglip":
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
+    if model_type == "paligemma":
+        values["projection_dim"] = values["text_config"]["hidden_size"]
+    if model_type == "qwen3_vl":
+        values["vision_config"]["out_hidden_size"] = values["text_config"]["hidden_size"]
+        sections = {4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}[values["text_config"]["head_dim"]]
+        values["text_config"]["rope_parameters"]["mrope_section"] = sections
     if not parts:
         _sizes({} if model_type == "clip" else values, model_type, draw)
         if "vocab_size" in zoo.config(variant).to_dict() and not {"image_size", "backbone_config"} & values.keys():

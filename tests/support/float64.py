@@ -58,7 +58,7 @@ class lifted_casts(TorchFunctionMode):  # noqa: N801  reads as the context manag
         elif func in _CASTS:
             if _is_double(args[0]):
                 args, kwargs = (args[0], *map(_widen, args[1:])), {key: _widen(value) for key, value in kwargs.items()}
-        elif func is torch.full and "dtype" not in kwargs and abs(args[1]) > torch.finfo(torch.float32).max:
+        elif func is torch.full and "dtype" not in kwargs and _overflows(*args[1:2], **kwargs):
             kwargs = {**kwargs, "dtype": torch.float64}  # XGLM's smallest number
         elif func in (Tensor.__mul__, Tensor.mul) and isinstance(args[1], float) and args[1] == _SMALLEST:
             args = (_widen(args[0]), args[1])  # ProphetNet's masks, which begin as integers
@@ -82,3 +82,8 @@ def _widen(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype == torch.float32:
         return value.double()
     return value
+
+
+def _overflows(fill_value: float = 0.0, **_: Any) -> bool:
+    """Whether a value is infinite in float32."""
+    return abs(fill_value) > torch.finfo(torch.float32).max

@@ -15,11 +15,15 @@ BEAMS = {**GREEDY, "beams": {"num_beams": 3}}
 
 Tokens = dict[str, Tensor]
 
+IMAGES = ("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids", "pixel_attention_mask")
+"""Arguments with images, or about them."""
+
 
 def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
     """Return the tokens that a model generates for the prompt of a batch, by search method."""
     names = (model.main_input_name, "attention_mask", "context_input_ids", "context_attention_mask", "doc_scores")
-    prompt = {key: batch[key] for key in names if key in batch}
+    images = (*IMAGES, "token_type_ids") if "pixel_values" in batch else ()
+    prompt = {key: batch[key] for key in (*names, *images) if key in batch}
     model.eval()
     with lifted_casts():
         return {way: model.generate(**prompt, **ways[way], do_sample=False, max_new_tokens=5) for way in ways}

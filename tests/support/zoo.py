@@ -19,6 +19,8 @@ from transformers.models.umt5 import modeling_umt5
 
 from oslo_models import registry
 
+from support.generation import IMAGES
+
 TOKENS = {"vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 _GPT2: dict[str, Any] = {"n_embd": 24, "n_inner": 35, "n_layer": 2, "n_head": 6, "n_positions": 32}
 _GPT_NEO: dict[str, Any] = {
@@ -150,6 +152,9 @@ _DELTA = {"layer_types": ["linear_attention", "full_attention"]}
 
 _BYTES: dict[str, Any] = {**_BERT, "vocab_size": TOKENS["vocab_size"]}
 
+_TOWER: dict[str, Any] = {**_BERT, "image_size": 16, "patch_size": 4}
+_SEEING: dict[str, Any] = {"image_token_id": 98, "pad_token_id": 0}
+
 MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
     "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
@@ -219,6 +224,13 @@ MORE: dict[str, Mapping[str, Any]] = {
     "flint": {**_LLAMA, **_MIXTURE, **_WINDOW, "mlp_only_layers": [1]},
     "gemma": _LLAMA,
     "gemma2": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
+    "gemma3": {
+        **{
+            "text_config": {**_LLAMA, **_WINDOW, **TOKENS, "model_type": "gemma3_text", "query_pre_attn_scalar": 6},
+            **_SEEING,
+        },
+        **{"vision_config": {**_TOWER, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4},
+    },
     "gemma3_text": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
     "glm": {**_LLAMA, "head_dim": 8},
     "glm4": {**_LLAMA, "head_dim": 8},
@@ -232,12 +244,28 @@ MORE: dict[str, Mapping[str, Any]] = {
     "granitemoe_swa": {**_MOE_OF_GRANITE, **_WINDOW, "layer_rope_theta": [10000.0, 0]},
     "granitemoeshared": _MOE_OF_GRANITE,
     "helium": {**_LLAMA, "head_dim": 4},
+    "idefics3": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
+        **{"vision_config": {**_TOWER, "model_type": "idefics3_vision"}, "scale_factor": 2},
+    },
+    "smolvlm": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
+        **{"vision_config": {**_TOWER, "model_type": "smolvlm_vision"}, "scale_factor": 2},
+    },
     "ijepa": _VIT,
     "hubert": {**_WAV2VEC2, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
     "hunyuan_v1_dense": _LLAMA,
     "hy_v3": {**_LLAMA, **_SPARSE},
     "hyperclovax": {**_GRANITE, "use_post_norm": True},
     "ibert": _BERT,
+    "internvl": {
+        **{"text_config": {**_KV, **TOKENS, "model_type": "qwen2"}, **_SEEING},
+        **{
+            "vision_config": {**_TOWER, "model_type": "internvl_vision"},
+            "downsample_ratio": 0.5,
+            "image_seq_length": 4,
+        },
+    },
     "jais2": _KV,
     "kolibri1": {
         **{**_LLAMA, **_MIXTURE, **_WINDOW, "shared_expert_intermediate_size": 13},
@@ -248,6 +276,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         "num_attention_heads_per_layer": [6, 4],
     },
     "layoutlm": _BERT,
+    "llava": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, "image_seq_length": 4, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
+    },
     "longformer": {**_BERT, "attention_window": 4},
     "luke": {**_BERT, "entity_vocab_size": 17, "entity_emb_size": 10},
     "lxmert": {
@@ -264,6 +296,11 @@ MORE: dict[str, Mapping[str, Any]] = {
     "mbart": _BART,
     "megatron-bert": _BERT,
     "mellum": {**_LLAMA, **_SPARSE, **_WINDOW},
+    "mistral3": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "mistral"}, **_SEEING},
+        **{"vision_config": {**_TOWER, "model_type": "pixtral"}, "spatial_merge_size": 2},
+    },
+    "pixtral": _TOWER,
     "minicpm3": {**_LATENT, "scale_depth": 1.4, "dim_model_base": 12},
     "minimax": {
         **{**_LLAMA, **_MIXTURE, "num_local_experts": 5, "block_size": 4, "mlp_alpha_factor": 1.25},
@@ -304,6 +341,10 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "openai-gpt": _GPT2,
     "opt": {**_SIZE, "ffn_dim": 35, "word_embed_proj_dim": 20},
+    "paligemma": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "gemma"}, **_SEEING},
+        **{"vision_config": {**_TOWER, "model_type": "siglip_vision_model", "patch_size": 8}, "projection_dim": 24},
+    },
     "pegasus": _BART,
     "persimmon": _BERT,
     "phi": {**_BERT, "qk_layernorm": True},
@@ -454,6 +495,17 @@ MORE: dict[str, Mapping[str, Any]] = {
     "qwen3_next": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
     "qwen3_5_text": {**_LLAMA, **_LINEAR, "head_dim": 8},
     "qwen3_5_moe_text": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
+    "qwen3_vl": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "model_type": "qwen3_vl_text"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 1]},
+        },
+        "vision_config": {
+            **{"model_type": "qwen3_vl_vision", "depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6},
+            **{"patch_size": 4, "out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        },
+        **_SEEING,
+    },
     "qwen4_exp_text": {
         **{**_LLAMA, **_MIXTURE, **_LINEAR, **_QSA, "head_dim": 8, "shared_expert_intermediate_size": 13},
         **{"layer_types": ["linear_attention", "indexed_attention"], "output_gate_type": "sigmoid"},
@@ -504,6 +556,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         "linear_num_heads": 4,
         "linear_head_dim": 5,
         "linear_conv_kernel_dim": 3,
+    },
+    "aya_vision": {
+        **{"text_config": {**_KV, **_WINDOW, **TOKENS, "model_type": "cohere2"}, **_SEEING},
+        **{"vision_config": {**_TOWER, "model_type": "siglip_vision_model"}, "downsample_factor": 2},
     },
     "bailing_hybrid": {
         **_LATENT,
@@ -691,7 +747,15 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
+WITH_IMAGES = [kind for kind, values in MORE.items() if "text_config" in values and kind not in ("clip", "siglip")]
+"""Model types with a decoder that reads images."""
+
 LEFT_OUT: dict[str, set[str]] = {
+    # text models, which another type has
+    "gemma3": {
+        *("Gemma3ForCausalLM", "Gemma3ForSequenceClassification", "Gemma3TextForSequenceClassification"),
+        "Gemma3TextModel",
+    },
     # without a loss, and with random replacements in their outputs
     "unispeech": {"UniSpeechForPreTraining"},
     "unispeech-sat": {"UniSpeechSatForPreTraining"},
@@ -794,6 +858,8 @@ def config_of(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
 def heads(variant: str) -> list[str]:
     """Return the names of all classes of the architecture."""
     model_type, _ = {**VARIANTS, **ODD}.get(variant, (variant, {}))
+    if model_type not in registry.ARCHITECTURES:  # the decoder of a model of text and images
+        model_type = model_type.removesuffix("_text")
     return list(registry.model_classes(model_type))
 
 
@@ -862,7 +928,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     """Return inputs for the forward of a class, with left padding, token types and some ignored labels."""
     known = parameters_of_forward(name)
     generator = torch.Generator().manual_seed(seed)
-    if original(name).main_input_name != "input_ids" or name.startswith(("CLIP", "Siglip")):
+    if original(name).main_input_name != "input_ids" or "input_ids" not in known or name.startswith(("CLIP", "Siglip")):
         return _signals(name, config, generator, dtype)
     if "context_input_ids" in known:
         return _documents(name, config, generator, dtype)
@@ -871,7 +937,9 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         return torch.randint(low, high, shape, generator=generator)
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
-    vocab = getattr(config, "vocab_size", None) or config.decoder.vocab_size
+    sees = "pixel_values" in known  # beside text
+    length = 14 if sees else length
+    vocab = getattr(config.text_config if sees else config, "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
         vocab = min(vocab, getattr(config, smaller, None) or vocab)
     choices = (2,) if name.endswith(("MultipleChoice", "DoubleHeadsModel")) else ()
@@ -934,7 +1002,52 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         given |= _entities(name, config, shape, integers)
     if {"visual_feats", "visual_embeds"} & known.keys():
         given |= _regions(name, config, shape, given.get("labels"), generator, dtype)
+    if sees:
+        given |= _images(name, config, ids, generator, dtype)
     return given
+
+
+IMAGES_OF_ROWS = (1, 0, 2)
+"""Number of images in each row of a batch of text and images."""
+
+
+def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return images, and the tokens with a placeholder for each of their features."""
+    ids, token, side = ids.masked_fill(ids == config.image_token_id, 3), config.image_token_id, _TOWER["image_size"]
+    for row, images in enumerate(IMAGES_OF_ROWS):
+        for start in range(4, 4 + 5 * images, 5):
+            ids[row, start : start + 4] = token
+    given = {"input_ids": ids}
+    if "image_grid_thw" in parameters_of_forward(name):
+        given["mm_token_type_ids"] = (ids == token).long()
+        grids, patches = _patches(config.vision_config, generator, dtype)
+        return {**given, "image_grid_thw": grids, "pixel_values": patches}
+    pixels = torch.randn(sum(IMAGES_OF_ROWS), 3, side, side, generator=generator, dtype=dtype)
+    if name.startswith(("Idefics3", "SmolVLM")):  # by row, padded to the most images of a row
+        given["pixel_values"] = torch.zeros(len(IMAGES_OF_ROWS), max(IMAGES_OF_ROWS), *pixels.shape[1:], dtype=dtype)
+        places = [(row, place) for row, images in enumerate(IMAGES_OF_ROWS) for place in range(images)]
+        for (row, place), image in zip(places, pixels, strict=True):
+            given["pixel_values"][row, place] = image
+    else:
+        given["pixel_values"] = pixels
+    if name.startswith("Mistral3"):
+        given["image_sizes"] = torch.full((len(pixels), 2), side)
+    if "token_type_ids" in parameters_of_forward(name):  # PaliGemma's mark its answers, Gemma 3's its images
+        given["token_type_ids"] = ((ids == token) ^ name.startswith("PaliGemma")).long()
+    return given
+
+
+def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the patches of all images as one row, and the grid of each image."""
+    grids = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]])
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return grids, torch.randn(len(grids) * 16, width, generator=generator, dtype=dtype)
+
+
+def text_only(config: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch of text and images without its images."""
+    ids = batch["input_ids"].masked_fill(batch["input_ids"] == config.image_token_id, 3)
+    return {**{key: value for key, value in batch.items() if key not in IMAGES}, "input_ids": ids}
 
 
 def _documents(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -1007,14 +1120,18 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         shapes["input_values"] = (rows, config.max_length, config.num_mel_bins)
     if "pixel_values" in known:
         images = getattr(config, "vision_config", config)
-        side = getattr(images, "image_size", 64)
+        sizes = (getattr(images, key, 64) for key in ("image_size", "patch_size"))
+        side, patch = (each if isinstance(each, int) else each[0] for each in sizes)
         shapes["pixel_values"] = (rows, 3, side, side)
-        positions = (side // getattr(images, "patch_size", side)) ** 2
+        positions = (side // patch) ** 2
     if "input_features" in known:
         whisper = name.startswith("Whisper")  # takes audio of a fixed length, with features before frames
         frames = 2 * config.max_source_positions
         shapes["input_features"] = (rows, config.num_mel_bins, frames) if whisper else (rows, 29, 5)
-    main = original(name).main_input_name
+    if "grid_thw" in known:
+        grids, patches = _patches(config, generator, dtype)
+        return {"hidden_states": patches, "grid_thw": grids}
+    main = original(name).main_input_name if "input_ids" in known else next(key for key in shapes if key in known)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)

@@ -125,6 +125,8 @@ def reason_against(config: Any) -> str | None:
         return "it is an encoder-decoder, whose encoder computes a batch at once"
     if getattr(config, "is_decoder", True) is False:
         return "it is an encoder: is_decoder=False in its configuration"
+    if getattr(config, "vision_config", None) is not None:
+        return "it reads images, whose features belong to one call"
     text = config.get_text_config(decoder=True)
     if not _has_positions_of_their_own(text):
         return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"

@@ -1,0 +1,53 @@
+"""InternVL: an encoder of image patches with scaled residuals, a projector and a decoder of another model."""
+
+from typing import Any
+
+from transformers import InternVLConfig, InternVLVisionConfig
+from transformers.models.internvl import modeling_internvl as hf
+
+from oslo_models.layers.entries import (
+    ColumnParallel,
+    LocalModule,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    WidthNorm,
+)
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llava import LlavaParallel
+
+
+class InternVLVisionModel(ParallelModel, hf.InternVLVisionModel):
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        heads = heads_of(config)
+        block: dict[str, Replicated] = {
+            "layernorm_before": Norm(),
+            "attention": LocalModule({"num_heads": heads.local_count, "embed_dim": heads.local_extent}),
+            **qkv("attention", heads),
+            "attention.projection_layer": RowParallel(heads),
+            "lambda_1": Replicated(),
+            "layernorm_after": Norm(),
+            "mlp.fc1": ColumnParallel(),
+            "mlp.fc2": RowParallel(),
+            "lambda_2": Replicated(),
+        }
+        if config.use_qk_norm:
+            block |= {"attention.q_norm": WidthNorm(heads), "attention.k_norm": WidthNorm(heads)}
+        return Plan(
+            embed={"embeddings": Replicated()},
+            blocks={"encoder.layer": block},
+            head={"layernorm": Norm()},
+            optional=("layernorm",),
+        )
+
+
+class InternVLModel(LlavaParallel, hf.InternVLModel):
+    pass
+
+
+class InternVLForConditionalGeneration(LlavaParallel, hf.InternVLForConditionalGeneration):
+    head_plan = LM_HEAD

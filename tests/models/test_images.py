@@ -1,0 +1,95 @@
+"""Models of text and images: composed plans, and batches whose rows have different numbers of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from oslo_models import AutoModelForImageTextToText, AutoModelForMultimodalLM, registry
+
+from support import zoo
+from support.float64 import lifted_casts
+from support.pool import Pool
+from support.reference import (
+    TOLERANCE,
+    Step,
+    differences,
+    parallel_model,
+    reference_model,
+    reference_step,
+    step_differences,
+)
+
+
+def check_batches(steps: list[Step], tp: int) -> None:
+    lines = []
+    for step in steps:
+        model = parallel_model(step.name, step.config, step.weights, tp, gather_logits=True)
+        lines += step_differences(model, step)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("model_type", zoo.WITH_IMAGES)
+def test_text_alone_and_images_in_other_rows_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
+    name, config = zoo.main_head(model_type), zoo.config(model_type)
+    batch = zoo.batch(name, config, seed)
+    backwards = {key: value.flip(0) for key, value in batch.items()}  # rows with 2, 0 and 1 images
+    batches = (zoo.text_only(config, batch), backwards)
+    steps = [reference_step(name, config, seed, batch=each) for each in batches]
+    for tp in (2, 3):
+        pool.run(tp, check_batches, steps, tp)
+
+
+def test_ranks_are_limited_by_the_heads_of_the_tower() -> None:
+    config = zoo.config("llava")  # 6 heads in the decoder
+    cls: Any = registry.find("LlavaForConditionalGeneration")
+    plan = cls.plan(config)
+    assert plan.max_ranks() == 3
+    message = r"tensor_parallel_size=4 is more than vision_config.num_attention_heads=3 of LlavaConfig; use 1 to 3"
+    with pytest.raises(ValueError, match=message):
+        plan.check_ranks(cls.__name__, config, 4)
+
+
+def test_a_tower_that_the_zoo_lacks_is_refused_by_name() -> None:
+    config = zoo.config("llava", vision_config={"model_type": "dinov2"})
+    with pytest.raises(ValueError, match="AutoModel has no class for 'dinov2'"):
+        registry.find("LlavaForConditionalGeneration").plan(config)  # type: ignore[attr-defined]
+
+
+def as_on_the_hub(name: str) -> str:
+    """Return the name of a weight in checkpoints of older releases."""
+    name = name.replace("model.language_model.", "language_model.model.")
+    return name.replace("model.vision_tower.", "vision_tower.vision_model.").replace("model.multi_modal", "multi_modal")
+
+
+def load(config: PreTrainedConfig, folder: Path, batch: dict[str, Tensor], logits: Tensor) -> None:
+    auto = AutoModelForImageTextToText
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1, all that LlavaForCond"):
+        auto.from_pretrained_with_parallel(folder, pipeline_parallel_size=2)
+    assert auto.class_for(config) is AutoModelForMultimodalLM.class_for(config)
+    model = auto.from_pretrained_with_parallel(folder, 2, resize_token_embeddings=107)
+    assert model.config.text_config.vocab_size == 107
+    with torch.no_grad(), lifted_casts():
+        own = model(**batch).logits
+    mean = logits.mean(-1, keepdim=True).expand(*logits.shape[:-1], 6)  # new tokens have the mean of the weights
+    assert not differences("logits", own, torch.cat((logits, mean), -1), TOLERANCE)
+    assert type(auto.from_config_with_parallel(config, 2)) is type(model)
+
+
+def test_auto_class_loads_and_resizes_a_model_of_text_and_images(pool: Pool, tmp_path: Path, seed: int) -> None:
+    name, config = "LlavaForConditionalGeneration", zoo.config("llava")
+    full = reference_model(name, config, seed).eval()
+    full.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({as_on_the_hub(key): tensor for key, tensor in load_file(file).items()}, file, {"format": "pt"})
+    batch = {key: value for key, value in zoo.batch(name, config, seed).items() if key != "labels"}
+    with torch.no_grad(), lifted_casts():
+        logits = full(**batch).logits
+    pool.run(2, load, config, tmp_path, batch, logits)
