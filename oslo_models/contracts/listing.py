@@ -288,6 +288,10 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("torch.distributed._symmetric_memory", "distributed.symmetric_memory"),
     _contract("torch.distributed.distributed_c10d._get_default_timeout", "distributed.mesh", "backend"),
     _contract("torch.distributed.distributed_c10d._set_pg_timeout", "distributed.mesh", "timeout group"),
+    _contract(
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler._stop_heartbeats",
+        "recipes.machines",
+    ),
     _contract("torch.nn.init._calculate_fan_in_and_fan_out", "distributed.callers", "tensor"),
     _contract("torch.nn.modules.conv._ConvNd", "layers.gathered modeling.derived.derivation modeling.initialization"),
     _contract("torch.nn.modules.dropout._DropoutNd", "modeling.derived.probe"),

@@ -132,13 +132,17 @@ def verify(
     options = truncate(config, blocks)
     with tempfile.TemporaryDirectory(prefix="oslo-models-verify-") as folder:
         scratch = Path(folder)
-        plain = directory
-        if any(split_position(name) for name in current_files(directory)):
+        plain, loading = directory, dict(options)
+        if getattr(config, "quantization_config", None) is not None:
+            loading["dequantize"] = True
+            plain = _merged(cls, directory, parsed, scratch / "whole", dequantize=True)
+            notes.append("the weights are quantised: this process and the ranks compute with dequantised weights")
+        elif any(split_position(name) for name in current_files(directory)):
             plain = _merged(cls, directory, parsed, scratch / "whole")
             notes.append("the reference is the split files as this process merges them")
         notes += compute_reference(cls, plain, options, parsed, text, length, scratch)
         order = {
-            **{"directory": str((ranks_from or directory).resolve()), "cls": cls.__name__, "options": options},
+            **{"directory": str((ranks_from or directory).resolve()), "cls": cls.__name__, "options": loading},
             **{"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "ep": expert_parallel_size},
             "unequal": unequal,
             **{"dtype": str(parsed)[6:], "bound": BOUNDS[parsed], "scratch": folder},
@@ -159,9 +163,9 @@ def verify(
     return Certificate(str(model), {**sizes, "dtype": str(parsed)[6:]}, checks, tuple(notes), seconds, versions)
 
 
-def _merged(cls: Any, directory: Path, dtype: torch.dtype, folder: Path) -> Path:
+def _merged(cls: Any, directory: Path, dtype: torch.dtype, folder: Path, **options: Any) -> Path:
     """Merge split files into a folder that transformers loads, with the tokenizer beside them. Return the folder."""
-    model = cls.from_pretrained_with_parallel(directory, dtype=dtype)
+    model = cls.from_pretrained_with_parallel(directory, dtype=dtype, **options)
     model.save_pretrained_with_parallel(folder, save_with_merging=True)
     for name, path in current_files(directory).items():
         if not (split_position(name) or name.startswith(MANIFEST.partition(".")[0]) or (folder / name).exists()):

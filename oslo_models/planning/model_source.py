@@ -40,6 +40,12 @@ def find_model(model: Any) -> tuple[Any, PreTrainedConfig]:
 def read_config(source: str | Path) -> PreTrainedConfig:
     """Read a configuration from a directory, a ``config.json`` file or the hub."""
     path = Path(source)
+    if (path / "adapter_config.json").is_file():
+        base = read_raw(path / "adapter_config.json").get("base_model_name_or_path")
+        raise ValueError(
+            f"MODEL {source} holds an adapter, not a model: give its model, {base}, or a folder with the adapter "
+            "merged into it (`merge_adapter: true` in a recipe, or merge_and_unload of peft)"
+        )
     if path.is_dir():
         path = current_folder(path, "config.json")
     elif not path.exists() and (path.is_absolute() or str(source).startswith((".", "~")) or len(path.parts) > 2):

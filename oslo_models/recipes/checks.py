@@ -16,6 +16,10 @@ POSITIVE = (
     *("max_length", "max_prompt_length", "max_completion_length", "num_generations", "micro_batch_size"),
 )
 NOT_NEGATIVE = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "lora_dropout", "num_train_epochs")
+NO_MERGING = (
+    "has quantised weights, and a merged weight would be rounded again; leave merge_adapter out, and merge the saved "
+    "adapter into the model that was quantised"
+)
 PACKAGES = {"use_peft": "peft", "load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes"}
 
 
@@ -39,6 +43,12 @@ def check_values(recipe: Recipe) -> None:
     for name in ("load_in_4bit", "load_in_8bit"):
         if keys[name] and not keys["use_peft"]:
             raise ValueError(f"{name}=true: quantised weights are frozen; add use_peft: true to train an adapter")
+    if keys["merge_adapter"]:
+        if not keys["use_peft"]:
+            raise ValueError("merge_adapter=true: there is no adapter; add use_peft: true, or leave it out")
+        for name in ("load_in_4bit", "load_in_8bit"):
+            if keys[name]:
+                raise ValueError(f"merge_adapter=true: {name}=true {NO_MERGING}")
     for name, package in PACKAGES.items():
         if keys[name] and importlib.util.find_spec(package) is None:
             raise ImportError(f"{name}=true: it needs {package}; run pip install {package}")

@@ -26,6 +26,9 @@ class ParallelArguments:
     )
     expert_parallel_size: int = field(default=1, metadata={"help": "Groups of ranks that divide the experts."})
     fuse: bool = field(default=False, metadata={"help": "Replace modules by fused ones where they are faster."})
+    merge_adapter: bool = field(
+        default=False, metadata={"help": "Also write the model with the merged adapter, to output_dir/merged."}
+    )
     devices: int | None = field(
         default=None,
         metadata={"help": "Processes on this machine. By default one per GPU, or the product of the sizes."},

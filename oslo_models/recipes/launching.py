@@ -14,13 +14,12 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from oslo_models.recipes.machines import BACKEND, Meeting, find_meeting
 from oslo_models.recipes.sizes import Sizes
 from oslo_models.starting import python_module
-
-RENDEZVOUS = "oslo-models"
-"""Name of the rendezvous, equal on all machines."""
 
 
 class RanksFailed(RuntimeError):
@@ -46,7 +45,7 @@ def launch(module: str, arguments: Sequence[str], sizes: Sizes, endpoint: str | 
     rank fails.
 
     Raises:
-        RanksFailed: a rank failed; all others of this machine have ended.
+        RanksFailed: a rank failed, or the machines did not meet; all ranks of this machine have ended.
         Interrupted: a signal arrived; all ranks of this machine have ended.
     """
     command, *rest = python_module(module, *arguments)
@@ -55,22 +54,31 @@ def launch(module: str, arguments: Sequence[str], sizes: Sizes, endpoint: str | 
     alone = sizes.nnodes == 1
     quiet = {rank: Std.ALL for rank in range(sizes.devices) if rank or not alone}
     logs_specs = DefaultLogsSpecs(logs, redirects=quiet, tee={} if alone else {0: Std.ALL})
+    meeting = Meeting(True, "127.0.0.1") if alone or endpoint is None else find_meeting(endpoint)
     config = LaunchConfig(
         min_nodes=sizes.nnodes,
         max_nodes=sizes.nnodes,
         nproc_per_node=sizes.devices,
-        run_id=RENDEZVOUS,
-        rdzv_backend="c10d",
+        run_id=BACKEND,
+        rdzv_backend=BACKEND,
         rdzv_endpoint=endpoint or "127.0.0.1:0",
-        local_addr="127.0.0.1" if alone else None,
+        rdzv_configs={"is_host": meeting.is_host},
+        local_addr=meeting.address,
         max_restarts=0,
         logs_specs=logs_specs,
+        log_line_prefix_template="rank ${rank}: ",
     )
     try:
         with _quiet_launcher():
             elastic_launch(config, command)(*rest)
     except ChildFailedError as error:
         raise RanksFailed(_describe(*_root_cause(error.failures))) from error
+    except RendezvousError as error:
+        shutil.rmtree(logs, ignore_errors=True)
+        raise RanksFailed(
+            f"the {sizes.nnodes} machines of nnodes={sizes.nnodes} did not meet at rdzv_endpoint={endpoint}: {error} "
+            "Start the same command on each, first on the machine of rdzv_endpoint"
+        ) from error
     except SignalException as error:
         shutil.rmtree(logs, ignore_errors=True)
         raise Interrupted(error.sigval) from error

@@ -19,6 +19,7 @@ FREE = (
         "run_name",
         "project",
         "disable_tqdm",
+        "merge_adapter",
     ),
     *("logging_steps", "logging_first_step", "log_level", "save_steps", "save_total_limit", "output_dir"),
     *("dataloader_num_workers", "push_to_hub", "hub_model_id", "hub_private_repo", "hub_strategy"),

@@ -13,6 +13,7 @@ from oslo_models.recipes.checks import (
     model_class,
     reward_functions,
 )
+from oslo_models.recipes.machines import find_meeting
 from oslo_models.recipes.memory import gpu_memory, plan_sizes
 from oslo_models.recipes.parsing import Recipe, build, parse
 from oslo_models.recipes.record import check_record
@@ -54,6 +55,8 @@ def check(task: str, argv: Sequence[str]) -> tuple[Recipe, Sizes]:
     """
     recipe = parse(task, argv)
     check_values(recipe)
+    if recipe.parallel.nnodes > 1 and recipe.parallel.rdzv_endpoint is not None:
+        find_meeting(recipe.parallel.rdzv_endpoint)
     cls, config = model_class(recipe)
     sizes = choose_sizes(recipe.parallel, cls, config, gpus := gpu_count())
     build(recipe, for_checks=True)

@@ -13,13 +13,16 @@ from transformers.utils.logging import disable_progress_bar
 from oslo_models.distributed.mesh import start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree, broadcast_object
 from oslo_models.integrations.trainer import last_complete_checkpoint
-from oslo_models.recipes.checks import reward_functions
+from oslo_models.modeling.quantizing import is_quantized
+from oslo_models.recipes.checks import NO_MERGING, reward_functions
 from oslo_models.recipes.parsing import Recipe, build
 from oslo_models.recipes.progress import Progress
 from oslo_models.recipes.record import text_of, write_record
 from oslo_models.recipes.rows import load_rows
 from oslo_models.recipes.sizes import Sizes
 
+MERGED = "merged"
+"""Folder of the merged model in the output folder."""
 PLACING_OPTIONS = ("device_map", "quantization_config", "tp_plan", "distributed_config")
 """Arguments of ``model_init_kwargs`` that place or quantise weights."""
 
@@ -33,6 +36,8 @@ def train(recipe: Recipe, sizes: Sizes, cls: Any) -> None:
     args, folder = recipe.training, Path(recipe.training.output_dir)
     set_seed(args.seed)
     model = _load_model(recipe, sizes, cls)
+    if recipe.parallel.merge_adapter and any(map(is_quantized, model.state_dict().values())):
+        raise ValueError(f"merge_adapter=true: {recipe.model.model_name_or_path} {NO_MERGING}")
     trainer = _make_trainer(recipe, model)
     trainer.remove_callback(ProgressCallback)  # `Progress` replaces it
     tokens = recipe.script.max_length * trainer.get_total_train_batch_size(args) if recipe.task == "pretrain" else None
@@ -51,6 +56,8 @@ def train(recipe: Recipe, sizes: Sizes, cls: Any) -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(str(folder))
     trainer.save_state()
+    if recipe.parallel.merge_adapter:
+        _save_merged(trainer, folder / MERGED)
     with agree(world, f"writing to {folder}"):
         if world.rank == 0:
             _write_card(recipe, sizes, trainer, folder)
@@ -115,6 +122,14 @@ def _make_trainer(recipe: Recipe, model: Any) -> Any:
     )
 
 
+def _save_merged(trainer: Any, folder: Path) -> None:
+    """Merge the adapter and save the full model with its tokenizer. The adapter cannot be trained any further."""
+    merged = trainer.model.merge_and_unload()
+    merged.save_pretrained_with_parallel(folder, save_with_merging=True)
+    if trainer.args.should_save and trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(folder)
+
+
 def _checkpoint(args: Any, folder: Path, world: Any) -> str | None:
     """Return the checkpoint to continue from: the given one, or the last complete one of the output folder."""
     given = args.resume_from_checkpoint
@@ -148,10 +163,12 @@ def _datasets(recipe: Recipe) -> dict[str, Any]:
 
 def commands(recipe: Recipe, sizes: Sizes, folder: Path) -> list[str]:
     """Return the commands that load the result in plain transformers and serve it."""
-    code = f"from transformers import AutoModelForCausalLM as A; print(A.from_pretrained({str(folder)!r}))"
     size = f" --tensor-parallel-size {sizes.tensor}" if sizes.tensor > 1 else ""
     if sizes.shares:
         size += f" --tensor-parallel-shares {','.join(map(str, sizes.shares))}"
+    if recipe.parallel.merge_adapter:
+        folder = folder / MERGED
+    code = f"from transformers import AutoModelForCausalLM as A; print(A.from_pretrained({str(folder)!r}))"
     served = str(folder)
     if (folder / "adapter_config.json").is_file():
         served = f"{recipe.model.model_name_or_path} --adapter {folder.name}={folder}"

@@ -34,32 +34,9 @@ def _compare(*args: Any) -> Any:
 # ---- float8 in blocks
 
 
-def fp8_settings(*block: int) -> dict[str, Any]:
-    return {"quant_method": "fp8", "weight_block_size": block, "fmt": "e4m3", "activation_scheme": "dynamic"}
-
-
-def fp8(height: int, width: int, as_exponents: bool = False) -> quantized.Quantize:
-    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        rows, columns = weight.shape
-        plain, scales = torch.empty_like(weight), torch.empty(-(-rows // height), -(-columns // width))
-        stored = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-        for i in range(scales.shape[0]):
-            for j in range(scales.shape[1]):
-                block = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
-                scales[i, j] = weight[block].abs().max() / 448
-                if as_exponents:
-                    scales[i, j] = 2 ** scales[i, j].log2().ceil()
-                stored[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
-                plain[block] = stored[block].float() * scales[i, j]
-        saved = (scales.log2() + 127).to(torch.uint8) if as_exponents else scales
-        return {"weight": stored, "weight_scale_inv": saved}, plain
-
-    return quantize
-
-
 @SIZES
 def test_fp8_blocks_match_transformers(pool: Pool, tmp_path: Path, seed: int, tp: int, pp: int) -> None:
-    model = quantized.write_checkpoint(tmp_path / "fp8", seed, fp8_settings(8, 16), fp8(8, 16))
+    model = quantized.write_checkpoint(tmp_path / "fp8", seed, quantized.fp8_settings(8, 16), quantized.fp8(8, 16))
     config = FineGrainedFP8Config(weight_block_size=(8, 16), dequantize=True)
     original = LlamaForCausalLM.from_pretrained(tmp_path / "fp8", quantization_config=config, dtype=torch.float64)
     assert all(torch.equal(original.state_dict()[name], weight) for name, weight in model.state_dict().items())
@@ -69,7 +46,9 @@ def test_fp8_blocks_match_transformers(pool: Pool, tmp_path: Path, seed: int, tp
 @pytest.mark.parametrize("as_exponents", [False, True])
 def test_fp8_blocks_cut_at_the_edge(pool: Pool, tmp_path: Path, seed: int, as_exponents: bool) -> None:
     """DeepSeek's latent attention has such blocks; transformers raises there, or assumes smaller blocks everywhere."""
-    model = quantized.write_checkpoint(tmp_path / "fp8", seed, fp8_settings(32, 7), fp8(32, 7, as_exponents))
+    model = quantized.write_checkpoint(
+        tmp_path / "fp8", seed, quantized.fp8_settings(32, 7), quantized.fp8(32, 7, as_exponents)
+    )
     for tp, pp in ((2, 1), (3, 1)):
         compare(pool, tmp_path / "fp8", model, seed, tp, pp)
     compare(pool, tmp_path / "fp8", model, seed, 2, 1, dtype=torch.bfloat16)
@@ -315,7 +294,7 @@ def _formats() -> dict[str, tuple[dict[str, Any], Any]]:
     gptq_one = gptq_settings(4, 16, desc_act=True)
     awq_one = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
     return {
-        "fp8": (fp8_settings(8, 16), lambda: fp8(8, 16)),
+        "fp8": (quantized.fp8_settings(8, 16), lambda: quantized.fp8(8, 16)),
         "gptq": (gptq_one, lambda: gptq(gptq_one)),
         "awq": (awq_one, lambda: awq(16)),
         "pack-quantized": (packed, lambda: by_compressed_tensors(packed)),
@@ -354,8 +333,8 @@ def test_adapters_train_over_quantized_weights(pool: Pool, tmp_path: Path, seed:
 def test_ranks_read_their_shards_only(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
     """Where shards are whole blocks, the ranks together read each quantised element once."""
     settings: dict[str, Any]
-    suffix, quantize = "weight", fp8(16, 64)
-    settings = fp8_settings(16, 64)
+    suffix, quantize = "weight", quantized.fp8(16, 64)
+    settings = quantized.fp8_settings(16, 64)
     if name == "gptq":
         settings = gptq_settings(4, 64)
         suffix, quantize = "qweight", gptq(settings)
@@ -388,7 +367,7 @@ def _read_without_scales(directory: Path) -> None:
 
 def test_quantized_values_are_never_read_without_scales(pool: Pool, tmp_path: Path, seed: int) -> None:
     """A float8 weight has the name and the shape of a plain one."""
-    quantized.write_checkpoint(tmp_path / "fp8", seed, fp8_settings(8, 16), fp8(8, 16))
+    quantized.write_checkpoint(tmp_path / "fp8", seed, quantized.fp8_settings(8, 16), quantized.fp8(8, 16))
     quantized.llama_config().save_pretrained(tmp_path / "fp8")
     pool.run(2, _read_without_scales, tmp_path / "fp8")
 

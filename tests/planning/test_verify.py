@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from oslo_models import registry
 from oslo_models.cli import main as cli
 from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.planning import certificate, certificate_rank
 from oslo_models.planning.certificate import _merged
 from oslo_models.planning.certificate_rank import compare
 from oslo_models.planning.reference import compute_reference, truncate
 from oslo_models.testing.features import plain_model
 
-from support import ROOT
+from support import ROOT, quantized
 from support.pool import Pool
 
 NAME = "Qwen3ForCausalLM"
@@ -78,6 +81,36 @@ def test_the_command_certifies_a_checkpoint(warm_launchers: None, tmp_path: Path
     found = json.loads(done.stdout)
     assert found["passed"] and [check["passed"] for check in found["checks"]] == [True] * 4
     assert found["versions"]["torch"] == torch.__version__
+
+
+def test_quantized_weights_are_dequantized_on_both_sides(
+    pool: Pool, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A changed scale that only the ranks read fails."""
+    quantized.write_checkpoint(tmp_path / "model", seed, quantized.fp8_settings(8, 16), quantized.fp8(8, 16))
+
+    def run_in_pool(scratch: Path, ranks: int) -> tuple[certificate.Check, ...]:
+        pool.run(ranks, certificate_rank.main, scratch)
+        reports = [json.loads(file.read_text()) for file in scratch.glob("rank-*.json")]
+        return tuple(certificate.Check(*check) for report in reports for check in report["checks"])
+
+    monkeypatch.setattr(certificate, "_run_ranks", run_in_pool)
+    found = certificate.verify(tmp_path / "model", 2, dtype="float64", length=16)
+    assert found.passed and len(found.checks) == 8 and "the weights are quantised" in str(found), str(found)
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    tensors = load_file(tmp_path / "other/model.safetensors")
+    name = next(name for name in tensors if name.endswith("down_proj.weight_scale_inv"))
+    tensors[name][0, 0] *= 1.01
+    save_file(tensors, tmp_path / "other/model.safetensors", metadata={"format": "pt"})
+    found = certificate.verify(tmp_path / "model", 2, dtype="float64", length=16, ranks_from=tmp_path / "other")
+    assert {check.name for check in found.checks if not check.passed} >= {"gradients", "merged files"}, str(found)
+
+
+def test_an_adapter_alone_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gpt2"}')
+    for command in (["verify", str(tmp_path)], ["plan", str(tmp_path)]):
+        assert cli.main(command) == 2
+        assert "holds an adapter, not a model: give its model, gpt2, or a folder with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,18 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "stages": ("sft", {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: .*; use tensor_parallel_size instead"),
     "hosts without a place": ("sft", {"nnodes": 2}, "nnodes=2: .*add rdzv_endpoint: HOST:PORT"),
+    "unknown host": (
+        "sft",
+        {"nnodes": 2, "rdzv_endpoint": "none.invalid:1"},
+        "rdzv_endpoint=none.invalid:1: this machine cannot reach none.invalid: .*; give a name or an address",
+    ),
+    "port of a host": ("sft", {"nnodes": 2, "rdzv_endpoint": "one:many"}, "rdzv_endpoint=one:many: .*HOST:PORT"),
+    "merging nothing": ("sft", {"merge_adapter": True}, "merge_adapter=true: there is no adapter; add use_peft: true"),
+    "merging into four bits": (
+        "sft",
+        {"merge_adapter": True, "use_peft": True, "load_in_4bit": True},
+        "merge_adapter=true: load_in_4bit=true has quantised weights, .*; leave merge_adapter out",
+    ),
     "four bits in full": ("sft", {"load_in_4bit": True}, "load_in_4bit=true: .*add use_peft: true"),
     "four and eight bits": ("sft", {"load_in_4bit": True, "load_in_8bit": True, "use_peft": True}, "bit"),
     "DeepSpeed": ("sft", {"deepspeed": "zero.json"}, "deepspeed='zero.json': .* leave deepspeed out"),

@@ -58,6 +58,26 @@ def test_recipe_trains_as_by_trl(case: str, pool: Pool, tmp_path: Path, seed: in
     assert "## Recipe" in card and "tensor_parallel_size: 2" in card and "oslo-models serve" in card
 
 
+def test_merged_adapter_is_saved(pool: Pool, tmp_path: Path, seed: int, monkeypatch: Any) -> None:
+    """The merged model equals the saved adapter merged by peft on one process. The commands name it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    recipes.write_model(tmp_path, seed)
+    recipe = recipes.write_recipe(tmp_path, "sft", seed, **{**LORA, "merge_adapter": True, "max_steps": 1})
+    pool.run(2, recipes.run_on_rank, "sft", [str(recipe)], env=True)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    expected = PeftModel.from_pretrained(plain, tmp_path / "out", autocast_adapter_dtype=False).merge_and_unload()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out/merged", dtype="auto").state_dict()
+    assert_equal(found, dict(expected.state_dict()), TOLERANCE)
+    changed = "model.layers.0.mlp.down_proj.weight"
+    assert (found[changed] - before[changed]).abs().max() > 1e3 * TOLERANCE
+    assert "serve: oslo-models serve out/merged" in (tmp_path / "out/README.md").read_text().replace(f"{tmp_path}/", "")
+    assert (tmp_path / "out/merged/tokenizer.json").is_file()
+
+
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -59,6 +59,29 @@ def write_checkpoint(directory: Path, seed: int, settings: dict[str, Any], quant
         return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=plain, dtype=torch.float64).eval()
 
 
+def fp8_settings(*block: int) -> dict[str, Any]:
+    return {"quant_method": "fp8", "weight_block_size": block, "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def fp8(height: int, width: int, as_exponents: bool = False) -> Quantize:
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        rows, columns = weight.shape
+        plain, scales = torch.empty_like(weight), torch.empty(-(-rows // height), -(-columns // width))
+        stored = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                block = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
+                scales[i, j] = weight[block].abs().max() / 448
+                if as_exponents:
+                    scales[i, j] = 2 ** scales[i, j].log2().ceil()
+                stored[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
+                plain[block] = stored[block].float() * scales[i, j]
+        saved = (scales.log2() + 127).to(torch.uint8) if as_exponents else scales
+        return {"weight": stored, "weight_scale_inv": saved}, plain
+
+    return quantize
+
+
 def tokens(seed: int) -> Tensor:
     return torch.randint(SIZES["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(seed))
 
