@@ -18,7 +18,7 @@ HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", 
 """Arguments of transformers' ``from_pretrained`` that are passed on to the download."""
 MOST_BYTES = 64 << 20
 """Limit for the size of a ``config.json``."""
-_MODULES, MOST_MODULES = re.compile(r"(layer|block|expert|depth|codebook|stage)s?$"), 10_000
+_MODULES, MOST_MODULES = re.compile(r"(layer|block|expert|depth|codebook|stage)s?$"), 2**15
 """Names of numbers of modules, and their limit. transformers constructs modules one by one, before weights are read."""
 _LABELS, MOST_LABELS = re.compile(r"labels$"), 1_000_000
 """The same for labels. transformers names each of them."""

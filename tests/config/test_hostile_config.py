@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers import CONFIG_MAPPING
 
 import oslo_models
+from oslo_models import registry
 from oslo_models.auto import AutoModelForCausalLM
 from oslo_models.config import sources
-from oslo_models.config.sources import auto_config
+from oslo_models.config.sources import auto_config, read_raw
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -54,6 +56,12 @@ def test_absurd_configurations_are_refused_by_name(tmp_path: Path, changes: Any,
             read(str(tmp_path))
         assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 1000
         assert time.process_time() - began < 5.0
+
+
+def test_default_configurations_of_all_types_are_within_the_limits(tmp_path: Path) -> None:
+    for model_type in registry.ARCHITECTURES:
+        (tmp_path / "config.json").write_text(CONFIG_MAPPING[model_type]().to_json_string())
+        assert read_raw(tmp_path)["model_type"] == model_type
 
 
 def test_large_configuration_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

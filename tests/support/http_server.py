@@ -32,6 +32,7 @@ class StubModel:
     def __init__(self, act: Any = None, vocabulary: int = 10**6, token: int = 5) -> None:
         sizes = {"max_position_embeddings": 512, "vocab_size": vocabulary, "is_encoder_decoder": False}
         self.config = SimpleNamespace(**sizes, model_type="stub", name_or_path="stub")
+        self.config.get_text_config = lambda: self.config
         self.generation_config = SimpleNamespace(eos_token_id=0, pad_token_id=0, do_sample=False)
         self.token, self.calls = token, list[dict[str, Any]]()
         if act is not None:
