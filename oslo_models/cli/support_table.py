@@ -51,8 +51,9 @@ def _row(model_type: str) -> list[str]:
     notes = _first_sentence(model_type)
     options = _options(next(iter(names.values())))
     for reason in dict.fromkeys(reasons.values()):
-        which = "" if len(reasons) == len(names) else f" ({', '.join(reasons)})"
-        notes += f" No stages{which}: {reason}."
+        which = [name for name, own in reasons.items() if own == reason]
+        whose = "" if len(which) == len(names) else f" ({', '.join(which)})"
+        notes += f" No stages{whose}: {reason}."
     for option, plan in options.items():
         if plan.single_rank_reason:
             notes += f" One rank with {option}: {_without_option(plan.single_rank_reason)}."

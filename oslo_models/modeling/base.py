@@ -38,7 +38,12 @@ from oslo_models.modeling.forward import (
 )
 from oslo_models.modeling.full_state import take_part
 from oslo_models.modeling.fusing import FusableModel
-from oslo_models.modeling.initialization import SeededByName, initialize_computed, initialize_whole
+from oslo_models.modeling.initialization import (
+    SeededByName,
+    initialize_computed,
+    initialize_whole,
+    modules_initialized_by_fans,
+)
 from oslo_models.modeling.original_class import original_class
 from oslo_models.modeling.parallelized import ParallelizedModel
 from oslo_models.modeling.replaced_layers import ShardedLayers
@@ -359,7 +364,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     def _initialized_whole(self) -> list[str]:
         """Return the names of modules with weights that transformers computes from sizes of the full module."""
-        return modules_with_tensors_of_heads(self, self.plan(self.config), self._prefix())
+        of_heads = modules_with_tensors_of_heads(self, self.plan(self.config), self._prefix())
+        return [*of_heads, *modules_initialized_by_fans(self)]
 
     def _initialize_constructed(self) -> None:
         """Initialise parameters that transformers fills only in constructors."""

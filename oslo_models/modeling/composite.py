@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapp
 
 def plan_with_towers(
     decoder: tuple[str, type[ParallelModel], Any],
-    towers: Iterable[tuple[str, type[ParallelModel], Any]],
+    towers: Sequence[tuple[str, type[ParallelModel], Any]],
     projectors: Entries,
 ) -> Plan:
     """Return the plan of a decoder that reads the outputs of towers.
@@ -48,7 +49,12 @@ def plan_with_towers(
         decoder: its attribute name in the model, its class and its configuration.
         towers: the same of each tower.
         projectors: the modules between towers and decoder.
+
+    Raises:
+        ValueError: a part cannot be sharded inside of another model. The message names its class.
     """
+    for _, cls, config in (decoder, *towers):
+        _check_part(cls, config)
     plans = {
         name: replace(plan, head={**plan.head, **cls.head_entries(config)}).under(f"{name}.")
         for name, cls, config in (decoder, *towers)
@@ -62,6 +68,23 @@ def plan_with_towers(
         towers=plans,
         single_rank_reason=next(filter(None, reasons), ""),
     ).with_rules(single_stage_reason="images of a batch are not divided into micro-batches")
+
+
+_OF_CLASS = ("_initialize_constructed", "_initialized_whole", "_shard", "attention_groups", "zeros")
+"""Attributes of parallel classes that the plan lacks. A model around the part does not read them."""
+
+
+def _check_part(cls: type[ParallelModel], config: Any) -> None:
+    """Raise ``ValueError`` if the plan of a class does not suffice to shard it inside of another model."""
+    own = [name for name in _OF_CLASS if getattr_static(cls, name) is not getattr_static(ParallelModel, name)]
+    plan: Plan = cls.plan(config)
+    if plan.replicated_attentions or plan.max_ranks() is None:
+        own.append("attention with all heads on every rank")
+    if own:
+        raise ValueError(
+            f"{cls.__name__} is not supported as a part of a model with towers, since it has {' and '.join(own)}: use "
+            "a configuration with another decoder or tower"
+        )
 
 
 @cache

@@ -94,6 +94,15 @@ class SeededByName(TorchDispatchMode):
         return target.copy_(layout.shard(full, self._rank_in(layout)))
 
 
+_BY_FANS = {"SiglipAttention", "SiglipMLP"}
+"""Layers of transformers that draw the weights of their linear layers by the numbers of inputs and outputs."""
+
+
+def modules_initialized_by_fans(model: nn.Module) -> list[str]:
+    """Return the names of modules with random weights whose scale depends on their full size."""
+    return [name for name, module in model.named_modules() if type(module).__name__ in _BY_FANS]
+
+
 @torch.no_grad()
 def initialize_whole(
     model: TransformersModel,

@@ -28,7 +28,7 @@ class LlavaParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         parts = {cls.decoder: config.text_config, **{name: getattr(config, of) for name, of in cls.towers.items()}}
-        decoder, *towers = ((name, AutoModel.class_for(of), of) for name, of in parts.items())
+        decoder, *towers = [(name, AutoModel.class_for(of), of) for name, of in parts.items()]
         return plan_with_towers(decoder, towers, cls.projectors)
 
 

@@ -57,10 +57,19 @@ def test_ranks_are_limited_by_the_heads_of_the_tower() -> None:
         plan.check_ranks(cls.__name__, config, 4)
 
 
-def test_a_tower_that_the_zoo_lacks_is_refused_by_name() -> None:
-    config = zoo.config("llava", vision_config={"model_type": "dinov2"})
-    with pytest.raises(ValueError, match="AutoModel has no class for 'dinov2'"):
-        registry.find("LlavaForConditionalGeneration").plan(config)  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("part", "model_type", "message"),
+    [
+        ("vision_config", "dinov2", "AutoModel has no class for 'dinov2'"),
+        ("text_config", "jetmoe", "JetMoeModel is not supported as a part of .*, since it has attention_groups"),
+        ("text_config", "mamba", "MambaModel is not supported .* since it has attention with all heads"),
+    ],
+)
+def test_other_towers_and_decoders_are_refused_by_name(part: str, model_type: str, message: str) -> None:
+    config = zoo.config("llava", **{part: {**zoo.MORE.get(model_type, {}), "model_type": model_type}})
+    cls: Any = registry.find("LlavaForConditionalGeneration")
+    with pytest.raises(ValueError, match=message):
+        cls.plan(config)
 
 
 def as_on_the_hub(name: str) -> str:
