@@ -30,6 +30,7 @@ Train a recipe over several devices. A recipe has the keys of `trl {task} --conf
 command after an interruption continues from the last checkpoint.
 
 {_OWN}
+With use_peft, merge_adapter also writes the model with the merged adapter, to output_dir/merged.
 Needs: pip install "oslo-models[recipes]"
 
 examples:

@@ -37,7 +37,7 @@ def check_values(recipe: Recipe) -> None:
     for name in NOT_NEGATIVE:
         if isinstance(value := keys.get(name), (int, float)) and value < 0:
             raise ValueError(f"{name}={value}: give a number of at least 0")
-    for name in ("use_peft", "load_in_4bit", "load_in_8bit"):
+    for name in ("use_peft", "load_in_4bit", "load_in_8bit", "merge_adapter"):
         if keys[name] and recipe.task == "pretrain":
             raise ValueError(f"{name}=true: pretrain trains all weights; leave it out, or use oslo-models sft")
     for name in ("load_in_4bit", "load_in_8bit"):
