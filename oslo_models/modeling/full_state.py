@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from oslo_models.distributed.sharded_tensor.tensors import PLAIN
 from oslo_models.modeling.internals import ParallelModelInternals
 
 
@@ -24,9 +25,10 @@ def take_part(model: ParallelModelInternals, state: dict[str, Any], prefix: str,
     local = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for name, layout in model.layouts.items():
         value = state.get(prefix + name)
-        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.shape == layout.shape:
-            if name in local and local[name].shape != value.shape:
-                state[prefix + name] = layout.shard(value, model.mesh.rank_in(layout)).clone()
+        if not isinstance(value, torch.Tensor) or type(value) not in PLAIN or name not in local:
+            continue
+        if tuple(value.shape) == tuple(layout.shape) != tuple(local[name].shape):
+            state[prefix + name] = layout.shard(value, model.mesh.rank_in(layout)).clone()
     if stage is not None:
         blocks = tuple(f"{stack.blocks}." for stack in stage.stacks)
         for key in [key for key in state if key.startswith(prefix)]:

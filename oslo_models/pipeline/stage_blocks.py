@@ -22,8 +22,8 @@ class StageBlocks(nn.ModuleList):
     @staticmethod
     def mark(blocks: nn.ModuleList, full_count: int) -> None:
         """Make a list with the remaining blocks of a stage an instance in place."""
-        blocks.__class__ = StageBlocks
-        blocks.full_count = full_count
+        marked: Any = blocks
+        marked.__class__, marked.full_count = StageBlocks, full_count
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
