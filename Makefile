@@ -2,6 +2,9 @@
 .PHONY: venv demo test test-zoo test-stacks fuzz pins check check-pins lint types imports docs format table stub plots \
 	bench rehearse-gpu rehearse-wheels clean
 
+# without the bytecode of installed packages, each process of the tests would compile them anew
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 # The index of another build of torch than PyPI's, which is for GPUs and has some 4 GB with its libraries:
 # make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu

@@ -479,6 +479,7 @@ def check_full_state(name: str, config: Any, state: Weights, tp: int, pp: int) -
         model.load_state_dict({**state, "another.weight": torch.ones(2)})
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (3, 1), (2, 2)])
 @pytest.mark.parametrize("variant", ["llama", "gpt2", "t5", "mixtral"])
 def test_load_state_dict_takes_the_part_of_a_rank(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:

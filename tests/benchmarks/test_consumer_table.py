@@ -19,13 +19,7 @@ def test_every_row_is_there() -> None:
     assert list(ROWS) == [f"{model} | {task}" for model in MODELS for task in TASKS]
 
 
-@pytest.mark.drawn(1)
-@pytest.mark.parametrize("model, task", [("7B", task) for task in TASKS])
-def test_small_figures_are_the_planners(model: str, task: str) -> None:
-    assert ROWS[f"{model} | {task}"] == " | ".join(cell(model, task, gpus) for gpus in GPUS)
-
-
 @pytest.mark.zoo
-@pytest.mark.parametrize("model, task", [(model, task) for model in MODELS for task in TASKS if model != "7B"])
-def test_large_figures_are_the_planners(model: str, task: str) -> None:
+@pytest.mark.parametrize("model, task", [(model, task) for model in MODELS for task in TASKS])
+def test_figures_are_the_planners(model: str, task: str) -> None:
     assert ROWS[f"{model} | {task}"] == " | ".join(cell(model, task, gpus) for gpus in GPUS)
