@@ -205,7 +205,7 @@ class _LauncherProcesses:
                 try:
                     accepted = self._accept(_START_TIMEOUT, *([conn] if pid is None else []))
                 except ConnectionError:
-                    answered, value = _receive(conn)
+                    answered, value = self._receive_from(rank)
                     if answered == number:  # it has connected, and is being authenticated
                         if value is None:
                             raise
@@ -249,12 +249,15 @@ class _LauncherProcesses:
         """Return the answer to an order; ``None`` if it does not arrive in time. Drops late answers to other orders."""
         conn, deadline = self._orders[rank], time.monotonic() + seconds
         while conn.poll(max(0.0, deadline - time.monotonic())):
-            self._silent.discard(rank)
-            answered, value = _receive(conn)
+            answered, value = self._receive_from(rank)
             if answered == number:
                 return value
         self._silent.add(rank)
         return None
+
+    def _receive_from(self, rank: int) -> Any:
+        self._silent.discard(rank)
+        return _receive(self._orders[rank])
 
 
 class _RemoteProcess:

@@ -386,8 +386,9 @@ def test_a_worker_whose_launcher_answers_before_it_is_authenticated(
                 others.start(1)
 
 
+@pytest.mark.parametrize("answers_first", [False, True])
 def test_a_launcher_that_stands_still_delays_calls_by_seconds_and_its_late_answers_are_dropped(
-    monkeypatch: pytest.MonkeyPatch,
+    answers_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its worker was killed. Callers wait for the reason of the worker's end, and for its successor's start."""
     others: Any = object.__new__(torchrun._LauncherProcesses)
@@ -407,14 +408,19 @@ def test_a_launcher_that_stands_still_delays_calls_by_seconds_and_its_late_answe
     def goes_on() -> None:
         while True:
             number, order, *_ = torchrun._receive(theirs)
-            if order == "start":
+            if order == "wait":
+                time.sleep(0.2)  # a caller that does not wait for the answer misses it
+            if order == "start" and not answers_first:
                 made.append(handshake.connect("\0" + name, None))
             torchrun._send(theirs, [number, {"wait": -9, "kill": True, "start": 88}.get(order, order)])
+            if order == "start" and answers_first:
+                time.sleep(0.5)
+                made.append(handshake.connect("\0" + name, None))
             if order == "last":
                 return
 
     made: list[socket.socket] = []
-    launcher = threading.Thread(target=goes_on)
+    launcher = threading.Thread(target=goes_on, daemon=True)
     launcher.start()
     process, connection = others.start(1)
     assert process.pid == 88
