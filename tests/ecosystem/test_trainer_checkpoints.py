@@ -142,7 +142,11 @@ def resume_from(run: Run, args: dict[str, Any], seed: int, how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("nothing", "not a complete checkpoint"), ("incomplete", "has no valid"), ("only model", "save_only_model=True")],
+    [
+        ("nothing", "has no complete checkpoint to resume from"),
+        ("incomplete", "has no valid"),
+        ("only model", "save_only_model=True"),
+    ],
 )
 def test_bad_checkpoints_are_refused(pool: Pool, how: str, message: str, tmp_path: Path, seed: int) -> None:
     config = pipelines.config("gpt2")
