@@ -1,6 +1,6 @@
 """Print the table of the guide "Fine-tune on two or three consumer GPUs": memory as `estimate` computes it.
 
-``python -m benchmarks.consumer_gpus`` reads no weights and downloads nothing. `tests/documents/test_consumer_table.py`
+``python -m benchmarks.consumer_gpus`` reads no weights and downloads nothing. `tests/benchmarks/test_consumer_table.py`
 compares the guide with it.
 """
 
