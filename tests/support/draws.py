@@ -36,6 +36,7 @@ DEPTHS = (
     *("num_encoder_layers", "num_decoder_layers", "l_layers", "r_layers", "x_layers"),
 )
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
+RECURRENT = {"linear_attention", "conv"}
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act")
 
 NO_OPTIONS = {
@@ -101,6 +102,8 @@ def _sizes(values: Values, model_type: str, draw: random.Random) -> None:
         if key in values:
             kinds = sorted(set(values[key]))
             values[key] = [draw.choice(kinds) for _ in range(depth)]
+            if not set(values[key]) - RECURRENT:  # transformers' cache counts its tokens in a block of attention
+                values[key][draw.randrange(depth)] = draw.choice([kind for kind in kinds if kind not in RECURRENT])
     if values.get("sliding_window"):
         values["sliding_window"] = draw.randint(2, 7)
     if model_type in FITTING:
@@ -148,6 +151,11 @@ def _fit_dots3_note(values: Values, draw: random.Random) -> None:
     _fit_low_rank_query(values, draw)
     values["swa_num_attention_heads"] = values["swa_num_key_value_heads"] = draw.randint(3, 6)
     values["swa_kv_lora_rank"], values["swa_v_head_dim"] = draw.randint(5, 9), draw.randint(3, 5)
+
+
+def _fit_diffllama(values: Values, draw: random.Random) -> None:
+    heads = values["num_attention_heads"] = draw.choice((4, 6))  # keys and values come in pairs of heads
+    values["num_key_value_heads"], values["hidden_size"] = draw.choice((2, heads)), heads * draw.choice((4, 6, 8))
 
 
 def _fit_inkling(values: Values, draw: random.Random) -> None:
@@ -313,6 +321,10 @@ def _fit_gemma3n(values: Values, draw: random.Random) -> None:
     values["activation_sparsity_pattern"] = [draw.choice((0.0, 0.3, 0.6)) for _ in range(4)]
 
 
+def _fit_rotary_grid(values: Values, draw: random.Random) -> None:
+    values["hidden_size"] = values["num_heads"] * draw.choice((4, 8))  # half of a head for rows, in pairs
+
+
 def _fit_qwen4(values: Values, draw: random.Random) -> None:
     if "ple_layer_ids" in values:  # otherwise its embeddings have the size of a real checkpoint
         linear = [number for number, kind in enumerate(values["layer_types"], 1) if kind == "linear_attention"]
@@ -363,6 +375,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v32": _fit_low_rank_query,
     "deepseek_v4": _fit_deepseek_v4,
     "detr": _fit_detr,
+    "diffllama": _fit_diffllama,
     "dory": _fit_dory,
     "dots3_note_text": _fit_dots3_note,
     "funnel": _fit_funnel,
@@ -396,6 +409,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
+    "qwen3_vl_vision": _fit_rotary_grid,
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
@@ -474,6 +488,10 @@ def _configured(
         _sizes({} if model_type == "clip" else values, model_type, draw)
         if "vocab_size" in zoo.config(variant).to_dict() and not {"image_size", "backbone_config"} & values.keys():
             values["vocab_size"] = draw.randint(61, 131)
+            if "unpadded_vocab_size" in values:
+                values["unpadded_vocab_size"] = draw.randint(59, values["vocab_size"])
+            if "vocab_size_per_layer_input" in values:
+                values["vocab_size_per_layer_input"] = values["vocab_size"]
     changes = {key: value for key, value in values.items() if before.get(key) != value}
     given, text = dict(options or {}), f"{variant} with {changes}"
     attention = given.pop("attn_implementation", None)
@@ -503,7 +521,7 @@ def draws(name: str, model_type: str, seed: int) -> Iterator[Draw]:
     choose = random.Random(f"{name} {seed}")
     starts = variants(model_type)
     choose.shuffle(starts)
-    for attempt in range(4):
+    for attempt in range(8):
         yield from _draws(name, starts[attempt % len(starts)], model_type, choose, seed)
 
 
