@@ -41,17 +41,19 @@ class SlowWait:
         """Diagnose the ranks, unless the last diagnosis is recent.
 
         Raises:
-            RankFailedError: a rank died, published nothing for the timeout of the axis, or did not arrive in time.
+            RankFailedError: a rank died, published nothing for the timeout of the axis, or did not arrive in time; or
+                the store is lost.
         """
         axis, now = self._axis, time.monotonic()
         # The more ranks there are, the less often each may read the statuses of all.
         if now <= self._diagnosed + max(self._watchdog.interval, axis.size**2 / 10_000):
             return
         self._diagnosed, failed = now, self._diagnosis.find_failed(axis.timeout)
-        if now > self._start + self._limit or now > self.answered + axis.timeout:
+        is_over = now > self._start + self._limit or now > self.answered + axis.timeout
+        if is_over:
             failed = failed or self._diagnosis.find_absent()
         failed = failed or self._diagnosis.find_given_up()
-        if failed:
+        if failed or is_over or self._watchdog.has_lost_store:
             where = f"{self._what} with ranks {list(axis.ranks)} ({axis.name})"
             raise self._watchdog.fail(failed, where, now - self._start, f"timeout={axis.timeout:g}")
 

@@ -112,6 +112,11 @@ class Watchdog:
         """Whether the process group has been destroyed. Models may outlive it."""
         return self.world is not None and (self.world() is None or self.world() is not dist.group.WORLD)
 
+    @property
+    def has_lost_store(self) -> bool:
+        """Whether the process that hosts the store, rank 0 or the launcher, has ended."""
+        return self._reader.lost
+
     def set_phase(self, phase: str) -> None:
         """Record the current activity of this process. The thread publishes it."""
         self.phase = (phase, time.monotonic())
@@ -201,7 +206,12 @@ class Watchdog:
 
     def fail(self, failed: dict[int, str], where: str, waited: float, cause: str) -> RankFailedError:
         """Create the error and publish it before this process ends. Others could take its end for the first failure."""
-        found = "\n".join(failed.values()) or "all ranks are alive and wait for each other"
+        found = "\n".join(failed.values())
+        if not found and self.has_lost_store:
+            found = (
+                "the store of the process group is lost: the process that hosts it, the launcher or rank 0, has ended"
+            )
+        found = found or "all ranks are alive and wait for each other"
         mine = f"rank {self.rank} waited {waited:.1f} s in {where}, {self._with_step(self.phase[0])}; {cause}"
         error = RankFailedError(f"{found}\n{mine}", tuple(failed))
         if self.world is not None and (world := self.world()) is not None:

@@ -28,7 +28,9 @@ from oslo_models.distributed import collectives, device_collectives, failure_dia
 from oslo_models.distributed.device_collectives import InFlight
 from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, pid_namespace, process_start_time
 from oslo_models.distributed.mesh import ParallelMesh, world_axis
+from oslo_models.distributed.store_barrier import store_barrier
 from oslo_models.distributed.store_client import StoreClient, StoreLostError
+from oslo_models.distributed.watchdog import Watchdog
 
 from support.faults import CONFIG, Training, end_of, one_fault
 from support.pool import Pool
@@ -287,6 +289,25 @@ atexit.register(lambda: (print("answer", client.ask(lambda store: store.add("x",
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["answer", "1"] and "Traceback" not in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_barrier_without_news_ends(is_lost: bool) -> None:
+    """The launcher has ended with the store, or the store stays silent for longer than the timeout."""
+
+    def ask(request: Any, seconds: float = 2.0) -> Any:
+        raise StoreLostError if is_lost else TimeoutError
+
+    store = dist.HashStore()
+    watchdog = Watchdog(store, 0, 2)
+    try:
+        watchdog.ask, watchdog._reader.lost = ask, is_lost
+        axis = SimpleNamespace(ranks=(0, 1), size=2, rank=0, name="world", timeout=0.3)
+        said = "store of the process group is lost" if is_lost else "wait for each other"
+        with pytest.raises(RankFailedError, match=said):
+            store_barrier(watchdog, axis, "saving", limit=0.3)
+    finally:
+        watchdog.shut_down()
 
 
 class Silent:

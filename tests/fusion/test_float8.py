@@ -107,7 +107,7 @@ def small(seed: int, **options: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", ROWWISE])
 def test_training_in_float8_follows_float32(recipe: str, seed: int) -> None:
-    """Learn texts of eight repeated tokens in 25 steps; losses differ from float32 by 0.1 at most."""
+    """Learn texts of eight repeated tokens in 25 steps; losses differ from float32 by 0.05 on average."""
     ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(seed)).repeat(1, 2)
     losses = []
     for chosen in (None, recipe):
@@ -125,7 +125,8 @@ def test_training_in_float8_follows_float32(recipe: str, seed: int) -> None:
         losses.append(found)
     exact, own = (torch.tensor(each) for each in losses)
     assert exact[-1] < exact[0] / 3 and own[-1] < own[0] / 3
-    assert 1e-5 < (own - exact).abs().max() < 0.1
+    # AdamW may overshoot once one of the trainings has learned the texts, so a single loss says little
+    assert 1e-5 < (own - exact).abs().mean() < 0.05
 
 
 def test_a_model_in_float8_is_used_as_any_other(seed: int) -> None:

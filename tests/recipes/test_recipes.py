@@ -91,22 +91,12 @@ def test_killed_interrupted_and_continued(pool: Pool, tmp_path: Path, seed: int,
     recipes.write_model(tmp_path, seed)
     keys = {"max_steps": steps, "tensor_parallel_size": 2, "gradient_accumulation_steps": 1, "save_total_limit": 3}
     recipe = recipes.write_recipe(tmp_path, "sft", seed, **keys)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-    }
-
-    def start() -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "import sys; from oslo_models.cli.main import main; sys.exit(main())"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen([*command, "sft", str(recipe)], cwd=tmp_path, env=environment, text=True, **pipes)  # type: ignore[call-overload]
 
     def saved_steps() -> list[int]:
         states = (tmp_path / "out").glob("checkpoint-*/trainer_state.json")
         return sorted(int(each.parent.name.rpartition("-")[2]) for each in states)
 
-    process = start()
+    process = start(recipe)
     wait_until(lambda: saved_steps() or process.poll() is not None)
     killed = second_rank(process)
     os.kill(killed, signal.SIGKILL)
@@ -115,7 +105,7 @@ def test_killed_interrupted_and_continued(pool: Pool, tmp_path: Path, seed: int,
     assert err.count(f"(pid {killed}) was ended by SIGKILL") == err.count("rank 1 on") == 1, err
     assert "Traceback" not in err and "from the start" in out and saved_steps()[-1] < steps
 
-    process, before = start(), saved_steps()[-1]
+    process, before = start(recipe), saved_steps()[-1]
     wait_until(lambda: saved_steps()[-1] > before or process.poll() is not None)
     ranks, began = children_of(process), time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -124,7 +114,7 @@ def test_killed_interrupted_and_continued(pool: Pool, tmp_path: Path, seed: int,
     assert "Traceback" not in err and re.search(rf"continues from \S*checkpoint-{before}\b", out)
     wait_until(lambda: not any(Path(f"/proc/{each}").exists() for each in ranks), began + 30 - time.monotonic())
 
-    process = start()
+    process = start(recipe)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "oslo-models serve" in out and "A.from_pretrained" in out and f"{steps}/{steps}" in err
@@ -132,6 +122,19 @@ def test_killed_interrupted_and_continued(pool: Pool, tmp_path: Path, seed: int,
     again = recipes.write_recipe(tmp_path, "sft", seed, **{**keys, "output_dir": str(tmp_path / "whole")})
     pool.run(2, run_plainly, [str(again)], env=True)
     assert_equal(recipes.saved(tmp_path / "out"), recipes.saved(tmp_path / "whole"), 0.0)
+
+
+def test_ranks_end_with_a_killed_launcher(tmp_path: Path, seed: int, warm_launchers: None) -> None:
+    """Otherwise they would write to the output folder of the same command, started again."""
+    recipes.write_model(tmp_path, seed)
+    recipe = recipes.write_recipe(tmp_path, "sft", seed, max_steps=10_000, tensor_parallel_size=2, save_total_limit=2)
+    process = start(recipe)
+    wait_until(lambda: list(tmp_path.glob("out/checkpoint-*")) or process.poll() is not None)
+    ranks = children_of(process)
+    process.kill()
+    process.communicate(timeout=120)
+    assert len(ranks) >= 2
+    wait_until(lambda: not any(Path(f"/proc/{each}").exists() for each in ranks), 30)
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp=2", "pp=2"])
@@ -181,6 +184,25 @@ def run_plainly(argv: list[str]) -> None:
 
     fresh_accelerate()
     run("sft", argv)
+
+
+def start(recipe: Path) -> subprocess.Popen[str]:
+    """Start `oslo-models sft` in the folder of a recipe."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from oslo_models.cli.main import main; sys.exit(main())",
+            "sft",
+            str(recipe),
+        ],
+        cwd=recipe.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def children_of(launcher: subprocess.Popen[str]) -> list[int]:
