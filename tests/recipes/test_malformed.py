@@ -90,6 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"merge_adapter": True, "use_peft": True, "load_in_4bit": True},
         "merge_adapter=true: load_in_4bit=true has quantised weights, .*; leave merge_adapter out",
     ),
+    "merging in pretraining": ("pretrain", {"merge_adapter": True}, "merge_adapter=true: pretrain trains all weights"),
     "four bits in full": ("sft", {"load_in_4bit": True}, "load_in_4bit=true: .*add use_peft: true"),
     "four and eight bits": ("sft", {"load_in_4bit": True, "load_in_8bit": True, "use_peft": True}, "bit"),
     "DeepSpeed": ("sft", {"deepspeed": "zero.json"}, "deepspeed='zero.json': .* leave deepspeed out"),
