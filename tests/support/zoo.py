@@ -153,7 +153,16 @@ _DELTA = {"layer_types": ["linear_attention", "full_attention"]}
 _BYTES: dict[str, Any] = {**_BERT, "vocab_size": TOKENS["vocab_size"]}
 
 _TOWER: dict[str, Any] = {**_BERT, "image_size": 16, "patch_size": 4}
+_QWEN_TOWER: dict[str, Any] = {
+    **{"depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6, "patch_size": 4, "out_hidden_size": 24},
+}
 _SEEING: dict[str, Any] = {"image_token_id": 98, "pad_token_id": 0}
+
+
+def _mrope(*sections: int) -> dict[str, Any]:
+    """Return positions of time, height and width, with so many frequencies each."""
+    return {"rope_type": "default", "rope_theta": 100.0, "mrope_section": list(sections)}
+
 
 MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
@@ -495,14 +504,27 @@ MORE: dict[str, Mapping[str, Any]] = {
     "qwen3_next": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
     "qwen3_5_text": {**_LLAMA, **_LINEAR, "head_dim": 8},
     "qwen3_5_moe_text": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
-    "qwen3_vl": {
-        "text_config": {
-            **{**_LLAMA, **TOKENS, "model_type": "qwen3_vl_text"},
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 1]},
-        },
+    "qwen2_vl": {
+        "text_config": {**_KV, **TOKENS, "model_type": "qwen2_vl_text", "rope_parameters": _mrope(1, 1, 0)},
         "vision_config": {
-            **{"model_type": "qwen3_vl_vision", "depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6},
-            **{"patch_size": 4, "out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            **{"model_type": "qwen2_vl_vision", "depth": 2, "embed_dim": 24, "hidden_size": 24, "num_heads": 6},
+            **{"patch_size": 4, "mlp_ratio": 2},
+        },
+        **_SEEING,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_KV, **TOKENS, "model_type": "qwen2_5_vl_text", "rope_parameters": _mrope(1, 1, 0)},
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "qwen2_5_vl_vision", "window_size": 8, "fullatt_block_indexes": [1]},
+        },
+        **_SEEING,
+    },
+    "qwen3_vl": {
+        "text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3_vl_text", "rope_parameters": _mrope(1, 1, 1)},
+        "vision_config": {
+            **_QWEN_TOWER,
+            "model_type": "qwen3_vl_vision",
+            **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         },
         **_SEEING,
     },
