@@ -670,10 +670,6 @@ from oslo_models.models.qwen3_vl import Qwen3VLForConditionalGeneration as Qwen3
 from oslo_models.models.qwen3_vl import Qwen3VLModel as Qwen3VLModel
 from oslo_models.models.qwen3_vl import Qwen3VLTextModel as Qwen3VLTextModel
 from oslo_models.models.qwen3_vl import Qwen3VLVisionModel as Qwen3VLVisionModel
-from oslo_models.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration as Qwen3VLMoeForConditionalGeneration
-from oslo_models.models.qwen3_vl_moe import Qwen3VLMoeModel as Qwen3VLMoeModel
-from oslo_models.models.qwen3_vl_moe import Qwen3VLMoeTextModel as Qwen3VLMoeTextModel
-from oslo_models.models.qwen3_vl_moe import Qwen3VLMoeVisionModel as Qwen3VLMoeVisionModel
 from oslo_models.models.qwen4_exp_text import Qwen4ExpForCausalLM as Qwen4ExpForCausalLM
 from oslo_models.models.qwen4_exp_text import Qwen4ExpTextModel as Qwen4ExpTextModel
 from oslo_models.models.rag import RagModel as RagModel
@@ -1046,9 +1042,6 @@ from transformers import Qwen3Config as Qwen3Config
 from transformers import Qwen3MoeConfig as Qwen3MoeConfig
 from transformers import Qwen3NextConfig as Qwen3NextConfig
 from transformers import Qwen3VLConfig as Qwen3VLConfig
-from transformers import Qwen3VLMoeConfig as Qwen3VLMoeConfig
-from transformers import Qwen3VLMoeTextConfig as Qwen3VLMoeTextConfig
-from transformers import Qwen3VLMoeVisionConfig as Qwen3VLMoeVisionConfig
 from transformers import Qwen3VLTextConfig as Qwen3VLTextConfig
 from transformers import Qwen3VLVisionConfig as Qwen3VLVisionConfig
 from transformers import Qwen3_5MoeTextConfig as Qwen3_5MoeTextConfig
@@ -1292,7 +1285,6 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoePreTr
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedModel as Qwen3MoePreTrainedModel
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextPreTrainedModel as Qwen3NextPreTrainedModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedModel as Qwen3VLPreTrainedModel
-from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoePreTrainedModel as Qwen3VLMoePreTrainedModel
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpPreTrainedModel as Qwen4ExpPreTrainedModel
 from transformers.models.rag.modeling_rag import RagPreTrainedModel as RagPreTrainedModel
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaPreTrainedModel as RecurrentGemmaPreTrainedModel

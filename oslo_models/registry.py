@@ -254,8 +254,6 @@ INSTALLED = release_of(_VERSION)
 
 ARCHITECTURES = {kind: prefix for kind, prefix in _ALL.items() if _SINCE.get(kind, ()) <= INSTALLED}
 """Class name prefix of each model type in the installed transformers."""
-_ENCODERS = {"qwen2_5_vl": "Qwen2_5_VisionTransformer", "qwen2_vl": "Qwen2VisionTransformer"}
-"""Class name prefix of the encoders that lack the prefix of their model type."""
 NEWER = {kind: prefix for kind, prefix in _ALL.items() if kind not in ARCHITECTURES}
 """Class name prefix of each model type that needs a newer release of transformers."""
 
@@ -285,15 +283,10 @@ _BASE = "PreTrainedModel"
 """End of the name of the base class in transformers."""
 
 
-def _prefixes(model_type: str) -> tuple[str, ...]:
-    """Return the first parts of the names of a model type."""
-    return (ARCHITECTURES[model_type], *([_ENCODERS[model_type]] if model_type in _ENCODERS else ()))
-
-
 def exports(model_type: str) -> dict[str, Any]:
     """Return the public objects of an architecture by name: classes, configurations, layers, and transformers' base."""
     prefix, module = ARCHITECTURES[model_type], load(model_type)
-    found = {name: value for name, value in vars(module).items() if name.startswith(_prefixes(model_type))}
+    found = {name: value for name, value in vars(module).items() if name.startswith(prefix)}
     found.pop(f"{prefix}Parallel", None)
     base = getattr(module.hf, prefix + _BASE, None)
     return found if base is None else {prefix + _BASE: base, **found}
@@ -329,7 +322,7 @@ def find(name: str, others: Iterable[str] = ()) -> object:
         AttributeError: the zoo has no such object. The message contains the nearest name, the list of architectures, or
             the release of transformers that has it.
     """
-    fitting = [kind for kind in ARCHITECTURES if name.startswith(_prefixes(kind))]
+    fitting = [kind for kind, prefix in ARCHITECTURES.items() if name.startswith(prefix)]
     for model_type in sorted(fitting, key=lambda kind: -len(ARCHITECTURES[kind])):
         if name in (exported := exports(model_type)):
             return exported[name]

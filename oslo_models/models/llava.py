@@ -19,7 +19,7 @@ class LlavaParallel(ParallelModel):
         decoder: the attribute name of the decoder. Its configuration is ``text_config``.
         towers: the attribute name of each tower, with the name of its configuration.
         projectors: the modules between towers and decoder.
-        classes: the class of each part that transformers' auto classes lack.
+        classes: the class of each part that transformers does not export.
     """
 
     decoder: ClassVar[str] = "language_model"

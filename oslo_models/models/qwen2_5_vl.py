@@ -9,15 +9,16 @@ from oslo_models.models.llava import LlavaParallel
 from oslo_models.models.qwen2_vl import QwenDecoderParallel, QwenEncoderParallel
 
 
+class Qwen2_5_VisionTransformerPretrainedModel(QwenEncoderParallel, hf.Qwen2_5_VisionTransformerPretrainedModel):
+    mlp = gated_mlp("mlp")
+
+
 class Qwen2_5_VLParallel(LlavaParallel):
     """Sharding plan of the Qwen2.5-VL family."""
 
     towers = {"visual": "vision_config"}
     projectors = {}
-
-
-class Qwen2_5_VisionTransformerPretrainedModel(QwenEncoderParallel, hf.Qwen2_5_VisionTransformerPretrainedModel):
-    mlp = gated_mlp("mlp")
+    classes = {"visual": Qwen2_5_VisionTransformerPretrainedModel}
 
 
 class Qwen2_5_VLTextModel(QwenDecoderParallel, hf.Qwen2_5_VLTextModel):

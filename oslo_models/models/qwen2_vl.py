@@ -43,11 +43,16 @@ class QwenEncoderParallel(ParallelModel):
         ).with_rules(single_stage_reason="the patches of all images are one row")
 
 
+class Qwen2VisionTransformerPretrainedModel(QwenEncoderParallel, hf.Qwen2VisionTransformerPretrainedModel):
+    pass
+
+
 class Qwen2VLParallel(LlavaParallel):
     """Sharding plan of the Qwen2-VL family."""
 
     towers = {"visual": "vision_config"}
     projectors = {}
+    classes = {"visual": Qwen2VisionTransformerPretrainedModel}
 
 
 class QwenDecoderParallel(LlamaParallel):
@@ -56,10 +61,6 @@ class QwenDecoderParallel(LlamaParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         return super().plan(config).with_rules(single_stage_reason="its positions have several rows for each text")
-
-
-class Qwen2VisionTransformerPretrainedModel(QwenEncoderParallel, hf.Qwen2VisionTransformerPretrainedModel):
-    pass
 
 
 class Qwen2VLTextModel(QwenDecoderParallel, hf.Qwen2VLTextModel):
@@ -72,6 +73,3 @@ class Qwen2VLModel(Qwen2VLParallel, hf.Qwen2VLModel):
 
 class Qwen2VLForConditionalGeneration(Qwen2VLParallel, hf.Qwen2VLForConditionalGeneration):
     head_plan = LM_HEAD
-
-
-Qwen2VLParallel.classes = {"visual": Qwen2VisionTransformerPretrainedModel}  # transformers' auto classes lack it
