@@ -133,7 +133,7 @@ GATED_MLPS = _names("""
     qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP
     qwen3_next.Qwen3NextMLP qwen4_exp.Qwen4ExpTextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP
     vaultgemma.VaultGemmaMLP youtu.YoutuMLP zamba.ZambaMLP
-    pixtral.PixtralMLP qwen2_5_vl.Qwen2_5_VLMLP qwen2_5_vl.Qwen2MLP qwen2_vl.Qwen2MLP qwen3_vl.Qwen3VLTextMLP
+    pixtral.PixtralMLP qwen2_5_vl.Qwen2MLP qwen2_vl.Qwen2MLP qwen3_vl.Qwen3VLTextMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -181,6 +181,7 @@ LLAMA_BLOCKS = _names("""
     olmoe.OlmoeDecoderLayer qwen2.Qwen2DecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer
     qwen3_moe.Qwen3MoeDecoderLayer seed_oss.SeedOssDecoderLayer smollm3.SmolLM3DecoderLayer
     solar_open.SolarOpenDecoderLayer starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
+    qwen2_5_vl.Qwen2_5_VLDecoderLayer qwen2_vl.Qwen2VLDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
@@ -348,6 +349,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention
     qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
     youtu.YoutuAttention zamba2.Zamba2Attention zaya.ZayaAttention
-    pixtral.PixtralAttention qwen3_vl.Qwen3VLTextAttention
+    pixtral.PixtralAttention qwen2_5_vl.Qwen2_5_VLAttention qwen2_vl.Qwen2VLAttention qwen3_vl.Qwen3VLTextAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""
