@@ -5,11 +5,10 @@ from typing import Any
 from transformers import Qwen3VLConfig, Qwen3VLTextConfig, Qwen3VLVisionConfig
 from transformers.models.qwen3_vl import modeling_qwen3_vl as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import heads_of
+from oslo_models.layers.entries import ColumnParallel, Plan, Replicated, RowParallel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llava import LlavaParallel
+from oslo_models.models.qwen2_vl import QwenEncoderParallel
 from oslo_models.models.qwen3 import Qwen3Parallel
 
 
@@ -20,24 +19,10 @@ class Qwen3VLParallel(LlavaParallel):
     projectors = {}
 
 
-class Qwen3VLVisionModel(ParallelModel, hf.Qwen3VLVisionModel):
-    @classmethod
-    def plan(cls, config: Any) -> Plan:
-        heads = heads_of(config)
-        block = {
-            "norm1": Norm(),
-            "attn": LocalModule({"num_heads": heads.local_count}),
-            "attn.qkv": ColumnParallel(heads, heads, heads),
-            "attn.proj": RowParallel(heads),
-            "norm2": Norm(),
-            "mlp.linear_fc1": ColumnParallel(),
-            "mlp.linear_fc2": RowParallel(),
-        }
-        return Plan(
-            embed={"patch_embed": Replicated(), "pos_embed": Replicated()},
-            blocks={"blocks": block},
-            head={"merger": Replicated(), "deepstack_merger_list": Replicated()},
-        ).with_rules(single_stage_reason="the patches of all images are one row")
+class Qwen3VLVisionModel(QwenEncoderParallel, hf.Qwen3VLVisionModel):
+    mlp = {"mlp.linear_fc1": ColumnParallel(), "mlp.linear_fc2": RowParallel()}
+    positions = {"pos_embed": Replicated()}
+    mergers = {"merger": Replicated(), "deepstack_merger_list": Replicated()}
 
 
 class Qwen3VLTextModel(Qwen3Parallel, hf.Qwen3VLTextModel):

@@ -322,7 +322,9 @@ def _fit_gemma3n(values: Values, draw: random.Random) -> None:
 
 
 def _fit_rotary_grid(values: Values, draw: random.Random) -> None:
-    values["hidden_size"] = values["num_heads"] * draw.choice((4, 8))  # half of a head for rows, in pairs
+    values["embed_dim" if "embed_dim" in values else "hidden_size"] = values["num_heads"] * draw.choice(
+        (4, 8)
+    )  # half of a head for rows, in pairs
 
 
 def _fit_qwen4(values: Values, draw: random.Random) -> None:
@@ -358,6 +360,13 @@ def _fit_zamba(values: Values, draw: random.Random) -> None:
         values["mamba_ngroups"] = draw.choice([n for n in range(1, count + 1) if count % n == 0])
     if values.get("use_shared_attention_adapter"):  # adapters of keys and queries have the same width
         values["num_key_value_heads"] = values["num_attention_heads"]
+
+
+def _fit_qwen_tower(text: Values, tower: Values) -> None:
+    tower["hidden_size" if "embed_dim" in tower else "out_hidden_size"] = text["hidden_size"]
+    sections = {4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}
+    width = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
+    text["rope_parameters"]["mrope_section"] = sections[width]
 
 
 FITTING: dict[str, Callable[[Values, random.Random], None]] = {
@@ -409,7 +418,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
-    "qwen3_vl_vision": _fit_rotary_grid,
+    **dict.fromkeys(("qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"), _fit_rotary_grid),
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
@@ -480,10 +489,8 @@ def _configured(
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
     if model_type == "paligemma":
         values["projection_dim"] = values["text_config"]["hidden_size"]
-    if model_type == "qwen3_vl":
-        values["vision_config"]["out_hidden_size"] = values["text_config"]["hidden_size"]
-        sections = {4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}[values["text_config"]["head_dim"]]
-        values["text_config"]["rope_parameters"]["mrope_section"] = sections
+    if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        _fit_qwen_tower(values["text_config"], values["vision_config"])
     if not parts:
         _sizes({} if model_type == "clip" else values, model_type, draw)
         if "vocab_size" in zoo.config(variant).to_dict() and not {"image_size", "backbone_config"} & values.keys():

@@ -153,7 +153,17 @@ _DELTA = {"layer_types": ["linear_attention", "full_attention"]}
 _BYTES: dict[str, Any] = {**_BERT, "vocab_size": TOKENS["vocab_size"]}
 
 _TOWER: dict[str, Any] = {**_BERT, "image_size": 16, "patch_size": 4}
+_QWEN_SEEING: dict[str, Any] = {"image_token_id": 98, "vision_start_token_id": 97, "pad_token_id": 0}
+_QWEN_TOWER: dict[str, Any] = {
+    **{"depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6, "patch_size": 4, "out_hidden_size": 24},
+}
 _SEEING: dict[str, Any] = {"image_token_id": 98, "pad_token_id": 0}
+
+
+def _mrope(*sections: int) -> dict[str, Any]:
+    """Return positions of time, height and width, with so many frequencies each."""
+    return {"rope_type": "default", "rope_theta": 100.0, "mrope_section": list(sections)}
+
 
 MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
@@ -495,16 +505,29 @@ MORE: dict[str, Mapping[str, Any]] = {
     "qwen3_next": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
     "qwen3_5_text": {**_LLAMA, **_LINEAR, "head_dim": 8},
     "qwen3_5_moe_text": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
-    "qwen3_vl": {
-        "text_config": {
-            **{**_LLAMA, **TOKENS, "model_type": "qwen3_vl_text"},
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 1]},
-        },
+    "qwen2_vl": {
+        "text_config": {**_KV, **TOKENS, "model_type": "qwen2_vl_text", "rope_parameters": _mrope(1, 1, 0)},
         "vision_config": {
-            **{"model_type": "qwen3_vl_vision", "depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6},
-            **{"patch_size": 4, "out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            **{"model_type": "qwen2_vl_vision", "depth": 2, "embed_dim": 24, "hidden_size": 24, "num_heads": 6},
+            **{"patch_size": 4, "mlp_ratio": 2},
         },
-        **_SEEING,
+        **_QWEN_SEEING,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_KV, **TOKENS, "model_type": "qwen2_5_vl_text", "rope_parameters": _mrope(1, 1, 0)},
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "qwen2_5_vl_vision", "window_size": 8, "fullatt_block_indexes": [1]},
+        },
+        **_QWEN_SEEING,
+    },
+    "qwen3_vl": {
+        "text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3_vl_text", "rope_parameters": _mrope(1, 1, 1)},
+        "vision_config": {
+            **_QWEN_TOWER,
+            "model_type": "qwen3_vl_vision",
+            **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        },
+        **_QWEN_SEEING,
     },
     "qwen4_exp_text": {
         **{**_LLAMA, **_MIXTURE, **_LINEAR, **_QSA, "head_dim": 8, "shared_expert_intermediate_size": 13},
@@ -948,8 +971,10 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     ids[1, ..., 1], ids[2, ..., 2] = vocab - 1, 2  # the last token id, and an id outside of the random range
     if config.is_encoder_decoder:
         ids[..., -1] = config.eos_token_id  # T5ForSequenceClassification needs equally many in each row
+    # transformers 5.17 has the token of padding of Qwen2-VL in the configuration of its decoder only
+    pad = (config if hasattr(config, "pad_token_id") else config.get_text_config()).pad_token_id
     for row, padding in enumerate((3, 0, 1)):
-        ids[row, ..., :padding] = config.pad_token_id
+        ids[row, ..., :padding] = pad
         mask[row, ..., :padding] = 0
     given = {"input_ids": ids, "attention_mask": mask}
     if name.startswith("xLSTM"):
@@ -1017,6 +1042,8 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     for row, images in enumerate(IMAGES_OF_ROWS):
         for start in range(4, 4 + 5 * images, 5):
             ids[row, start : start + 4] = token
+            if (before := getattr(config, "vision_start_token_id", None)) is not None:
+                ids[row, start - 1] = before
     given = {"input_ids": ids}
     if "image_grid_thw" in parameters_of_forward(name):
         given["mm_token_type_ids"] = (ids == token).long()

@@ -1,0 +1,75 @@
+"""Qwen2-VL: an encoder of image patches, and a decoder whose positions have a time, a height and a width."""
+
+from typing import Any, ClassVar
+
+from transformers import Qwen2VLConfig, Qwen2VLTextConfig
+from transformers.models.qwen2_vl import modeling_qwen2_vl as hf
+
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Norm, Plan, Replicated, RowParallel
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.models.llava import LlavaParallel
+from oslo_models.sharding.layout import EvenSplit
+
+
+class QwenEncoderParallel(ParallelModel):
+    """Sharding plan of the encoders of image patches in Qwen's models.
+
+    Attributes:
+        mlp: the entries of the MLP of a block.
+        positions: the modules beside the embedding of patches.
+        mergers: the modules that merge neighbouring patches.
+    """
+
+    mlp: ClassVar[Entries] = {"mlp.fc1": ColumnParallel(), "mlp.fc2": RowParallel()}
+    positions: ClassVar[Entries] = {}
+    mergers: ClassVar[Entries] = {"merger": Replicated()}
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        width = getattr(config, "embed_dim", config.hidden_size)  # Qwen2-VL calls the decoder's width hidden_size
+        heads = EvenSplit(config.num_heads, width // config.num_heads)
+        block = {
+            "norm1": Norm(),
+            "attn": LocalModule({"num_heads": heads.local_count}),
+            "attn.qkv": ColumnParallel(heads, heads, heads),
+            "attn.proj": RowParallel(heads),
+            "norm2": Norm(),
+            **cls.mlp,
+        }
+        return Plan(
+            embed={"patch_embed": Replicated(), **cls.positions}, blocks={"blocks": block}, head=cls.mergers
+        ).with_rules(single_stage_reason="the patches of all images are one row")
+
+
+class Qwen2VisionTransformerPretrainedModel(QwenEncoderParallel, hf.Qwen2VisionTransformerPretrainedModel):
+    pass
+
+
+class Qwen2VLParallel(LlavaParallel):
+    """Sharding plan of the Qwen2-VL family."""
+
+    towers = {"visual": "vision_config"}
+    projectors = {}
+    classes = {"visual": Qwen2VisionTransformerPretrainedModel}
+
+
+class QwenDecoderParallel(LlamaParallel):
+    """Sharding plan of the decoders of Qwen's models with images."""
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        return super().plan(config).with_rules(single_stage_reason="its positions have several rows for each text")
+
+
+class Qwen2VLTextModel(QwenDecoderParallel, hf.Qwen2VLTextModel):
+    pass
+
+
+class Qwen2VLModel(Qwen2VLParallel, hf.Qwen2VLModel):
+    pass
+
+
+class Qwen2VLForConditionalGeneration(Qwen2VLParallel, hf.Qwen2VLForConditionalGeneration):
+    head_plan = LM_HEAD
