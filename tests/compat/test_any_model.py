@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from transformers import dynamic_module_utils
 
 import oslo_models
 from oslo_models import registry
@@ -410,7 +412,15 @@ def with_code(folder: Path, model: Any) -> Any:
     return full
 
 
-def test_code_of_an_encoder(tmp_path: Path, seed: int) -> None:
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let transformers copy the code of checkpoints into a temporary folder: there may be no home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
+def test_code_of_an_encoder(tmp_path: Path, seed: int, modules: None) -> None:
     """An encoder with torch's attention, convolutions and a fused gate, on a padded batch."""
     torch.manual_seed(seed)
     full = with_code(tmp_path, randomized(derived_models.GatedForTokenClassification, derived_models.GatedConfig()))
@@ -431,7 +441,7 @@ def test_code_of_an_encoder(tmp_path: Path, seed: int) -> None:
     assert (kinds["blocks.0.up"], kinds["blocks.0.down"]) == ("columns", "rows"), kinds
 
 
-def test_code_of_a_checkpoint(tmp_path: Path, seed: int) -> None:
+def test_code_of_a_checkpoint(tmp_path: Path, seed: int, modules: None) -> None:
     """transformers makes this model from ``auto_map`` code beside the checkpoint."""
     torch.manual_seed(seed)
     model = randomized(derived_models.TinyForCausalLM, derived_models.TinyConfig())
