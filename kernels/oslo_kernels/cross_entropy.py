@@ -83,7 +83,7 @@ def row_statistics(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
 
 
 def replace_by_gradient_(logits_Nv: Tensor, statistics_4N: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
-    """Replace products by ``rule.factor`` times the gradient of the summed loss, in place. Padding is overwritten.
+    """Replace products by ``rule.factor`` times the gradient of the summed loss, in place. Padding is set to zero.
 
     Args:
         statistics_4N: the statistics of the full rows.
@@ -157,14 +157,24 @@ def _rows(logits_Nv: Tensor) -> int:
     return max(1, PART // max(1, logits_Nv.shape[1]))
 
 
+def padded_weight(weight_vH: Tensor) -> Tensor:
+    """Return the weight ``[w, H]`` for products on a GPU, with rows of zeros if ``v`` is not a multiple of 8.
+
+    cuBLAS takes four times as long where a dimension is odd, as GPT-2's vocabulary is.
+    """
+    tokens = len(weight_vH)
+    if not weight_vH.is_cuda or tokens % 8 == 0:
+        return weight_vH
+    return torch.nn.functional.pad(weight_vH, (0, 0, 0, -tokens % PADDING))
+
+
 def padded_logits(weight_vH: Tensor, rows: int) -> Tensor:
-    """Allocate uninitialised logits ``[rows, v]``. On a GPU, rows begin at multiples of 128 bytes.
+    """Allocate uninitialised logits ``[rows, w]``. On a GPU, ``w`` is ``v`` rounded up to a multiple of 64.
 
     Kernels then use vector accesses for any vocabulary size.
     """
     tokens = len(weight_vH)
-    width = -(-tokens // PADDING) * PADDING if weight_vH.is_cuda else tokens
-    return weight_vH.new_empty(rows, width).narrow(1, 0, tokens)
+    return weight_vH.new_empty(rows, tokens + (-tokens % PADDING if weight_vH.is_cuda else 0))
 
 
 def _width(logits_Nv: Tensor, padded: bool) -> int:
@@ -216,8 +226,8 @@ def statistics_kernel(
 
 @jit
 def gradient_kernel(
-    logits_ptr, statistics_ptr, target_ptr, loss_ptr, row_stride, rows, width, first, ignored, hit, rest, scale, cap,
-    factor, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, statistics_ptr, target_ptr, loss_ptr, row_stride, rows, columns, width, first, ignored, hit, rest,
+    scale, cap, factor, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -235,7 +245,8 @@ def gradient_kernel(
         grad *= scale * (cap - y * y / cap)
     else:
         grad *= scale
-    tl.store(pointers, tl.where(counts, grad * factor, 0.0), mask=offsets < width)
+    # products read the padding too
+    tl.store(pointers, tl.where(counts & (offsets < columns), grad * factor, 0.0), mask=offsets < width)
 
 
 def row_statistics_triton(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
@@ -252,10 +263,11 @@ def row_statistics_triton(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Te
 
 def replace_by_gradient_triton(logits_Nv: Tensor, statistics_4N: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
     """`replace_by_gradient_` by a kernel."""
-    rows, width = len(logits_Nv), _width(logits_Nv, rule.padded)
+    rows, columns = logits_Nv.shape
+    width = _width(logits_Nv, rule.padded)
     loss_N = statistics_4N.new_empty(rows)
     block = power_of_two(width, 4096)
-    sizes = (logits_Nv.stride(0), rows, width, rule.start, rule.ignore_index)
+    sizes = (logits_Nv.stride(0), rows, columns, width, rule.start, rule.ignore_index)
     numbers = (float(rule.hit), float(rule.rest), float(rule.scale), float(rule.cap), float(rule.factor))
     flags = {"CAPPED": bool(rule.cap), "BLOCK": block}
     given = (logits_Nv, statistics_4N.contiguous(), target_N.contiguous(), loss_N)

@@ -2,7 +2,7 @@
 
 The vocabulary may be sharded over the tp axis. Source of computing the gradients chunk by chunk in the forward pass:
 Hsu et al., "Liger Kernel", 2024, section 3.2. Shapes: N rows, C rows of a chunk, H hidden, V tokens in the vocabulary,
-v tokens on this rank.
+v tokens on this rank, w the same with padding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_kernels.cross_entropy import Rule, padded_logits, replace_by_gradient_, row_statistics
+from oslo_kernels.cross_entropy import Rule, padded_logits, padded_weight, replace_by_gradient_, row_statistics
 from oslo_kernels.language import wide
 from oslo_kernels.linear import SPLIT, FasterRows, multiply_into
 from oslo_models.distributed.collectives import reduce_fresh
@@ -134,29 +134,33 @@ def _run(
     size = _rows_at_once(len(target_N), weight_vH, shard, faster)
     way = None if faster is None else faster.way(size, dtype)
     grad_NH = (torch.empty_like if rows is None else torch.zeros_like)(hidden_NH) if needs[0] else None
-    grad_vH: Tensor | None = None
+    grad_wH: Tensor | None = None
     grad_v = torch.zeros_like(bias_v, dtype=sum_dtype) if bias_v is not None and needs[2] else None
     losses = [hidden_NH.new_zeros(1, dtype=sum_dtype)]
+    weight_wH = padded_weight(weight_vH)
     buffer = padded_logits(weight_vH, min(size, len(target_N)))
     for start in range(0, len(target_N), size):
         here = min(size, len(target_N) - start)
-        target_C, logits_Cv = target_N.narrow(0, start, here), buffer.narrow(0, 0, here)
+        target_C = target_N.narrow(0, start, here)
+        logits_Cw = buffer[:here, : len(weight_wH)]
+        logits_Cv = logits_Cw[:, : len(weight_vH)]
         index_C = None if rows is None else rows.narrow(0, start, here)
         hidden_CH = hidden_NH.narrow(0, start, here) if index_C is None else hidden_NH[index_C]
-        multiply_into(logits_Cv, hidden_CH, weight_vH.T, way)
+        multiply_into(logits_Cw, hidden_CH, weight_wH.T, way)
         if bias_v is not None:
             logits_Cv += bias_v
         losses.append(_loss_and_gradient(logits_Cv, target_C, shard, rule, any(needs)))
         if grad_NH is not None and index_C is None:
-            multiply_into(grad_NH.narrow(0, start, here), logits_Cv, weight_vH, way)
+            multiply_into(grad_NH.narrow(0, start, here), logits_Cw, weight_wH, way)
         elif grad_NH is not None:
-            grad_NH[index_C] = multiply_into(torch.empty_like(hidden_CH), logits_Cv, weight_vH, way)
+            grad_NH[index_C] = multiply_into(torch.empty_like(hidden_CH), logits_Cw, weight_wH, way)
         if needs[1]:
-            grad_vH = _plus_product(grad_vH, logits_Cv.T, hidden_CH, sum_dtype, way)
+            grad_wH = _plus_product(grad_wH, logits_Cw.T, hidden_CH, sum_dtype, way)
         if grad_v is not None:
             grad_v += logits_Cv.sum(0, dtype=sum_dtype)
-    if needs[1] and grad_vH is None:  # every row is ignored
-        grad_vH = torch.zeros_like(weight_vH)
+    if needs[1] and grad_wH is None:  # every row is ignored
+        grad_wH = torch.zeros_like(weight_vH)
+    grad_vH = None if grad_wH is None else grad_wH[: len(weight_vH)]
     return torch.cat(losses).sum(), [grad if grad is None else grad.to(dtype) for grad in (grad_NH, grad_vH, grad_v)]
 
 

@@ -218,6 +218,8 @@ class TrainableModel(PreTrainedModel):
             grad = grad.full_tensor()
             if self.mesh.dp.rank:
                 return []
+        if layout.dim is None:
+            return [local_tensor(grad)] if rank == 0 else []
         return [local_tensor(grad)[here] for _, here in layout.owned_indices(rank)]
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, save_directory: str | Path, **state: Any) -> None:

@@ -26,7 +26,7 @@ from torch.torch_version import TorchVersion
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
-from oslo_kernels.cross_entropy import padded_logits
+from oslo_kernels.cross_entropy import PADDING, padded_logits, padded_weight
 from oslo_models import registry
 from oslo_models.cache_argument import generation_name
 from oslo_models.distributed.mesh import Axis
@@ -325,17 +325,40 @@ def test_head_and_loss_on_a_gpu_have_aligned_rows_and_few_chunks() -> None:
     with FakeTensorMode():
         weight = torch.empty(50257, 64, device="cuda", dtype=torch.bfloat16)
         logits = padded_logits(weight, 100)
-        assert logits.shape == (100, 50257) and logits.stride() == (50304, 1)
+        assert logits.shape == (100, 50304) and padded_weight(weight).shape == (50304, 64)
+        assert padded_weight(weight[:50256]).shape == (50256, 64)
         size = linear_cross_entropy._rows_at_once(8192, weight, VocabShard(axis, (0, 50257), 50257))
         assert 4 * size == 8192 and 2 * size * 50257 <= linear_cross_entropy.CHUNK_BYTES["cuda"]
         assert linear_cross_entropy._rows_at_once(3, weight, VocabShard(axis, (0, 50257), 50257)) == 3
         hidden = torch.empty(100, 64, device="cuda", dtype=torch.bfloat16)
         for total in (None, torch.empty(50257, 64, device="cuda")):
             with mock.patch.object(torch, "addmm") as product:  # torch 2.11 has no fake of it
-                linear_cross_entropy._plus_product(total, logits.T, hidden, torch.float32)
+                linear_cross_entropy._plus_product(total, logits[:, :50257].T, hidden, torch.float32)
             out = product.call_args.kwargs["out"]
             assert product.call_args.kwargs["out_dtype"] == out.dtype == torch.float32
             assert out.shape == (50257, 64) and (total is None or out is total) and product.call_args.args[0] is out
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_padded_products_have_exact_gradients(monkeypatch: pytest.MonkeyPatch, ignored: bool) -> None:
+    """On a CPU, with the padding of a GPU."""
+    vocab, width, rows = 67, 12, 9
+    x, w, bias = (
+        torch.randn(*size, dtype=torch.float64).requires_grad_() for size in ((rows, width), (vocab, width), (vocab,))
+    )
+    target = torch.randint(vocab, (rows,))
+    target[: rows if ignored else 2] = -100
+    expected = F.cross_entropy(F.linear(x, w, bias), target, reduction="sum")
+    wanted = torch.autograd.grad(expected, (x, w, bias))
+    pad = -vocab % PADDING
+    monkeypatch.setattr(linear_cross_entropy, "padded_weight", lambda weight: F.pad(weight, (0, 0, 0, pad)))
+    monkeypatch.setattr(linear_cross_entropy, "padded_logits", lambda weight, rows: weight.new_empty(rows, vocab + pad))
+    monkeypatch.setattr(linear_cross_entropy, "_rows_at_once", lambda *_: 4)
+    shard = VocabShard(Axis.alone("tp"), (0, vocab), vocab)
+    loss = linear_cross_entropy.linear_cross_entropy(x, w, bias, target, shard)
+    found = torch.autograd.grad(loss, (x, w, bias))
+    assert (loss - expected).abs() < 1e-12
+    assert all((a - b).abs().max() < 1e-12 and a.shape == b.shape for a, b in zip(found, wanted, strict=True))
 
 
 def test_caches_are_kept_within_their_limit() -> None:

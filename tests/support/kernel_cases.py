@@ -173,14 +173,19 @@ def norms_over_heads(dtype: torch.dtype) -> Iterator[Case]:
 
 def losses(dtype: torch.dtype) -> Iterator[Case]:
     def changed(operation: Callable[..., Tensor]) -> Callable[..., Any]:
-        def run(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-            loss = operation(logits := copy_to(logits, logits.device), *args)
-            return logits, loss
+        def run(logits: Tensor, statistics: Tensor, target: Tensor, rule: cross_entropy.Rule) -> tuple[Tensor, Tensor]:
+            rows = copy_to(logits, logits.device)
+            whole = rows.as_strided((len(rows), rows.stride(0)), rows.stride()) if rule.padded else rows
+            loss = operation(rows, statistics, target, rule)
+            if operation is plain_gradient:
+                whole[:, rows.shape[1] :] = 0  # by the kernel, since products read it
+            return whole, loss
 
         return run
 
     fused, plain = cross_entropy.row_statistics_triton, cross_entropy.row_statistics_plain
-    gradients = [changed(getattr(cross_entropy, f"replace_by_gradient_{by}")) for by in ("triton", "plain")]
+    plain_gradient = cross_entropy.replace_by_gradient_plain
+    gradients = [changed(cross_entropy.replace_by_gradient_triton), changed(plain_gradient)]
     rules = (
         cross_entropy.Rule(),
         cross_entropy.Rule(start=4, ignore_index=5, hit=0.9, rest=0.125, scale=0.5),
