@@ -38,7 +38,10 @@ def main() -> int:
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows in DIR; run the cases that did not end")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels to install into DIR first; default: --out")
-    parser.add_argument("--only", metavar="WORD", help="cases whose names contain this; their rows are added")
+    parser.add_argument(
+        "--only", action="append", metavar="WORD",
+        help="cases whose names contain this; their rows are added. Repeated: cases come in the order of the words",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one case of each kind")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, as without a GPU")
     args = parser.parse_args()
@@ -56,9 +59,11 @@ def main() -> int:
         print("no GPU, so this is a dry run, whose figures mean nothing", flush=True)
     for together in [parts] if dry or args.budget else [(part,) for part in parts]:
         limit = (args.budget or args.limit or sum(LIMITS[part] for part in together)) - RESERVE
-        found = [case for part in together for case in cases(part, args.quick, dry) if (args.only or "") in case.name]
+        found = [case for part in together for case in cases(part, args.quick, dry)]
         if args.budget:
             found = by_value(found)
+        if args.only:
+            found = named(found, args.only)
         if args.resume:
             found = [case for case in found if case not in report.ended(folder, found)]
         with working_folder(folder) as work:
@@ -68,6 +73,16 @@ def main() -> int:
                 schedule = Schedule(work, dry, environment, write, os.cpu_count() or 1, gigabytes)
                 schedule.run(found, time.monotonic() + limit)
     return report.summary(folder, parts)
+
+
+def named(found: list[Case], words: list[str]) -> list[Case]:
+    """Return the cases whose ``part/name`` contains a word, in the order of the words."""
+    placed = []
+    for case in found:
+        place = next((number for number, word in enumerate(words) if word in f"{case.part}/{case.name}"), None)
+        if place is not None:
+            placed.append((place, case))
+    return [case for _, case in sorted(placed, key=lambda pair: pair[0])]
 
 
 @contextmanager
