@@ -16,6 +16,7 @@ PAGE = ROOT / "docs" / "develop" / "gpu.md"
 BEGIN, END = "<!-- rehearsal:begin -->", "<!-- rehearsal:end -->"
 FIELDS = ("date", "commit", "machine", "versions", "part", "case", "peer", "metric", "value", "unit", "target", "state",
           "error")  # fmt: skip
+MISSING = ("not finished", "not run")
 SMALLER_IS_BETTER = ("us", "ms", "s", "MB")
 RIVALS = {
     "training": ("transformers compiled", 1.0, ("llama-1b", "training")),
@@ -158,14 +159,20 @@ def _comparisons_of_tests(rows: list[Row]) -> list[str]:
 
 
 def record(folder: Path) -> int:
-    """Replace the rows of the measured parts in ``benchmarks/results-gpu.csv``, and write the page from it."""
+    """Replace the rows of the measured cases in ``benchmarks/results-gpu.csv``, and write the page from it.
+
+    A case that was not run keeps its former rows.
+    """
     rows = [row for row in rows_of(folder) if row["state"] != "done"]
     if not rows or any(row.get("dry") for row in rows):
         print(f"{folder} has no rows of a GPU: nothing is recorded")
         return 1
     rows += comparisons(rows)
-    parts = {row["part"] for row in rows}
-    kept = [row for row in read(RESULTS) if row["part"] not in parts]
+    former = read(RESULTS)
+    known = {(row["part"], row["case"]) for row in former}
+    rows = [row for row in rows if row["state"] not in MISSING or (row["part"], row["case"]) not in known]
+    replaced = {(row["part"], row["case"]) for row in rows}
+    kept = [row for row in former if (row["part"], row["case"]) not in replaced]
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
@@ -195,7 +202,7 @@ def page(text: str, rows: Sequence[Row]) -> str:
         wheres = sorted(
             {f"{row['machine']}, {row['versions']}, at {row['commit']} ({row['date'][:10]})" for row in rows}
         )
-        failed = [row for row in rows if row["state"] in ("failed", "not finished", "not run")]
+        failed = [row for row in rows if row["state"] in ("failed", *MISSING)]
         wrong = [
             f"* {row['case']}, {row.get('peer') or ''} {row.get('metric') or ''}: {row['error']}" for row in failed
         ]

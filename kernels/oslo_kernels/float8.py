@@ -18,7 +18,7 @@ from oslo_kernels.operation import is_plain
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ALIGNMENT = 16
 """The dimensions of a product on a GPU are multiples of this number."""
-BLOCK = 64
+BLOCK_M, BLOCK_N = 8, 512
 """The rows and columns of the tile that one program casts."""
 SMALLEST = 1e-12
 """The lower bound of the largest element when the scale is computed, for tensors of zeros."""
@@ -51,7 +51,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def casts(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False) -> tuple[Any, Any]:
-    """Return `cast` of a matrix, contiguous, and its contiguous transpose, each if it is wanted: in one pass on GPUs.
+    """Return `cast` of a matrix, contiguous, and its contiguous transpose, each if it is wanted.
 
     Args:
         rows, columns: whether the cast matrix and its transpose are wanted.
@@ -64,36 +64,47 @@ def casts(x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool = True, colum
 
 @jit
 def cast_kernel(
-    x_ptr, scale_ptr, rows_ptr, columns_ptr, M, N, x_row, x_column, scale_row, scale_column, limit,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, scale_ptr, out_ptr, M, N, limit, OF_ROWS: tl.constexpr, OF_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    n = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     inside = (m < M) & (n < N)
-    x = tl.load(x_ptr + m * x_row + n * x_column, mask=inside, other=0.0).to(tl.float32)
-    scaled = x * tl.load(scale_ptr + m * scale_row + n * scale_column, mask=inside, other=0.0)
-    scaled = tl.clamp(scaled, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    if ROWS:
-        tl.store(rows_ptr + m * N + n, scaled.to(rows_ptr.dtype.element_ty), mask=inside)
-    if COLUMNS:
-        turned = tl.trans(scaled).to(columns_ptr.dtype.element_ty)
-        tl.store(columns_ptr + tl.trans(n) * M + tl.trans(m), turned, mask=tl.trans(inside))
+    x = tl.load(x_ptr + m * N + n, mask=inside, other=0.0).to(tl.float32)
+    if OF_ROWS:
+        scale = tl.load(scale_ptr + m, mask=m < M, other=0.0)
+    elif OF_COLUMNS:
+        scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
+    else:
+        scale = tl.load(scale_ptr)
+    scaled = tl.clamp(x * scale, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out_ptr + m * N + n, scaled.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def casts_triton(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False
 ) -> tuple[Any, Any]:
-    """`casts` by one kernel. It reads each element once and writes each cast once."""
+    """`casts` by a kernel, which keeps the order of elements in memory, and torch's copy for the other order.
+
+    Triton 3.6 corrupts float8 tensors whose layout it converts between threads, as a transpose in the kernel requires:
+    on an H100, up to half of the elements were wrong.
+    """
+    turned = not x.is_contiguous() and x.T.is_contiguous()
+    same = _cast_in_order(x.T, scale.T if scale.dim() else scale, dtype) if turned else _cast_in_order(x, scale, dtype)
+    other = same.view(torch.uint8).T.contiguous().view(dtype) if (rows if turned else columns) else None
+    first, second = (other, same) if turned else (same, other)
+    return first if rows else None, second if columns else None
+
+
+def _cast_in_order(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    x, scale = x.contiguous(), scale.contiguous()
     M, N = x.shape
-    made = [
-        x.new_empty(shape, dtype=dtype) if wanted else None for shape, wanted in (((M, N), rows), ((N, M), columns))
-    ]
-    own = [x if each is None else each for each in made]
-    strides = (*x.stride(), *scale.expand(M, N).stride())
-    flags = {"ROWS": rows, "COLUMNS": columns, "BLOCK": BLOCK}
-    grid = (-(-M // BLOCK), -(-N // BLOCK))
-    launch(cast_kernel, grid, x, scale, *own, M, N, *strides, torch.finfo(dtype).max, **flags)
-    return made[0], made[1]
+    out = torch.empty_like(x, dtype=dtype)
+    of_rows, of_columns = (scale.dim() == 2 and scale.shape[dim] > 1 for dim in (0, 1))
+    flags = {"OF_ROWS": of_rows, "OF_COLUMNS": of_columns, "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N}
+    grid = (-(-M // BLOCK_M), -(-N // BLOCK_N))
+    launch(cast_kernel, grid, x, scale, out, M, N, torch.finfo(dtype).max, **flags)
+    return out
 
 
 def padded(x: Tensor) -> Tensor:
