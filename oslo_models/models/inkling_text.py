@@ -31,6 +31,8 @@ from oslo_models.sharding.layout import GroupedHeads
 
 FILTERED = ("self_attn.k_sconv", "self_attn.v_sconv")
 """Convolutions of keys and values."""
+NORM = "embed_tokens.embed_norm" if hasattr(hf, "InklingNormedEmbedding") else "embed_norm"
+"""The norm of the embeddings, which transformers moved into their module after 5.17."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class InklingParallel(LlamaParallel):
         whole = dict.fromkeys(cls.replicated, Replicated())
         return replace(
             plan,
-            embed={**plan.embed, "embed_tokens.embed_norm": Norm()},
+            embed={**plan.embed, NORM: Norm()},
             blocks={"layers": {**plan.blocks["layers"], **whole}},
             block_overrides={"layers": [sliding if kind == "hybrid_sliding" else {} for kind in config.layer_types]},
         )

@@ -53,11 +53,11 @@ class RecurrentGemmaParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         attention = LlamaParallel.attention(config, LlamaParallel.heads(config))
+        recurrent = cls.recurrence(config)
+        sliding = {name.replace("self_attn", "temporal_block"): entry for name, entry in attention.items()}
         kinds: dict[str, Entries] = {
-            "linear_attention": cls.recurrence(config),
-            "sliding_attention": {
-                name.replace("self_attn", "temporal_block"): entry for name, entry in attention.items()
-            },
+            **{"linear_attention": recurrent, "sliding_attention": sliding},
+            **{"recurrent": recurrent, "attention": sliding},  # their names in transformers 5.17
         }
         norms = {name: Norm() for name in ("temporal_pre_norm", "channel_pre_norm")}
         return Plan(
