@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from oslo_kernels.language import wide
 from oslo_models.checkpoint import optimizer as optimizers
 from oslo_models.distributed.callers import (
     ignored_by_fully_shard,
@@ -126,19 +127,22 @@ class TrainableModel(PreTrainedModel):
 
         def sum_of(names: Iterable[str]) -> Tensor:
             """Return this rank's contribution to the norm: a sum of powers, or a maximum."""
-            norms = [torch.zeros((), dtype=torch.float64, device=device)]
+            total = torch.zeros((), dtype=torch.float64, device=device)
             for parts in _by_dtype([part for name in names for part in self._counted(name, grads[name])]):
-                norms.extend(torch._foreach_norm(parts, norm_type, dtype=torch.float64))  # one kernel launch on a GPU
-            return torch.stack(norms).amax() if highest else (torch.stack(norms) ** norm_type).sum()
+                # one kernel launch on a GPU
+                norms = torch._foreach_norm(parts, norm_type, dtype=wide(parts[0].dtype))
+                powers = torch.stack(norms).double()
+                total = torch.maximum(total, powers.amax()) if highest else total + (powers**norm_type).sum()
+            return total
 
         over_replicas = grads.keys() & set(_experts_over_replicas(self))
-        total = sum_of(grads.keys() - over_replicas)
+        total = sum_of(name for name in grads if name not in over_replicas)
         if self.mesh is not None:
             op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
             if any(isinstance(grad, DTensor) for grad in grads.values()):
                 all_reduce(self.mesh.dp, total, op=op)
             if self.mesh.has_experts_over_replicas:
-                of_experts = all_reduce(self.mesh.experts, sum_of(over_replicas), op=op)
+                of_experts = all_reduce(self.mesh.experts, sum_of(sorted(over_replicas)), op=op)
                 if self.mesh.tp.rank == 0:  # count each expert once per model
                     total = torch.maximum(total, of_experts) if highest else total + of_experts
             all_reduce(self.mesh.model, total, op=op)
