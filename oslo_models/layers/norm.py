@@ -113,7 +113,11 @@ class GroupParallelNorm(HeadParallelNorm):
 
     def configure(self, entry: GroupWidthNorm, context: ShardingContext) -> None:
         super().configure(entry, context)
-        layout, groups = self.layouts["weight"], entry.groups
+        layout = self.layouts["weight"]
+        in_groups = hasattr(self, "group_size") or hasattr(
+            self, "n_groups"
+        )  # not so Mamba-2's before transformers 5.24
+        groups = entry.groups if in_groups else 1
         ((start, stop),) = layout.ranges[self.tp.rank]
         full = layout.shape[0] // groups
         self.groups, self.group = groups, start // full if self.tp.size > groups else None

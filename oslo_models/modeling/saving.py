@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,7 +143,7 @@ class SavableModel(PreTrainedModel):
         return {} if self.stage.is_untied else dict(self.stage.tied_names)
 
     def _copied_config(self) -> PreTrainedConfig:
-        return type(self.config).from_dict(self.config.to_dict())
+        return copy.deepcopy(self.config)
 
     def _write_config(self, directory: Path) -> None:
         config = self._copied_config()

@@ -928,12 +928,23 @@ def base(variant: str) -> str:
     return f"{registry.ARCHITECTURES[model_type]}Model"
 
 
+_FAULTS_OF_5_17 = {
+    "cohere_compass_text": "cannot rotate by two sections of positions",
+    "doge-experts": "adds the weights of experts to hidden states",
+    "falcon_h1-normed": "generates with the mask of another length",
+    "qwen4_exp_text": "has no indexed attention",
+    "qwen4_exp_text-plain": "has no indexed attention",
+}
+"""What the oldest supported transformers does not compute, by variant."""
+
+
 def fault_of_release(variant: str) -> str | None:
-    """Return why micro-batches differ from the batch in the installed transformers, if they do."""
+    """Return why the installed transformers does not compute this variant, or differs between micro-batches and batch."""
+    release = transformers.__version__
+    if variant in _FAULTS_OF_5_17 and release.startswith("5.17."):
+        return f"transformers {release}: {variant} {_FAULTS_OF_5_17[variant]}"
     if variant == "umt5" and "is_causal" not in inspect.getsource(modeling_umt5.UMT5LayerSelfAttention):
-        return (
-            f"a row of UMT5 without padding depends on the padding of others in transformers {transformers.__version__}"
-        )
+        return f"a row of UMT5 without padding depends on the padding of others in transformers {release}"
     return None
 
 
