@@ -939,7 +939,7 @@ _FAULTS_OF_5_17 = {
 
 
 def fault_of_release(variant: str) -> str | None:
-    """Return why the installed transformers does not compute this variant, or differs between micro-batches and batch."""
+    """Return why the installed transformers does not compute this variant, or computes micro-batches differently."""
     release = transformers.__version__
     if variant in _FAULTS_OF_5_17 and release.startswith("5.17."):
         return f"transformers {release}: {variant} {_FAULTS_OF_5_17[variant]}"
