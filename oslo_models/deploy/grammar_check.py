@@ -68,7 +68,7 @@ def _measure(kind: str, source: Any) -> tuple[int, int, int, int]:
             keys = [key for each in level if isinstance(each, dict) for key in each]
             below += [item for each in level if isinstance(each, list) for item in each]
             size, parts, depth, level = (
-                size + sum(len(key.encode()) for key in keys),
+                size + sum(len(str(key).encode()) for key in keys),
                 parts + len(below),
                 depth + 1,
                 below,

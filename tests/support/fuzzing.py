@@ -175,7 +175,10 @@ class Grammars(Fuzzer):
     def _draw(self, draw: random.Random) -> tuple[str, Any]:
         kind = draw.choice(["regex", "grammar", "json", "choice"])
         if kind == "json":
-            return kind, {"a": self._schema(draw)} if draw.random() < 0.1 else dict(self._schema(draw, 5) or {})
+            schema = {"a": self._schema(draw)} if draw.random() < 0.1 else self._schema(draw, 5)
+            if not isinstance(schema, dict):
+                raise TypeError(f"{schema!r} is no object")
+            return kind, schema
         if kind == "choice":
             return kind, [draw.choice(["", "a", '"', "\\", "\n", "\0", "é"]) * draw.randint(1, 300)] * draw.randint(
                 1, 3

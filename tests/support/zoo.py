@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.umt5 import modeling_umt5
@@ -928,21 +929,22 @@ def base(variant: str) -> str:
     return f"{registry.ARCHITECTURES[model_type]}Model"
 
 
-_FAULTS_OF_5_17 = {
-    "cohere_compass_text": "cannot rotate by two sections of positions",
-    "doge-experts": "adds the weights of experts to hidden states",
-    "falcon_h1-normed": "generates with the mask of another length",
-    "qwen4_exp_text": "has no indexed attention",
-    "qwen4_exp_text-plain": "has no indexed attention",
+_FAULTS = {
+    "cohere_compass_text": (21, "cannot rotate by two sections of positions"),
+    "doge-experts": (18, "adds the weights of experts to hidden states"),
+    "falcon_h1-normed": (23, "generates with the mask of another length"),
+    "qwen4_exp_text": (18, "has no indexed attention"),
+    "qwen4_exp_text-plain": (18, "has no indexed attention"),
 }
-"""What the oldest supported transformers does not compute, by variant."""
+"""By variant: the first minor release of transformers 5 that computes it, and what earlier ones do."""
 
 
 def fault_of_release(variant: str) -> str | None:
     """Return why the installed transformers does not compute this variant, or computes micro-batches differently."""
     release = transformers.__version__
-    if variant in _FAULTS_OF_5_17 and release.startswith("5.17."):
-        return f"transformers {release}: {variant} {_FAULTS_OF_5_17[variant]}"
+    first, fault = _FAULTS.get(variant, (0, ""))
+    if Version(release).minor < first:
+        return f"transformers {release} {fault}"
     if variant == "umt5" and "is_causal" not in inspect.getsource(modeling_umt5.UMT5LayerSelfAttention):
         return f"a row of UMT5 without padding depends on the padding of others in transformers {release}"
     return None
