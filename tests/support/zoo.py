@@ -939,15 +939,20 @@ _FAULTS = {
 """By variant: the first minor release of transformers 5 that computes it, and what earlier ones do."""
 
 
+def not_computed(variant: str) -> str | None:
+    """Return why the installed transformers does not compute this variant."""
+    first, fault = _FAULTS.get(variant, (0, ""))
+    return (
+        f"transformers {transformers.__version__} {fault}" if Version(transformers.__version__).minor < first else None
+    )
+
+
 def fault_of_release(variant: str) -> str | None:
     """Return why the installed transformers does not compute this variant, or computes micro-batches differently."""
-    release = transformers.__version__
-    first, fault = _FAULTS.get(variant, (0, ""))
-    if Version(release).minor < first:
-        return f"transformers {release} {fault}"
     if variant == "umt5" and "is_causal" not in inspect.getsource(modeling_umt5.UMT5LayerSelfAttention):
+        release = transformers.__version__
         return f"a row of UMT5 without padding depends on the padding of others in transformers {release}"
-    return None
+    return not_computed(variant)
 
 
 def original(name: str) -> type[PreTrainedModel]:
