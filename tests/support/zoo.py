@@ -446,7 +446,8 @@ MORE: dict[str, Mapping[str, Any]] = {
     "glm_moe_dsa": {**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"]},
     "hy_v4": {
         **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
-        **{"hc_mult": 3, "swiglu_limit": 0.5},
+        # transformers loads the head in float32, and unties it where that rounds
+        **{"hc_mult": 3, "swiglu_limit": 0.5, "tie_word_embeddings": False},
     },
     "hy_v4_vl_text": {
         **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
