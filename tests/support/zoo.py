@@ -931,8 +931,8 @@ def base(variant: str) -> str:
 
 
 _FAULTS = {
-    "cohere_compass_text": (21, "cannot rotate by two sections of positions"),
-    "doge-experts": (18, "adds the weights of experts to hidden states"),
+    "cohere_compass_text": (21, "raises where a section of positions is empty"),
+    "doge-experts": (18, "passes a tuple to dropout"),
     "falcon_h1-normed": (23, "generates with the mask of another length"),
     "qwen4_exp_text": (18, "has no indexed attention"),
     "qwen4_exp_text-plain": (18, "has no indexed attention"),
@@ -942,10 +942,8 @@ _FAULTS = {
 
 def not_computed(variant: str) -> str | None:
     """Return why the installed transformers does not compute this variant."""
-    first, fault = _FAULTS.get(variant, (0, ""))
-    return (
-        f"transformers {transformers.__version__} {fault}" if Version(transformers.__version__).minor < first else None
-    )
+    release, (first, fault) = transformers.__version__, _FAULTS.get(variant, (0, ""))
+    return f"transformers {release} {fault}" if Version(release).minor < first else None
 
 
 def fault_of_release(variant: str) -> str | None:
