@@ -31,6 +31,15 @@ from benchmarks.records import ROOT
 RESAMPLES, LEVEL, FEWEST = 10_000, 0.95, 5
 """Resamples of a bootstrap, the level of its interval, and the minimum number of pairs for an interval."""
 
+_SOME_PEERS = """
+import dataclasses, sys
+from benchmarks import __main__ as command, cases
+for name, case in list(cases.CASES.items()):
+    cases.CASES[name] = dataclasses.replace(case, peers=tuple(peer for peer in case.peers if peer in {peers}))
+sys.exit(command.main())
+"""
+"""Runs the command of a checkout with some peers. Older commits have no option for it."""
+
 Figures = dict[tuple[str, str, str], tuple[float, str]]
 """Values with their units, by case, peer and metric."""
 Measure = Callable[[Path, str], Figures]
@@ -102,8 +111,8 @@ def checkouts(repository: Path, *commits: str) -> Iterator[list[Path]]:
                 subprocess.run([*git, "remove", "--force", str(path)], capture_output=True, check=False)
 
 
-def measure(folder: Path, case: str) -> Figures:
-    """Run a case once in a checkout and return the figures of our own peers.
+def measure(folder: Path, case: str, peers: Sequence[str] = OWN) -> Figures:
+    """Run a case once in a checkout and return the figures of the peers.
 
     Raises:
         RuntimeError: The case failed in the checkout.
@@ -111,13 +120,14 @@ def measure(folder: Path, case: str) -> Figures:
     path = os.pathsep.join([str(folder), str(folder / "kernels")])
     with tempfile.TemporaryDirectory() as results:
         out = Path(results, "results.csv")
-        command = [sys.executable, "-m", "benchmarks", "--only", case, "--repeat", "1", "--out", str(out)]
+        command = [sys.executable, "-c", _SOME_PEERS.format(peers=tuple(peers))]
+        command += ["--only", case, "--repeat", "1", "--out", str(out)]
         environment = {**os.environ, "PYTHONPATH": path}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode or not out.exists():
             raise RuntimeError(f"{case} failed in {folder}:\n{(done.stdout + done.stderr)[-2000:]}")
         with out.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["peer"] in OWN]
+            rows = [row for row in csv.DictReader(file) if row["peer"] in peers]
     return {(row["case"], row["peer"], row["metric"]): (float(row["value"]), row["unit"]) for row in rows}
 
 
@@ -128,6 +138,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("base", metavar="BASE", help="a commit, branch or tag")
     parser.add_argument("head", metavar="HEAD", help="another one")
     parser.add_argument("--only", metavar="NAME", action="append", required=True, help="a case (repeatable)")
+    parser.add_argument(
+        "--peer", metavar="NAME", action="append", choices=OWN, help="one of our own peers (repeatable)"
+    )
     parser.add_argument("--pairs", metavar="N", type=int, default=8, help="pairs of runs (default: 8)")
     args = parser.parse_args(arguments)
     if unknown := set(args.only) - CASES.keys():
@@ -141,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
                 units: dict[tuple[str, str, str], str] = {}
 
                 def run(folder: Path, name: str, units: dict[tuple[str, str, str], str] = units) -> Figures:
-                    found = measure(folder, name)
+                    found = measure(folder, name, args.peer or OWN)
                     units.update({key: unit for key, (_, unit) in found.items()})
                     return found
 
