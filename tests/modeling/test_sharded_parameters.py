@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,79 @@ def norm_of_one_stage(name: str, config: Any, weights: Weights, batch: Batch) ->
 def test_sum_of_norms_over_one_stage_is_refused(pool: Pool, seed: int) -> None:
     name, config, _, weights, batch = reference("gpt2", seed)
     pool.run(2, norm_of_one_stage, name, config, weights, batch)
+
+
+def whole(grads: list[Tensor]) -> list[Tensor]:
+    return [grad.flatten() for grad in grads]
+
+
+ONE_NUMBER: list[Callable[[list[Tensor]], Any]] = [
+    lambda grads: torch.cat(whole(grads)).norm(),
+    lambda grads: torch.cat([grad.detach().cpu().float().reshape(-1) for grad in grads]).square().sum(),
+    lambda grads: nn.utils.parameters_to_vector(grads).abs().max(),
+    lambda grads: torch._utils._flatten_dense_tensors(grads).dot(torch._utils._flatten_dense_tensors(grads)),
+    lambda grads: (torch.hstack(whole(grads)) * 2).topk(3),
+    lambda grads: torch.cat(whole(grads)).view(1, -1).quantile(0.9, dim=1),
+    lambda grads: torch._foreach_norm(torch._foreach_mul(whole(grads), 2.0)),
+    lambda grads: F.cosine_similarity(torch.cat(whole(grads)), torch.cat(whole(grads)), dim=0),
+    lambda grads: sum(grad.flatten() @ grad.flatten() for grad in grads),
+    lambda grads: sum(F.mse_loss(grad, torch.zeros_like(grad)) for grad in grads),
+    lambda grads: torch.stack([grad for grad in grads if grad.shape == grads[-1].shape]).mean(),
+]
+"""Ways to a number of all gradients of a model."""
+
+
+def numbers_of_one_stage(name: str, config: Any, weights: Weights, batch: Batch) -> None:
+    model = model_on_stages(name, config, weights, 1, 2).eval()
+    backward(model, batch)
+    grads = [param.grad for param in model.parameters()]
+    for number in ONE_NUMBER:
+        with pytest.raises(RuntimeError, match=r"would be missing|would lack the other stages"):
+            number(grads)
+
+
+def test_numbers_of_joined_gradients_of_one_stage_are_refused(pool: Pool, seed: int) -> None:
+    name, config, _, weights, batch = reference("gpt2", seed)
+    pool.run(2, numbers_of_one_stage, name, config, weights, batch)
+
+
+def same_use(name: str, config: Any, weights: Weights, batch: Batch) -> None:
+    """Average flat gradients over replicas, as scripts do, and compute with each gradient alone."""
+    model = model_on_stages(name, config, weights, 1, 2).eval()
+    backward(model, batch)
+    params = list(model.parameters())
+    grads = [param.grad for param in params]
+    expected = [local_tensor(grad).clone() for grad in grads]
+    flat = torch._utils._flatten_dense_tensors(grads)
+    flat *= 4
+    flat.add_(torch.zeros_like(flat)).div_(4)
+    flat[2:5] = flat[2:5] + 0
+    for grad, value in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+        grad.copy_(value)
+    assert all(torch.equal(param.grad, values) for param, values in zip(params, expected, strict=True))
+    matrix = next(grad for grad in grads if grad.dim() == 2)
+    matrices = [grad for grad in grads if grad.shape == matrix.shape]
+    torch.testing.assert_close(torch.stack(matrices).mT.bmm(torch.stack(matrices))[0], matrix.mT @ matrix)
+    assert len(matrix.flatten().topk(3).values) == 3
+    assert float(matrix[0, 0]) == float(matrix.flatten()[0])
+
+
+def test_joined_gradients_of_one_stage_are_averaged_and_written_back(pool: Pool, seed: int) -> None:
+    name, config, _, weights, batch = reference("gpt2", seed)
+    pool.run(2, same_use, name, config, weights, batch)
+
+
+def step_of_lbfgs(name: str, config: Any, weights: Weights, batch: Batch) -> None:
+    model = model_on_stages(name, config, weights, 1, 2).eval()
+    backward(model, batch)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(RuntimeError, match=r"joined gradients .* covers one pipeline stage"):
+        optimizer.step(lambda: 1.0)
+
+
+def test_optimizer_that_joins_gradients_of_one_stage_is_refused(pool: Pool, seed: int) -> None:
+    name, config, _, weights, batch = reference("gpt2", seed)
+    pool.run(2, step_of_lbfgs, name, config, weights, batch)
 
 
 def norms_of_tied_weight(name: str, config: Any, weights: Weights) -> bool:

@@ -67,6 +67,8 @@ HANDLERS |= {
 
 VIEW_HANDLERS |= {
     **dict.fromkeys(ELEMENTWISE, operations.elementwise_of_view),
+    **dict.fromkeys(LISTS_ELEMENTWISE, operations.elementwise_lists),
+    torch._foreach_norm: reductions.foreach_norm,
     Tensor.copy_: operations.copy,
     Tensor.__setitem__: operations.assign,
     **dict.fromkeys(RESHAPED, operations.view),

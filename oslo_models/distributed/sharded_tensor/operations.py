@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from oslo_models.distributed.callers import (
     require_replicas_in_fully_shard,
 )
 from oslo_models.distributed.sharded_tensor.autograd import without_override
-from oslo_models.distributed.sharded_tensor.sharding import Sharding
 from oslo_models.distributed.sharded_tensor.tensors import (
     PLAIN,
     GradientShard,
@@ -31,8 +30,10 @@ from oslo_models.distributed.sharded_tensor.tensors import (
     WeightView,
     advice,
     mark,
+    mark_view,
     mixing,
     name_of,
+    of_one_stage,
     on_local,
     with_graph,
     writes,
@@ -53,7 +54,7 @@ def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(shard, Shard) and result.shape == shard.shape:
         _require_one_layout(func, given)
         return _mark_result(result, given)
-    return result if _is_all_or_in_layer(shard) else mark(result, shard.sharding, WeightView)
+    return mark_view(result, given) if _stays_marked(shard) else result
 
 
 def _copied(operand: Any, shard: Shard | WeightView) -> Any:
@@ -79,14 +80,14 @@ def elementwise_lists(func: Any, args: Any, kwargs: Any) -> Any:
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     for given in zip(*lists, strict=False):
         shards = [arg for arg in given if isinstance(arg, (Shard, WeightView))]
-        if any(isinstance(arg, WeightView) for arg in shards):
+        if any(isinstance(arg, WeightView) and arg.sharding.is_part for arg in shards):
             return mixing(func, args, kwargs)
         _require_one_layout(func, shards)
     results = on_local(func, args, kwargs)
     for result, *of_result in zip(results or (), *lists, strict=False):
-        shards = [arg for arg in of_result if isinstance(arg, Shard)]
+        shards = [arg for arg in of_result if isinstance(arg, (Shard, WeightView))]
         if shards and type(result) is Tensor and not any(result is arg for arg in of_result):
-            _mark_result(result, shards)
+            (_mark_result if isinstance(shards[0], Shard) else mark_view)(result, shards)
     return results
 
 
@@ -113,7 +114,7 @@ def _require_one_layout(func: Any, given: Sequence[Any]) -> None:
 def elementwise_of_view(func: Any, args: Any, kwargs: Any) -> Any:
     """Handle elementwise functions of a view. Writes raise: they could affect other elements than on one process."""
     written = args[0] if args and writes(func) else kwargs.get("out")
-    if isinstance(written, WeightView):
+    if isinstance(written, WeightView) and written.sharding.is_part:
         return mixing(func, args, kwargs)
     return elementwise(func, args, kwargs)
 
@@ -134,8 +135,9 @@ def where(func: Any, args: Any, kwargs: Any) -> Any:
     return (mixing if len(args) + len(kwargs) == 1 else elementwise)(func, args, kwargs)
 
 
-def _is_all_or_in_layer(tensor: Any) -> bool:
-    return not tensor.sharding.is_part or computes_in_layer(tensor.sharding)
+def _stays_marked(tensor: Any) -> bool:
+    """Return whether functions of other elements of a tensor have to know that they hold a part of the model."""
+    return of_one_stage(tensor) or (tensor.sharding.is_part and not computes_in_layer(tensor.sharding))
 
 
 def copy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -199,18 +201,16 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
     result, source = on_local(func, args, kwargs), args[0]
     if not isinstance(source, (Shard, WeightView)):
         return mixing(func, args, kwargs)
-    if not _is_weight(source) and _is_all_or_in_layer(source):
+    if not _is_weight(source) and not _stays_marked(source):
         return result
-    return tree_map_only(Tensor, partial(_as_view, source.sharding), result)
-
-
-def _as_view(sharding: Sharding, result: Tensor) -> Tensor:
-    return cast(Tensor, mark(result, sharding, WeightView)) if type(result) is Tensor else result
+    return tree_map_only(Tensor, partial(mark_view, given=[source]), result)
 
 
 def _is_weight(value: Any) -> bool:
     """Return whether a tensor has weight values, so that products with it belong in its sharded layer."""
-    return isinstance(value, (ShardedParameter, WeightView)) or (isinstance(value, Shard) and value.is_weight)
+    if isinstance(value, WeightView):
+        return not value.of_gradient
+    return isinstance(value, ShardedParameter) or (isinstance(value, Shard) and value.is_weight)
 
 
 def product(func: Any, args: Any, kwargs: Any) -> Any:

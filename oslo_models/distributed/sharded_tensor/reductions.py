@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from oslo_models.distributed.callers import calling_optimizer, computes_in_deepspeed, computes_in_layer
+from oslo_models.distributed.callers import computes_in_deepspeed, computes_in_layer
 from oslo_models.distributed.collectives import all_gather
 from oslo_models.distributed.partial_norm import norm_of_parts, partial_norm
 from oslo_models.distributed.sharded_tensor.autograd import Gathered, Total
@@ -18,9 +18,11 @@ from oslo_models.distributed.sharded_tensor.tensors import (
     WeightView,
     local_tensor,
     mark,
+    misses_stages,
     mixing,
     name_of,
     on_local,
+    require_all_stages,
     with_graph,
     writes,
 )
@@ -42,7 +44,7 @@ def norm(func: Any, args: Any, kwargs: Any) -> Any:
     order = 2.0 if order is None or order == "fro" else order
     if not isinstance(shard, Shard) or dim is not None or is_spectral or not isinstance(order, (int, float)):
         return mixing(func, args, kwargs)
-    is_gradient = isinstance(shard, GradientShard) or _misses_stages(shard)
+    is_gradient = isinstance(shard, GradientShard) or misses_stages(shard)
     is_copy = not shard.sharding.is_part and not is_gradient and shard.sharding.counts
     if is_copy or computes_in_deepspeed():
         return on_local(func, args, kwargs)
@@ -83,26 +85,10 @@ def foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
 # Reductions of all elements -------------------------------------------------------------------------------------------
 
 
-def _misses_stages(value: Any) -> bool:
-    """Return whether sums over such gradients of a model miss other stages. Optimizers reduce each gradient alone."""
-    if not isinstance(value, Shard) or not value.of_gradient or value.sharding.mesh.pp.size == 1:
-        return False
-    return calling_optimizer() is None and not computes_in_deepspeed() and not computes_in_layer(value.sharding)
-
-
-def _require_all_stages(func: Any, args: Any, kwargs: Any, *options: str) -> None:
-    """Raise ``RuntimeError`` if a call reduces a gradient of one stage to a number."""
-    if len(args) == 1 and kwargs.keys() <= {*options} and _misses_stages(args[0]):
-        raise RuntimeError(
-            f"{name_of(func)} of a gradient ({args[0].sharding}) covers one pipeline stage, and the gradients of the "
-            "other stages would be missing where such results are combined. Use model.clip_grad_norm_(...), which "
-            "returns the norm of the full model on every stage, or reduce full_tensor() and combine the stages"
-        )
-
-
 def total(func: Any, args: Any, kwargs: Any) -> Any:
     """Handle ``sum(x, dtype=...)`` and ``mean(x, dtype=...)``."""
-    _require_all_stages(func, args, kwargs, "dtype")
+    if len(args) == 1 and kwargs.keys() <= {"dtype"}:
+        require_all_stages(func, args)
     if not _reduces_shard(args, kwargs, "dtype"):
         return mixing(func, args, kwargs)
     values, sharding = with_graph(args[0]), args[0].sharding
@@ -116,7 +102,8 @@ def total(func: Any, args: Any, kwargs: Any) -> Any:
 
 def extreme(func: Any, args: Any, kwargs: Any) -> Any:
     """Handle ``max``, ``min``, ``amax``, ``amin``, ``all`` and ``any`` of all elements."""
-    _require_all_stages(func, args, kwargs)
+    if len(args) == 1 and not kwargs:
+        require_all_stages(func, args)
     if not _reduces_shard(args, kwargs):
         return mixing(func, args, kwargs)
     if torch.is_grad_enabled() and args[0].requires_grad:
@@ -165,7 +152,7 @@ def _reduces_shard(args: Any, kwargs: Any, *options: str) -> bool:
 def drawn(func: Any, args: Any, kwargs: Any) -> Any:
     """Handle random initialization: each rank draws the full tensor and keeps its shard."""
     sharding = args[0].sharding if isinstance(args[0], Shard) else None
-    if _misses_stages(args[0]):
+    if misses_stages(args[0]):
         raise RuntimeError(
             f"{name_of(func)} of a gradient ({sharding}) would draw the same numbers on every pipeline stage: draw "
             "torch.randn(grad.shape, generator=generator) with a generator of another seed on each stage"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -15,13 +15,14 @@ from torch.utils._pytree import tree_leaves
 from oslo_models.distributed import checkpoint_chunks
 from oslo_models.distributed.callers import (
     calling_optimizer,
+    computes_in_deepspeed,
     computes_in_layer,
     require_replicas_in_ddp,
     require_replicas_in_zero,
 )
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.partial_norm import PartialNorm
-from oslo_models.distributed.shard_functions import ABOUT_MEMORY
+from oslo_models.distributed.shard_functions import ABOUT_MEMORY, JOINS
 from oslo_models.distributed.sharded_tensor.autograd import Gathered, gather_local, without_override
 from oslo_models.distributed.sharded_tensor.sharding import Sharding
 from oslo_models.sharding.layout import Layout
@@ -137,10 +138,14 @@ class WeightView(Tensor):
     """Elements of a shard in another shape, outside of its layer. Functions that mix or overwrite them raise.
 
     Attributes:
-        sharding: the sharding of the whole tensor.
+        sharding: the sharding of the whole tensor, or of the first one if several are joined.
+        of_gradient: whether the values are computed from gradients.
+        is_joined: whether the values are elements of several gradients of one pipeline stage.
     """
 
     sharding: Sharding
+    of_gradient = False
+    is_joined = False
 
     @classmethod
     def __torch_function__(
@@ -323,10 +328,64 @@ def mixing(func: Any, args: Any, kwargs: Any) -> Any:
     given = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, (Shard, WeightView))]
     part = next((arg for arg in given if arg.sharding.is_part), None)
     if part is None or computes_in_layer(part.sharding):
-        return on_local(func, args, kwargs)
+        result = on_local(func, args, kwargs)
+        return _checked(func, result, given) if any(map(of_one_stage, given)) else result
     remedy = advice(_BY_COPY if writes(func) else _BY_FULL_TENSOR)
     found = f"{name_of(func)} of a shard ({part.sharding})"
     raise RuntimeError(f"{found} would take it for the full tensor: {remedy}")
+
+
+def of_one_stage(value: Any) -> bool:
+    """Return whether values are gradients of one of several pipeline stages, or computed from them."""
+    return isinstance(value, (Shard, WeightView)) and value.of_gradient and value.sharding.mesh.pp.size > 1
+
+
+def misses_stages(value: Any) -> bool:
+    """Return whether the caller may sum such gradients over a model. Optimizers reduce each gradient alone."""
+    if not of_one_stage(value) or computes_in_deepspeed() or computes_in_layer(value.sharding):
+        return False
+    return _is_joined(value) or calling_optimizer() is None
+
+
+def require_all_stages(func: Any, given: Sequence[Any]) -> None:
+    """Raise ``RuntimeError`` if a function reduces gradients of one stage to a number, or selects among several."""
+    found = next(filter(misses_stages, given), None)
+    if found is not None:
+        several = _is_joined(found)
+        raise RuntimeError(
+            f"{name_of(func)} of {'joined gradients' if several else 'a gradient'} ({found.sharding}"
+            f"{' and others' if several else ''}) covers one pipeline stage, and the gradients of the other stages "
+            "would be missing where such results are combined. Use model.clip_grad_norm_(...), which returns the norm "
+            "of the full model on every stage, or reduce full_tensor() and combine the stages"
+        )
+
+
+def _is_joined(value: Any) -> bool:
+    return isinstance(value, WeightView) and value.is_joined
+
+
+def _checked(func: Any, result: Any, given: Sequence[Any]) -> Any:
+    """Check and mark the result of a function that mixes elements of gradients of one stage."""
+    several = any(map(_is_joined, given))
+    if func in JOINS:
+        if type(result) is Tensor and not computes_in_deepspeed():
+            names = {arg.sharding.name for arg in given}
+            # batched optimizers compute with each gradient of a stack
+            mark_view(result, given).is_joined = several or (len(names) > 1 and func is not torch.stack)
+        return result
+    is_number = isinstance(result, Tensor) and not result.dim() and any(arg.numel() > 1 for arg in given)
+    if is_number or (several and not writes(func)):
+        require_all_stages(func, given)
+    return result
+
+
+def mark_view(result: Any, given: Sequence[Any]) -> Any:
+    """Mark a plain tensor as elements of shards or of their views."""
+    if type(result) is Tensor:
+        mark(result, given[0].sharding, WeightView)
+        result.of_gradient = any(arg.of_gradient for arg in given)
+        result.is_joined = any(map(_is_joined, given))
+    return result
 
 
 _BY_FULL_TENSOR = "pass full_tensor(), a collective of the tensor-parallel group that has gradients"
