@@ -16,7 +16,6 @@ from transformers.utils import ModelOutput
 from oslo_models.distributed.autograd_collectives import gather_from
 from oslo_models.distributed.mesh import Axis
 from oslo_models.pipeline.sharded_model import ShardedModel
-from oslo_models.sharding.plan import Plan
 
 
 class AttentionOutputs:
@@ -24,14 +23,15 @@ class AttentionOutputs:
 
     Attributes:
         tp: the axis over which heads are sharded.
-        plan: names the outputs that have all heads on every rank.
         groups: the model's `attention_groups`.
+        replicated: the model's `replicated_attentions`.
         depth: the number of nested calls. The outermost call gathers the outputs.
     """
 
-    def __init__(self, model: ShardedModel, tp: Axis, plan: Plan) -> None:
-        self.tp, self.plan, self.depth = tp, plan, 0
+    def __init__(self, model: ShardedModel, tp: Axis) -> None:
+        self.tp, self.depth = tp, 0
         self.groups = model.attention_groups(model.config)
+        self.replicated = {*model.replicated_attentions(model.config)}
         for path, module in model.named_modules():
             if isinstance(module, PreTrainedModel) and module is not model:
                 side = next((part for part in path.split(".") if part in ("encoder", "decoder")), None)
@@ -58,11 +58,7 @@ class AttentionOutputs:
         """
         if isinstance(value, ModelOutput):  # the output of one of several stacks
             return type(value)(**{inner: self.full(inner, each, given) for inner, each in value.items()})
-        if (
-            not name.endswith("attentions")
-            or not value
-            or {name, f"{side}_{name}"} & {*self.plan.replicated_attentions}
-        ):
+        if not name.endswith("attentions") or not value or {name, f"{side}_{name}"} & self.replicated:
             return value
         passed = {id(leaf) for leaf in tree_leaves(given)}
         if any(id(leaf) in passed for leaf in tree_leaves(value) if leaf is not None):

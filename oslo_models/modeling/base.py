@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -118,6 +118,11 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         """
         return 1
 
+    @classmethod
+    def replicated_attentions(cls, config: PreTrainedConfig) -> Collection[str]:
+        """Return the names of the outputs with attention weights of all heads on every rank. Others are gathered."""
+        return ()
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if any(issubclass(base, PreTrainedModel) and not issubclass(base, ParallelModel) for base in cls.__bases__):
@@ -168,7 +173,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         self.register_load_state_dict_pre_hook(take_part)
         self.sharded_layers = ShardedLayers(self) if mesh.tp.size > 1 else None
         if mesh.tp.size > 1 and plan.max_ranks() is not None:
-            self.attention_outputs = AttentionOutputs(self, mesh.tp, plan)
+            self.attention_outputs = AttentionOutputs(self, mesh.tp)
 
     def _start_pipeline(self, are_random: bool) -> None:
         """Create the pipeline after the weights are loaded. This is a collective of all ranks.

@@ -2,6 +2,7 @@
 random blocks.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +38,11 @@ class BigBirdPegasusParallel(BartParallel):
         return replace(
             plan,
             blocks={**plan.blocks, "encoder.layers": {**attention, **rest}},
-            replicated_attentions=("encoder_attentions",) if replicated else (),
         )
+
+    @classmethod
+    def replicated_attentions(cls, config: Any) -> Collection[str]:
+        return ("encoder_attentions",) if "encoder" in cls.stacks and config.attention_type == "block_sparse" else ()
 
 
 class BigBirdPegasusModel(BigBirdPegasusParallel, hf.BigBirdPegasusModel):

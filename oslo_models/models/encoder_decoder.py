@@ -1,5 +1,6 @@
 """EncoderDecoder: an encoder of this table, and a decoder of it with cross-attention."""
 
+from collections.abc import Collection
 from typing import Any
 
 from transformers import EncoderDecoderConfig
@@ -7,9 +8,10 @@ from transformers.models.encoder_decoder import modeling_encoder_decoder as hf
 
 from oslo_models.auto import AutoModel, AutoModelForCausalLM
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.composite import plan_of_part
+from oslo_models.modeling.composite import plan_of_part, replicated_in_part
 from oslo_models.sharding.plan import Plan, Replicated
 
+ENCODED = {"attentions": "encoder_attentions"}
 DECODED = {"attentions": "decoder_attentions", "cross_attentions": "cross_attentions"}
 
 
@@ -18,11 +20,21 @@ class EncoderDecoderParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        encoder, decoder = AutoModel.class_for(config.encoder), AutoModelForCausalLM.class_for(config.decoder)
+        encoder, decoder = cls._parts(config)
         name = "enc_to_dec_proj"  # if their hidden sizes differ
         between = Plan(embed={}, blocks={}, head={}, optional=(name,)).with_rules(on_every_stage={name: Replicated()})
-        encoding = plan_of_part("encoder", encoder, config.encoder, {"attentions": "encoder_attentions"})
-        return encoding | plan_of_part("decoder", decoder, config.decoder, DECODED) | between
+        encoding = plan_of_part("encoder", encoder, config.encoder)
+        return encoding | plan_of_part("decoder", decoder, config.decoder) | between
+
+    @classmethod
+    def replicated_attentions(cls, config: Any) -> Collection[str]:
+        encoder, decoder = cls._parts(config)
+        encoded = replicated_in_part(encoder, config.encoder, ENCODED)
+        return [*encoded, *replicated_in_part(decoder, config.decoder, DECODED)]
+
+    @staticmethod
+    def _parts(config: Any) -> tuple[type[ParallelModel], type[ParallelModel]]:
+        return AutoModel.class_for(config.encoder), AutoModelForCausalLM.class_for(config.decoder)
 
 
 class EncoderDecoderModel(EncoderDecoderParallel, hf.EncoderDecoderModel):

@@ -4,6 +4,7 @@ In this self-attention, transformers applies position biases to different heads 
 are gathered before the loss, because the loss covers all streams together.
 """
 
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from transformers import ProphetNetConfig
@@ -54,15 +55,14 @@ class ProphetNetParallel(ParallelModel):
                     f"{sharded}_layer_norm": Norm(),
                 }
             blocks[f"{path}layers"] = block
-        side = "decoder_" if len(cls.stacks) > 1 else ""
-        return Plan(
-            embed=embed,
-            blocks=blocks,
-            head={},
-            replicated_attentions=(f"{side}attentions", f"{side}ngram_attentions") if "decoder" in cls.stacks else (),
-        ).with_rules(
+        return Plan(embed=embed, blocks=blocks, head={}).with_rules(
             single_stage_reason="its position embedding also reads the token ids, and its streams start after it"
         )
+
+    @classmethod
+    def replicated_attentions(cls, config: Any) -> Collection[str]:
+        side = "decoder_" if len(cls.stacks) > 1 else ""
+        return (f"{side}attentions", f"{side}ngram_attentions") if "decoder" in cls.stacks else ()
 
 
 class ProphetNetModel(ProphetNetParallel, hf.ProphetNetModel):
