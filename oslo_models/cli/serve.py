@@ -67,8 +67,14 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     calls = "calls that run or wait; beyond it, status 429 (default: %(default)s)"
     add("--max-queue-size", **sizes, default=64, help=calls)
     add("--max-length", **sizes, help="tokens of a prompt and its answer (default: the limit of the model)")
-    body = "bytes of a request; beyond it, status 413 (default: %(default)s)"
-    add("--max-body-size", **sizes, default=1 << 20, help=body)
+    body = "bytes of a request; beyond it, status 413 (default: 1 MiB; 20 MiB with --images)"
+    add("--max-body-size", **sizes, help=body)
+    seeing = "load the model with its tower, and accept images as data URLs in chats; such a model computes one answer "
+    seeing += "after the other (default: only if the zoo has no text model of its type)"
+    add("--images", action=argparse.BooleanOptionalAction, help=seeing)
+    add("--max-images", **sizes, default=8, help="images in a request (default: %(default)s)")
+    pixels = "pixels of an image, checked before it is decoded (default: %(default)s)"
+    add("--max-image-pixels", **sizes, default=50_000_000, help=pixels)
     open_at_once = "connections; beyond it, the longest idle one is closed (default: %(default)s)"
     add("--max-connections", **sizes, default=1000, help=open_at_once)
     headers = "seconds for the headers of a request (default: %(default)s)"

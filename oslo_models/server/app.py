@@ -19,6 +19,7 @@ from oslo_models.server.embeddings import EmbeddingRequest
 from oslo_models.server.endpoints import Endpoints
 from oslo_models.server.errors import headers, problem
 from oslo_models.server.guard import Access, ApiKeys, Guard, require_sendable
+from oslo_models.server.images import ImageLimits, has_images
 from oslo_models.server.lifecycle import LIVE, READY
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.responses import ResponsesRequest
@@ -43,7 +44,9 @@ def application(
     others: Sequence[tuple[Any, Any, str]] = (),
     max_queue_size: int = 64,
     max_length: int | None = None,
-    max_body_size: int = 1 << 20,
+    max_body_size: int | None = None,
+    max_images: int = ImageLimits.images,
+    max_image_pixels: int = ImageLimits.pixels,
     api_key: str | ApiKeys | None = None,
     allowed_hosts: Sequence[str] | None = None,
     allowed_origins: Sequence[str] = (),
@@ -60,11 +63,16 @@ def application(
     limits connections, as ``oslo-models serve`` does.
 
     Args:
+        tokenizer: the tokenizer, or the processor of a model of text and images. With a processor, chats may have
+            images as data URLs; see `images`.
         name: the name of the model for clients (default: the name in its configuration).
         others: further models with their tokenizers and names.
         max_queue_size: limit of running and waiting calls; further requests get status 429.
         max_length: limit of tokens in a prompt and its answer together (default: the limit of the model).
-        max_body_size: limit of bytes in a request body; longer bodies get status 413.
+        max_body_size: limit of bytes in a request body; longer bodies get status 413 (default: 1 MiB, or 20 MiB with
+            images).
+        max_images: limit of images in a request.
+        max_image_pixels: limit of pixels in an image.
         api_key: key that requests must send as ``Authorization: Bearer ...``, except to ``/health`` and its two probes.
             Pass `ApiKeys` for several keys, or to replace keys later.
         allowed_hosts: accepted values of the ``Host`` header, without ports (default: all).
@@ -86,14 +94,16 @@ def application(
     """
     if not isinstance(api_key, (ApiKeys, type(None))):
         api_key = ApiKeys([api_key])
-    access = Access(api_key, allowed_hosts, max_body_size, body_timeout)
     metrics = metrics or Metrics()
     named = [(model, tokenizer, name or model.config.name_or_path), *others]
+    sees = any(has_images(each[1]) for each in named)
+    access = Access(api_key, allowed_hosts, max_body_size or (20 << 20 if sees else 1 << 20), body_timeout)
     names = [*(each[2] for each in named), *(adapters or ())]
     if len(set(names)) < len(names):
         raise ValueError(f"two models have the same name: {names}")
     of_all = partial(ServedModel, length=max_length, places=max_queue_size, metrics=metrics)
     of_all = partial(of_all, pooling=pooling, normalizes=normalize, batch_only=batch_only)
+    of_all = partial(of_all, image_limits=ImageLimits(max_images, max_image_pixels))
     served = [of_all(*named[0], adapters=adapters), *(of_all(*each) for each in others)]
     service = Service(served, max_queue_size, metrics)
     # A redirect would contain the server's own host and scheme, not the host and scheme of a proxy in front of it.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from transformers import AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 from oslo_models import auto
 from oslo_models.checkpoint import current_folder
@@ -127,6 +127,7 @@ def run(args: argparse.Namespace) -> None:
             each: getattr(args, each)
             for each in ("max_queue_size", "max_length", "max_body_size", "pooling", "normalize", "batch_only")
         }
+        limits |= {each: getattr(args, each) for each in ("max_images", "max_image_pixels")}
         hosts = allowed_hosts(args.allowed_hosts, args.host)
         origins = [name.strip() for name in (args.allowed_origins or "").split(",") if name.strip()]
         limits |= {"adapters": loaded, "api_key": keys, "allowed_hosts": hosts, "metrics": metrics}
@@ -226,7 +227,24 @@ def _config_of(name: str) -> Any:
 
 
 def _tokenizer(name: str, args: argparse.Namespace) -> Any:
-    return AutoTokenizer.from_pretrained(args.tokenizer or name)
+    """Return the tokenizer of a model, or its processor if it is served with images."""
+    kind = AutoProcessor if _sees(_config_of(name), args) else AutoTokenizer
+    return kind.from_pretrained(args.tokenizer or name)
+
+
+def _sees(config: Any, args: argparse.Namespace) -> bool:
+    """Return whether a model is served with images: with ``--images``, or if it has no other class."""
+    if args.images is not None or _embeds(config, args) or config.is_encoder_decoder:
+        return bool(args.images)
+    return not _has_class(auto.AutoModelForCausalLM, config) and _has_class(auto.AutoModelForImageTextToText, config)
+
+
+def _has_class(kind: Any, config: Any) -> bool:
+    try:
+        kind.class_for(config)
+    except ValueError:
+        return False
+    return True
 
 
 def _embeds(config: Any, args: argparse.Namespace) -> bool:
@@ -243,6 +261,8 @@ def _kind(config: Any, args: argparse.Namespace) -> Any:
     """Return the auto class for a model."""
     if _embeds(config, args):
         return auto.AutoModel
+    if _sees(config, args):
+        return auto.AutoModelForImageTextToText
     return auto.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto.AutoModelForCausalLM
 
 

@@ -79,7 +79,7 @@ class AnswerGenerator:
         """Return the arguments of `generate`."""
         ids_BL = torch.tensor([job.ids])
         inputs = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL), "max_new_tokens": job.max_new_tokens}
-        arguments = {**inputs, **job.settings, **self._padding}
+        arguments = {**inputs, **job.media, **job.settings, **self._padding}
         if job.stop_tokens:
             arguments["eos_token_id"] = [*self.ends, *job.stop_tokens]
         return arguments

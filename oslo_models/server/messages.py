@@ -8,24 +8,33 @@ from collections.abc import Sequence
 from typing import Any
 
 from oslo_models.server.bodies import require_small
+from oslo_models.server.images import IMAGE_PARTS, image_url
 
 _TEXT = (None, "text", "input_text", "output_text")
 _UNSUPPORTED = ("function_call", "audio", "refusal")
 
 
-def template_messages(messages: Sequence[dict[str, Any]], template: Any) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Sequence[dict[str, Any]], template: Any, with_images: bool = False
+) -> list[dict[str, Any]]:
     """Return messages for a chat template, with all their fields.
 
     The role ``developer`` becomes ``system`` if the template does not know it.
+
+    Args:
+        with_images: keep image parts, as ``{"image_url": ..., "place": ...}`` beside ``{"text": ...}``. Content with
+            images stays a list of parts.
 
     Raises:
         ValueError: a message is not a chat message, or has other content than text. The error has its position.
     """
     knows_developer = "developer" in str(template)
-    return [_message(message, f"messages[{index}]", knows_developer) for index, message in enumerate(messages)]
+    return [
+        _message(message, f"messages[{index}]", knows_developer, with_images) for index, message in enumerate(messages)
+    ]
 
 
-def _message(message: dict[str, Any], place: str, knows_developer: bool) -> dict[str, Any]:
+def _message(message: dict[str, Any], place: str, knows_developer: bool, with_images: bool) -> dict[str, Any]:
     made = {key: value for key, value in message.items() if value is not None}
     if not isinstance(role := made.get("role"), str) or not role:
         raise ValueError(f"{place} has no role")
@@ -33,7 +42,7 @@ def _message(message: dict[str, Any], place: str, knows_developer: bool) -> dict
         raise ValueError(f"{place}.{unsupported[0]} is not supported by this server")
     if role == "developer" and not knows_developer:
         made["role"] = "system"
-    made["content"] = _content(made.get("content", ""), f"{place}.content")
+    made["content"] = _content(made.get("content", ""), f"{place}.content", with_images)
     calls = made.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, list):
@@ -42,20 +51,27 @@ def _message(message: dict[str, Any], place: str, knows_developer: bool) -> dict
     return made
 
 
-def _content(content: Any, place: str) -> str:
-    """Return the text of a message. Parts are joined by spaces, as in transformers' server."""
+def _content(content: Any, place: str, with_images: bool) -> str | list[dict[str, str]]:
+    """Return the content of a message. Texts are joined by spaces, as in transformers' server."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError(f"{place} is {type(content).__name__}, neither a text nor a list of parts")
-    texts = []
-    for part in content:
+    parts = []
+    for number, part in enumerate(content):
+        if isinstance(part, dict) and with_images and part.get("type") in IMAGE_PARTS:
+            here = f"{place}[{number}]"
+            parts.append({"image_url": image_url(part, here), "place": here})
+            continue
         if isinstance(part, dict) and part.get("type") not in _TEXT:
-            raise ValueError(f"{place} of type {part['type']!r} is not supported; this server takes text")
+            takes = "text and images" if with_images else "text"
+            raise ValueError(f"{place} of type {part['type']!r} is not supported; this server takes {takes}")
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise ValueError(f"{place} has a part that is not text")
-        texts.append(part["text"])
-    return " ".join(texts)
+        parts.append({"text": part["text"]})
+    if any("image_url" in part for part in parts):
+        return parts
+    return " ".join(part["text"] for part in parts)
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from oslo_models.server.answers import Answer, event
+from oslo_models.server.images import IMAGE_PARTS
 from oslo_models.server.schema import ChatRequest, First, Objects, Request, Stop
 
 _PASSED_ON: tuple[str, ...] = ("model", "temperature", "top_p", "num_beams", "stream", "seed", "stop")
@@ -69,10 +70,12 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"input: items of type {kind!r} are not supported by this server")
     content = item.get("content")
     if isinstance(content, list):
-        kinds = ("input_text", "output_text", "text")
+        kinds = ("input_text", "output_text", "text", *IMAGE_PARTS)
         if not all(isinstance(part, dict) and part.get("type") in kinds for part in content):
-            raise ValueError("input: this server supports text as the content of a message")
-        content = [{"type": "text", "text": part.get("text")} for part in content]
+            raise ValueError("input: this server supports text and images as the content of a message")
+        content = [
+            part if part["type"] in IMAGE_PARTS else {"type": "text", "text": part.get("text")} for part in content
+        ]
     return {"role": item.get("role"), "content": content}
 
 

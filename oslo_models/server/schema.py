@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from transformers import PreTrainedTokenizerBase
 
 from oslo_models.deploy.generation_limits import LEAST, MOST, is_scale
+from oslo_models.server.images import IMAGE_PARTS, ImageChats
 from oslo_models.server.messages import template_messages
 from oslo_models.server.structured import calls_schema, of_format, of_structured, tool_name
 
@@ -285,23 +288,30 @@ class ChatRequest(Generation):
     def visible_tools(self) -> list[dict[str, Any]] | None:
         return None if self.tool_choice == "none" else self.tools
 
-    def encode(self, tokenizer: Any) -> list[list[int]]:
-        if not tokenizer.chat_template:
+    def _for_template(self, template: Any, with_images: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the messages and the options for a chat template."""
+        if not template:
             raise ValueError("this model has no chat template; use /v1/completions")
-        reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"enable_thinking"}
+        reserved = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"enable_thinking"}
         if taken := sorted(reserved & set(self.chat_template_kwargs)):
             raise ValueError(f"chat_template_kwargs cannot set {taken}; it sets variables of the template")
-        messages = template_messages(self.messages, tokenizer.chat_template)
+        messages = template_messages(self.messages, template, with_images)
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message needs add_generation_prompt=false")
-        options: dict[str, Any] = {"return_dict": True, "tools": self.visible_tools}
-        options |= {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
-        try:
-            encoded = tokenizer.apply_chat_template(messages, **options, **self.chat_template_kwargs)
-        except (LookupError, TypeError, AttributeError) as error:
-            # templates raise these errors for messages that they do not expect
-            raise ValueError(f"messages: the chat template failed ({error})") from error
-        return [encoded["input_ids"]]
+        names = ("add_generation_prompt", "continue_final_message")
+        options = {"tools": self.visible_tools, **{name: getattr(self, name) for name in names}}
+        return messages, {**options, **self.chat_template_kwargs}
+
+    def encode(self, tokenizer: Any) -> list[list[int]]:
+        messages, options = self._for_template(tokenizer.chat_template, with_images=False)
+        with _template_errors():
+            return [tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"]]
+
+    def encode_with_images(self, images: ImageChats) -> tuple[list[int], dict[str, Any]]:
+        """Return the tokens of the prompt, and the further arguments of ``generate``."""
+        messages, options = self._for_template(images.template, with_images=True)
+        with _template_errors():
+            return images.encode(messages, options)
 
     @property
     def prompts(self) -> list[Any]:
@@ -313,13 +323,24 @@ class ChatRequest(Generation):
         return self.max_completion_tokens or self.max_tokens or min(default or 1024, room)
 
 
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Report the errors that templates raise for messages that they do not expect."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"messages: the chat template failed ({error})") from error
+
+
 def _texts(value: Any) -> list[str]:
-    """Return all strings in a nested value."""
+    """Return all strings in a nested value, without images."""
     found, left = [], [value]
     while left:
         each = left.pop()
         if isinstance(each, str):
             found.append(each)
+        elif isinstance(each, dict) and each.get("type") in IMAGE_PARTS:
+            continue
         elif isinstance(each, (dict, list)):
             left += each.values() if isinstance(each, dict) else each
     return found

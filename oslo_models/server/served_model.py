@@ -18,6 +18,7 @@ from oslo_models.server.embeddings import Embedder
 from oslo_models.server.errors import RequestError
 from oslo_models.server.generation import AnswerGenerator
 from oslo_models.server.generation_defaults import GenerationDefaults
+from oslo_models.server.images import ImageChats, ImageLimits, has_images
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.schema import ChatRequest, CompletionRequest, Generation
 from oslo_models.server.text import StopAutomaton, prompt_context
@@ -47,8 +48,10 @@ class ServedModel:
         pooling, normalizes: settings of an embedding model; see `Embedder`.
         adapters: the loaded adapters: maps the names for clients to the names in the model.
         batch_only: refuse requests that cannot join the running batch.
+        image_limits: limits of the images in a request, if ``tokenizer`` is the processor of a model with images.
 
     Attributes:
+        images: prepares the images of chats; ``None`` for a model without images.
         adapter: the model's name for the adapter in use; ``None`` without an adapter.
         parent: for an adapter, the name of the base model.
         adapted: one entry per adapter of this model, with the same threads and workers.
@@ -73,7 +76,12 @@ class ServedModel:
         normalizes: bool = True,
         adapters: Mapping[str, str] | None = None,
         batch_only: bool = False,
+        image_limits: ImageLimits = ImageLimits(),  # noqa: B008  immutable
     ) -> None:
+        self.images = None
+        if has_images(tokenizer):
+            self.images = ImageChats(tokenizer, model.config, image_limits)
+            tokenizer = tokenizer.tokenizer
         self._batch_only = batch_only and model.can_generate()
         self.model, self.tokenizer, self.name, self.places = model, tokenizer, name, places
         own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length or UNKNOWN_LENGTH
@@ -159,12 +167,22 @@ class ServedModel:
             ValueError: a field cannot be used with this model.
         """
         self.check_texts(request.prompts, request.param)
-        prompts = await self.in_tokenizer(request.encode, self.tokenizer)
+        media: dict[str, Any] = {}
+        if self.images is not None and isinstance(request, ChatRequest):
+            encode = partial(request.encode_with_images, self.images)
+            ids, media = await asyncio.get_running_loop().run_in_executor(self.images.threads, encode)
+            prompts = [ids]
+        else:
+            prompts = await self.in_tokenizer(request.encode, self.tokenizer)
         decoding = await asyncio.get_running_loop().run_in_executor(self._compiling, self._decoding, request)
-        return prompts, await self.in_tokenizer(self._jobs, request, prompts, decoding)
+        return prompts, await self.in_tokenizer(self._jobs, request, prompts, decoding, media)
 
     def _jobs(
-        self, request: CompletionRequest | ChatRequest, prompts: list[list[int]], decoding: Decoding | None
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
+        decoding: Decoding | None,
+        media: dict[str, Any],
     ) -> list[GenerationJob]:
         assert self.generator is not None
         for name in ("stop_token_ids", "logit_bias"):
@@ -191,7 +209,7 @@ class ServedModel:
             for choice in range(request.n):
                 seed = None if request.seed is None else (request.seed + index * request.n + choice) % 2**32
                 job = GenerationJob(ids, new_tokens, settings, seed, stops, request.stop_token_ids, decoding)
-                job.adapter = self.adapter
+                job.adapter, job.media = self.adapter, media
                 job.skip_special_tokens, job.context = request.skip_special_tokens, context
                 if isinstance(request, ChatRequest):
                     job.chat = request.tool_choice != "none" or not request.tools

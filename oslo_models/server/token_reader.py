@@ -62,6 +62,7 @@ class GenerationJob:
         skip_special_tokens: leave special tokens out of the text.
         context: the last tokens of the prompt, if the text continues the prompt.
         adapter: the adapter's name in the model; ``None`` without an adapter.
+        media: further arguments of `generate` with the images of the prompt.
     """
 
     ids: list[int]
@@ -77,6 +78,7 @@ class GenerationJob:
     skip_special_tokens: bool = True
     context: list[int] = field(default_factory=list)
     adapter: str | None = None
+    media: dict[str, Any] = field(default_factory=dict)
 
 
 class TokenReader:
