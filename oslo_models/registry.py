@@ -190,11 +190,14 @@ _ALL = {
     "qwen2_moe": "Qwen2Moe",
     "qwen2_vl": "Qwen2VL",
     "qwen3": "Qwen3",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
     "qwen3_5_moe_text": "Qwen3_5Moe",
     "qwen3_5_text": "Qwen3_5",
     "qwen3_moe": "Qwen3Moe",
     "qwen3_next": "Qwen3Next",
     "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
     "qwen4_exp_text": "Qwen4Exp",
     "rag": "Rag",
     "recurrent_gemma": "RecurrentGemma",
@@ -286,8 +289,8 @@ _BASE = "PreTrainedModel"
 def exports(model_type: str) -> dict[str, Any]:
     """Return the public objects of an architecture by name: classes, configurations, layers, and transformers' base."""
     prefix, module = ARCHITECTURES[model_type], load(model_type)
-    found = {name: value for name, value in vars(module).items() if name.startswith(prefix)}
-    found.pop(f"{prefix}Parallel", None)
+    named = {name: value for name, value in vars(module).items() if name.startswith(prefix)}
+    found = {name: value for name, value in named.items() if not name.endswith("Parallel")}  # base classes
     base = getattr(module.hf, prefix + _BASE, None)
     return found if base is None else {prefix + _BASE: base, **found}
 

@@ -133,6 +133,17 @@ class _Interleaved:
 
 
 @dataclass(frozen=True)
+class _Transposed:
+    """Stacked matrices that are stored transposed."""
+
+    source: str
+
+    def copy(self, reader: CheckpointReader, wanted: Index, out: Tensor) -> None:
+        experts, rows, columns = wanted
+        out.copy_(reader.read_region(self.source, (experts, columns, rows)).transpose(1, 2))
+
+
+@dataclass(frozen=True)
 class _Merged:
     """Function of several stored tensors that are read in full, such as interleaved queries."""
 
@@ -241,6 +252,19 @@ def with_halves(reader: CheckpointReader, interleaved: Mapping[str, str]) -> Che
             )
         made[name] = stored.shape, stored.dtype, _Interleaved(source)
     return _with(reader, made, set(interleaved.values()))
+
+
+def with_transposes(reader: CheckpointReader, transposed: Mapping[str, str]) -> CheckpointReader:
+    """Replace stacked matrices ``[experts, rows, columns]`` by their transposes.
+
+    Args:
+        transposed: the name of each stack in the checkpoint, by the name of the tensor in the model.
+    """
+    made: Made = {}
+    for name, source in transposed.items():
+        experts, rows, columns = reader.tensors[source].shape
+        made[name] = (experts, columns, rows), reader.tensors[source].dtype, _Transposed(source)
+    return _with(reader, made, set(transposed.values()))
 
 
 def with_merges(

@@ -2,7 +2,8 @@
 
 Source: Shoeybi et al., "Megatron-LM", 2019, figure 3 (``f`` is `copy_to`, ``g`` is `reduce_from`). On an axis of size
 one all of them return their input. The backward pass of one function of a pair is the other function, so derivatives of
-every order are exact.
+every order are exact. Without a gradient, the backward pass returns none: zeros would give gradients to the weights of
+unused layers, and optimizers would decay them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
+        ctx.set_materialize_grads(False)
         return x.detach()  # not a view: a view would keep its base alive, and the base keeps this copy (see `copy_to`)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
         # The autograd engine may pass the same gradient elsewhere, so do not sum it in place.
         grad = grad.clone(memory_format=torch.contiguous_format)
         return (_ReduceFrom.apply(grad, ctx.axis) if _has_graph(grad) else reduce_fresh(ctx.axis, grad)), None
@@ -34,12 +38,15 @@ class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
+        ctx.set_materialize_grads(False)
         if not has_dispatch_mode():
             ctx.mark_dirty(x)
         return reduce_fresh(axis, x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
         return (_CopyTo.apply(grad, ctx.axis) if _has_graph(grad) else grad), None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from oslo_models.distributed.collectives import MAX, all_reduce, broadcast
 from oslo_models.distributed.object_exchange import agree, broadcast_object
 from oslo_models.distributed.watchdog import user_call
 from oslo_models.integrations.accelerator import Accelerator, find_parallel_model
-from oslo_models.integrations.stages import EvaluationStages, TrainingStages, division
+from oslo_models.integrations.stages import EvaluationStages, TrainingStages, broadcast_tensors, division
 from oslo_models.integrations.training_arguments import check_training_arguments, divides_loss_by_items
 from oslo_models.modeling.base import ParallelModel
 
@@ -128,7 +128,9 @@ class ParallelTrainerMixin(_Base):
         """Return the batch of the first rank of this replica, because random collators may differ between ranks."""
         if self._parallel is None:
             return batch
-        return broadcast_object(self._mesh.model, send_to_device(batch, "cpu"))
+        batch = {**batch} if isinstance(batch, Mapping) else batch  # of plain classes, whose tensors are found
+        device = self._mesh.device
+        return broadcast_tensors(self._mesh.model, send_to_device(batch, device), 0, device)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Train on a batch. With pipeline stages, transformers' method runs for each micro-batch.

@@ -135,13 +135,16 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: list[Any], index: int, transposed: bool
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.products, ctx.index, ctx.transposed, ctx.has_bias = products, index, transposed, bias is not None
         return (plain_conv1d if transposed else F.linear)(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None, None, None
         x, weight = ctx.saved_tensors
         ctx.products[ctx.index] = (grad, x, ctx.transposed)
         bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None

@@ -22,10 +22,13 @@ class SumReplicatedGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Tensor, axis: Axis, layout: Layout) -> Tensor:
         ctx.axis, ctx.layout = axis, layout
+        ctx.set_materialize_grads(False)
         return param.view_as(param)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         return _SumReplicated.apply(grad, ctx.axis, ctx.layout), None, None
 
 

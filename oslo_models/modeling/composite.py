@@ -14,14 +14,25 @@ from oslo_models.modeling.base import ParallelModel
 from oslo_models.sharding.plan import Entries, Plan
 
 
-def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapping[str, str]) -> Plan:
+def replicated_in_part(cls: type[ParallelModel], config: Any, outputs: Mapping[str, str]) -> list[str]:
+    """Return the outputs of a composite model with attention weights of all heads on every rank.
+
+    Args:
+        cls: the parallel class of the part that computes them.
+        config: the part's configuration.
+        outputs: maps the part's attention output names to their names in the composite model.
+    """
+    replicated, is_replicated = cls.replicated_attentions(config), cls.plan(config).max_ranks() is None
+    return [given for own, given in outputs.items() if is_replicated or own in replicated]
+
+
+def plan_of_part(name: str, cls: type[ParallelModel], config: Any) -> Plan:
     """Return the plan of one part of a composite model, including its task head.
 
     Args:
         name: the part's attribute name in the composite model.
         cls: the part's parallel class.
         config: the part's configuration.
-        outputs: maps the part's attention output names to their names in the composite model.
     """
     plan = cls.plan(config).under(f"{name}.{_prefix_of(cls)}")  # type: ignore[arg-type]
     # A stage finds the layers of its caches only in the configuration of the composite model.
@@ -29,9 +40,6 @@ def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapp
     return replace(
         plan,
         head={**plan.head, **{f"{name}.{key}": entry for key, entry in cls.head_plan.items()}},
-        replicated_attentions=[
-            given for own, given in outputs.items() if own in plan.replicated_attentions or plan.max_ranks() is None
-        ],
     ).with_rules(
         single_stage_reason=plan.pipeline.single_stage_reason
         or ("one of its parts has blocks of several types" if types else "")
@@ -61,13 +69,10 @@ def plan_with_towers(
         for plan in [cls.plan(config)]
     }
     own = plans.pop(decoder[0])
+    first, *others = plans  # projectors are on the same pipeline stage as towers
+    plans = {first: replace(plans[first], head={**plans[first].head, **projectors}), **{o: plans[o] for o in others}}
     reasons = (plan.single_rank_reason for plan in (own, *plans.values()))
-    return replace(
-        own,
-        embed={**own.embed, **projectors},
-        towers=plans,
-        single_rank_reason=next(filter(None, reasons), ""),
-    ).with_rules(single_stage_reason="images of a batch are not divided into micro-batches")
+    return replace(own, towers=plans, single_rank_reason=next(filter(None, reasons), ""))
 
 
 _OF_CLASS = ("_initialize_constructed", "_initialized_whole", "_shard", "attention_groups", "zeros")
@@ -77,8 +82,7 @@ _OF_CLASS = ("_initialize_constructed", "_initialized_whole", "_shard", "attenti
 def _check_part(cls: type[ParallelModel], config: Any) -> None:
     """Raise ``ValueError`` if the plan of a class does not suffice to shard it inside of another model."""
     own = [name for name in _OF_CLASS if getattr_static(cls, name) is not getattr_static(ParallelModel, name)]
-    plan: Plan = cls.plan(config)
-    if plan.replicated_attentions or plan.max_ranks() is None:
+    if cls.replicated_attentions(config) or cls.plan(config).max_ranks() is None:
         own.append("attention with all heads on every rank")
     if own:
         raise ValueError(

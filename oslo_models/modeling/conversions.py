@@ -18,6 +18,7 @@ from transformers.core_model_loading import (
     Interleave,
     MergeModulelist,
     PrefixChange,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
@@ -33,6 +34,7 @@ from oslo_models.checkpoint.converted import (
     with_halves,
     with_merges,
     with_stacks,
+    with_transposes,
 )
 from oslo_models.modeling.original_class import original_class
 from oslo_models.pipeline.sharded_model import ShardedModel
@@ -51,7 +53,9 @@ class Conversions:
     @classmethod
     def of(cls, model: ShardedModel) -> Conversions:
         found = get_model_conversion_mapping(model, add_legacy=False)
-        return cls([conversion for conversion in found if not isinstance(conversion, PrefixChange)], model.config)
+        # transformers saves experts as the model has them
+        kept = [each for each in found if not isinstance(each, PrefixChange) and not transposes_experts(each)]
+        return cls(kept, model.config)
 
     def converters(self, is_kind: Callable[[WeightConverter], bool]) -> list[WeightConverter]:
         """Return the conversions of one kind that change tensors, not only their names."""
@@ -219,6 +223,29 @@ def _merges(converter: WeightConverter) -> bool:
     return [type(operation).__name__ for operation in converter.operations] == ["Inkling2LoopMergeMessageQueries"]
 
 
+def transposes_experts(converter: Any) -> bool:
+    """Whether a conversion transposes the matrices of stacked experts where the model has the other shape."""
+    if not isinstance(converter, WeightConverter) or [type(each) for each in converter.operations] != [Transpose]:
+        return False
+    (operation,) = converter.operations
+    return operation.check_dims and {operation.dim0, operation.dim1} == {1, 2}
+
+
+def _transposed_names(
+    reader: CheckpointReader, model: ShardedModel, shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str]
+) -> dict[str, str]:
+    """Map stacked experts whose matrices the checkpoint stores transposed to their names in the checkpoint."""
+    converters = [each for each in get_model_conversion_mapping(model) if transposes_experts(each)]
+    found = {}
+    for name, shape in shapes.items() if converters else ():
+        stored = reader.tensors.get(saved := rename(name))
+        if stored is None or _converter_of(name, converters) is None or tuple(stored.shape) == tuple(shape):
+            continue
+        if tuple(stored.shape) == (shape[0], shape[2], shape[1]):
+            found[name] = saved
+    return found
+
+
 def padded_names(model: ShardedModel, names: Iterable[str]) -> set[str]:
     """Return the names of LM heads that transformers pads to ``config.vocab_size`` rows for saving.
 
@@ -284,6 +311,7 @@ def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> Checkpoint
         if (saved := rename(source)) in reader.tensors and name not in reader.tensors
     }
     reader = with_halves(reader, alternating)
+    reader = with_transposes(reader, _transposed_names(reader, model, shapes, rename))
     merges = {
         name: (sources, merge)
         for name, (merge, empty) in merged_parts(model, shapes).items()

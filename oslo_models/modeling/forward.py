@@ -260,6 +260,8 @@ def with_synchronized_rng(generate: Any) -> Any:
         with model.generating():
             if model.pipeline is not None and model.config.is_encoder_decoder and "encoder_outputs" not in kwargs:
                 kwargs["encoder_outputs"] = model.pipeline.encode(args, kwargs)
+            if model.pipeline is not None:
+                kwargs = model.pipeline.encode_media(kwargs)
             model._user_errors = errors
             try:
                 output = generate(model, *args, **kwargs)

@@ -22,7 +22,7 @@ from oslo_models.config.sources import checking
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of, plan_over
-from oslo_models.modeling.conversions import is_renaming, is_unpadding, stacking_reader
+from oslo_models.modeling.conversions import is_renaming, is_unpadding, stacking_reader, transposes_experts
 from oslo_models.modeling.meta_device import meta_device
 from oslo_models.modeling.original_class import original_class
 from oslo_models.sharding.layout import EvenSplit, Layout
@@ -157,7 +157,7 @@ class WeightMapping:
         targets: list[tuple[str, str]] = []
         for stored, target, converter in self._targets(reader.tensors, key_mapping):
             # UnpaddedSlice handles unpadding
-            read = converter is None or is_unpadding(converter)
+            read = converter is None or is_unpadding(converter) or transposes_experts(converter)
             read = read or (is_renaming(converter) and target not in (target for _, target in targets))
             if target in self.state and not read:
                 raise _unknown_conversion(reader, stored, target, converter)

@@ -5,23 +5,21 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llava import LlavaParallel
-from oslo_models.models.qwen2_vl import QwenDecoderParallel, QwenEncoderParallel
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.models.qwen2_vl import QwenEncoderParallel, QwenWithImagesParallel
 
 
 class Qwen2_5_VisionTransformerPretrainedModel(QwenEncoderParallel, hf.Qwen2_5_VisionTransformerPretrainedModel):
     mlp = gated_mlp("mlp")
 
 
-class Qwen2_5_VLParallel(LlavaParallel):
+class Qwen2_5_VLParallel(QwenWithImagesParallel):
     """Sharding plan of the Qwen2.5-VL family."""
 
-    towers = {"visual": "vision_config"}
-    projectors = {}
     classes = {"visual": Qwen2_5_VisionTransformerPretrainedModel}
 
 
-class Qwen2_5_VLTextModel(QwenDecoderParallel, hf.Qwen2_5_VLTextModel):
+class Qwen2_5_VLTextModel(LlamaParallel, hf.Qwen2_5_VLTextModel):
     pass
 
 

@@ -47,23 +47,20 @@ class Qwen2VisionTransformerPretrainedModel(QwenEncoderParallel, hf.Qwen2VisionT
     pass
 
 
-class Qwen2VLParallel(LlavaParallel):
-    """Sharding plan of the Qwen2-VL family."""
+class QwenWithImagesParallel(LlavaParallel):
+    """Sharding plan of Qwen's models of text and images. Their encoders project to the width of the decoder."""
 
     towers = {"visual": "vision_config"}
     projectors = {}
+
+
+class Qwen2VLParallel(QwenWithImagesParallel):
+    """Sharding plan of the Qwen2-VL family."""
+
     classes = {"visual": Qwen2VisionTransformerPretrainedModel}
 
 
-class QwenDecoderParallel(LlamaParallel):
-    """Sharding plan of the decoders of Qwen's models with images."""
-
-    @classmethod
-    def plan(cls, config: Any) -> Plan:
-        return super().plan(config).with_rules(single_stage_reason="its positions have several rows for each text")
-
-
-class Qwen2VLTextModel(QwenDecoderParallel, hf.Qwen2VLTextModel):
+class Qwen2VLTextModel(LlamaParallel, hf.Qwen2VLTextModel):
     pass
 
 

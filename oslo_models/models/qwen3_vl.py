@@ -7,28 +7,33 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as hf
 
 from oslo_models.layers.entries import ColumnParallel, Plan, Replicated, RowParallel
 from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llava import LlavaParallel
-from oslo_models.models.qwen2_vl import QwenEncoderParallel
+from oslo_models.models.qwen2_vl import QwenEncoderParallel, QwenWithImagesParallel
 from oslo_models.models.qwen3 import Qwen3Parallel
 
 
-class Qwen3VLParallel(LlavaParallel):
+class Qwen3VLParallel(QwenWithImagesParallel):
     """Sharding plan of the Qwen3-VL family."""
 
-    towers = {"visual": "vision_config"}
-    projectors = {}
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        readers = range(len(config.vision_config.deepstack_visual_indexes))  # blocks that add features of the encoder
+        return super().plan(config).with_rules(continued_blocks={"language_model.layers": readers[1:]})
 
 
-class Qwen3VLVisionModel(QwenEncoderParallel, hf.Qwen3VLVisionModel):
+class Qwen3VLEncoderParallel(QwenEncoderParallel):
+    """Sharding plan of the encoders of image patches in Qwen3-VL."""
+
     mlp = {"mlp.linear_fc1": ColumnParallel(), "mlp.linear_fc2": RowParallel()}
     positions = {"pos_embed": Replicated()}
     mergers = {"merger": Replicated(), "deepstack_merger_list": Replicated()}
 
 
+class Qwen3VLVisionModel(Qwen3VLEncoderParallel, hf.Qwen3VLVisionModel):
+    pass
+
+
 class Qwen3VLTextModel(Qwen3Parallel, hf.Qwen3VLTextModel):
-    @classmethod
-    def plan(cls, config: Any) -> Plan:
-        return super().plan(config).with_rules(single_stage_reason="the first blocks read features of the encoder")
+    pass
 
 
 class Qwen3VLModel(Qwen3VLParallel, hf.Qwen3VLModel):

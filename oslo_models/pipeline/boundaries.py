@@ -41,6 +41,8 @@ def place_boundaries(
         is_stacks_own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
         if is_stacks_own and replacement is not None and output is OutputKind.ZEROS:
             stack.receiver = replacement  # the last one wins: its output is the input of the blocks
+    for key in plan.modules_of_towers() if stage.index else ():
+        _replace(model, prefix + key, device, OutputKind.ZEROS)
     for key, value in plan.pipeline.disabled_after_first_stage.items():
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
             owner, _, name = (prefix + key).rpartition(".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from oslo_models.cache_argument import name_in_model, update_cache
 from oslo_models.distributed.collectives import broadcast, receive, send
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import gather_objects
+from oslo_models.media.items import KINDS, PIXELS, divide_media
 from oslo_models.pipeline.batch_rows import count_rows, divide_rows
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, asks_for_loss
@@ -128,7 +130,7 @@ class Pipeline:
         batch.pop("self"), batch.pop("kwargs", None)
         if self.model._generates:
             self._end_open_loop("generate")
-            return self._generation_step(batch)
+            return self._generation_step(self.without_pixels(batch))
         if self.runner.abandoned:
             self.runner.abandoned = False
             raise RuntimeError(
@@ -204,7 +206,18 @@ class Pipeline:
                 "of them (model.set_micro_batch_size)"
             )
 
-        return divide_rows(batch, rows, size)
+        if not self.stage.towers:
+            return divide_rows(batch, rows, size)
+        if batch.get("mm_encoder_outputs") is not None:
+            raise ValueError("mm_encoder_outputs cannot be divided into micro-batches: pass the pixels")
+        names, media = divide_media(batch, rows, size, self.model.config)
+        parts = divide_rows({name: value for name, value in batch.items() if name not in names}, rows, size)
+        return [self.without_pixels({**part, **own}) for part, own in zip(parts, media, strict=True)]
+
+    def without_pixels(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments without those that only towers read, on a stage without towers."""
+        absent = PIXELS if self.stage.towers and self.stage.index else ()
+        return {name: value for name, value in batch.items() if name not in absent}
 
     # Generation -------------------------------------------------------------------------------------------------------
 
@@ -239,6 +252,33 @@ class Pipeline:
             self._send_hidden(stack, hidden if result is None else result, failure)
         hidden = self._broadcast_from(hidden if result is None else result, stack.last, failure)
         return MoEModelOutput(last_hidden_state=hidden)
+
+    @torch.no_grad()
+    def encode_media(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Run the towers on the arguments of ``generate``, if transformers runs them before the first step.
+
+        Returns:
+            The arguments, on the first stage with features in place of pixels. transformers removes the arguments that
+            it no longer needs.
+
+        Raises:
+            Exception: on every stage, if a tower raises.
+        """
+        base, encoded, failure = self.model.base_model, {}, None
+        runs_before = getattr(self.model, "_supports_mm_encoder_outputs", None)
+        given = [kind for kind in KINDS if kwargs.get(kind.values) is not None]
+        if not self.stage.towers or not given or runs_before is None or not runs_before():
+            return self.without_pixels(kwargs)
+        if self.stage.index == 0:
+            for kind in given:
+                encode = getattr(base, f"get_{kind.name}_features")
+                accepted = inspect.signature(encode).parameters
+                own = {name: value for name, value in kwargs.items() if name in accepted}
+                if failure is None:
+                    encoded[kind.name], failure = _catch(partial(encode, **own, return_dict=True))
+        self._broadcast_from(torch.zeros(1, dtype=self.model.dtype, device=self.mesh.device), 0, failure)
+        rest = {name: value for name, value in kwargs.items() if name not in PIXELS}
+        return {**rest, "mm_encoder_outputs": encoded} if encoded else rest
 
     @torch.no_grad()
     def _generation_step(self, batch: dict[str, Any]) -> ModelOutput:
@@ -335,7 +375,8 @@ def _count_words(config: Any) -> int:
 
     A padded head (Inkling) has more rows. A pruned head (Apertus 1.5) has fewer rows than the embedding.
     """
-    vocab: int = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
+    text = config.get_text_config(decoder=True)  # PaliGemma has another number beside it
+    vocab: int = getattr(text, "vocab_size", None) or config.vocab_size
     return min(vocab, *(getattr(config, name, None) or vocab for name in ("unpadded_vocab_size", "output_vocab_size")))
 
 

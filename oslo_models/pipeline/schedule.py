@@ -10,7 +10,7 @@ Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (Pip
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
-from oslo_models.distributed.collectives import PendingSend, all_reduce, receive, start_send
+from oslo_models.distributed.collectives import MAX, PendingSend, all_reduce, receive, start_send
 from oslo_models.distributed.grad_overflow import propagate_overflow
 from oslo_models.distributed.mesh import Axis
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
@@ -102,6 +102,9 @@ class Schedule:
         # does so. Gradients of earlier micro-batches are added without triggering DDP.
         by_fsdp = any(isinstance(param, DTensor) for param in parameters)
         self._bypass_ddp = parameters if self.mesh.dp.size > 1 and not by_fsdp and deepspeed is None else None
+        self._towers = self._parameters_of_towers() if self.trains and self._bypass_ddp is not None else []
+        self._grads_before = {param: param.grad for param in self._towers}
+        self._read: set[Tensor] = set()
         self.deepspeed = deepspeed if self.trains else None
         self._finished = False
 
@@ -205,6 +208,7 @@ class Schedule:
         if i != self.backwards:
             raise RuntimeError(f"backward of micro-batch {i} was called, but micro-batch {self.backwards} is next")
         self._set_phase(f"backward of micro-batch {i}")
+        is_last = i == self.num_micro_batches - 1
         micro_batch = self.in_flight.pop(i)
         outputs: list[Tensor] = list(micro_batch.outgoing.values())
         grads = [grad]
@@ -213,17 +217,23 @@ class Schedule:
         else:
             grads = self._receive_grads(i)
         if self.deepspeed is not None:
-            self.deepspeed.set_boundary(is_last=i == self.num_micro_batches - 1)
+            self.deepspeed.set_boundary(is_last=is_last)
         leaves = list(micro_batch.arrived.values())
         input_grads: list[Tensor | None] = []
         differentiable = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
+        if is_last and self._towers:
+            self._read |= parameters_in_graph([x for x, _ in differentiable])
+            with torch.enable_grad():  # DDP waits for all parameters, also for those without a gradient
+                first = torch.stack([param.flatten()[0] for param in self._towers])
+            differentiable.append((first, torch.zeros_like(first)))
         outputs, grads = [x for x, _ in differentiable], [g for _, g in differentiable]
         if not differentiable:  # the first stage is frozen
             pass
-        elif self._bypass_ddp is not None and i < self.num_micro_batches - 1:
+        elif self._bypass_ddp is not None and not is_last:
             found = torch.autograd.grad(outputs, [*leaves, *self._bypass_ddp], grads, allow_unused=True)
             for param, more in zip(self._bypass_ddp, found[len(leaves) :], strict=True):
                 if more is not None:
+                    self._read.add(param)
                     param.grad = more if param.grad is None else param.grad.add_(more)
             input_grads = list(found[: len(leaves)])
         else:
@@ -234,6 +244,20 @@ class Schedule:
         self.backwards += 1
         if self.deepspeed is not None and self.backwards == self.num_micro_batches:
             self._finish()  # the engine reduces gradients over the replicas at the end of this backward
+
+    def _parameters_of_towers(self) -> list[nn.Parameter]:
+        """Return the trained parameters of towers on this stage. A batch without images does not use them."""
+        inside = tuple(f"{path}." for path in self.stage.towers) if self.stage.index == 0 else ()
+        named = self.runner.model.named_parameters()
+        return [param for name, param in named if param.requires_grad and f"{name}.".startswith(inside)]
+
+    def _drop_gradients_of_unused_towers(self) -> None:
+        """Remove the gradients of parameters of towers that no replica has used, as on one process."""
+        flags = torch.tensor([param in self._read for param in self._towers], dtype=torch.float32)
+        used = all_reduce(self.mesh.dp, flags.to(self.mesh.device), MAX).tolist()
+        for param, is_used in zip(self._towers, used, strict=True):
+            if not is_used:
+                param.grad = self._grads_before.get(param)
 
     def _pending_loss(self) -> Tensor:
         """Return NaN, in float32 at least, as the loss of a micro-batch until the last stage sends it."""
@@ -312,6 +336,8 @@ class Schedule:
         all_reduce(self.mesh.pp, report)
         gave_up = report[self.num_micro_batches : -1].nonzero().flatten().tolist()
         if self.trains and not gave_up:
+            if self._towers:
+                self._drop_gradients_of_unused_towers()
             self._set_phase("sum of tied gradients")
             if report[-1]:
                 self.pipeline.update_ties()
@@ -341,3 +367,17 @@ class Schedule:
         grad = torch.zeros_like(param) if param.grad is None else param.grad
         param.grad = grad
         all_reduce(axis, grad.to_local() if isinstance(grad, DTensor) else grad)
+
+
+def parameters_in_graph(outputs: Sequence[Tensor]) -> set[Tensor]:
+    """Return the leaves that the gradients of these outputs reach."""
+    nodes = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen, found = {*nodes}, set[Tensor]()
+    while nodes:
+        node = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(leaf)
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        nodes += following
+    return found

@@ -27,7 +27,7 @@ from oslo_models.pipeline.stage_blocks import StageBlocks
 from oslo_models.sharding.layer_lists import layer_lists
 from oslo_models.sharding.layout import Layout, Range
 from oslo_models.sharding.model_protocol import TransformersModel
-from oslo_models.sharding.plan import Entries, Plan, entry_of
+from oslo_models.sharding.plan import Entries, Plan, Replicated, entry_of
 
 
 def split_stage(
@@ -66,7 +66,7 @@ def split_stage(
     buffers = dict(model.named_buffers())
     parameters = {name: layout for name, layout in layouts.items() if name not in buffers}
     active = _active_parameters(model.config, plan, prefix, blocks, parameters)
-    ranges = _block_ranges(active, prefix, head, blocks, starts, count, blocks_per_stage)
+    ranges = _block_ranges(active, prefix, plan.modules_of_towers(), head, blocks, starts, count, blocks_per_stage)
     stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
     stacks = _stacks(plan, prefix, blocks, stage_of, index)
     if not all(stack.name for stack in stacks) and "labels" in inspect.signature(type(model).forward).parameters:
@@ -78,7 +78,8 @@ def split_stage(
     for each in stacks:
         hidden_size(model, each.blocks)  # raises if the size is unknown
     tied = dict(model.all_tied_weights_keys)
-    stage = Stage(index, count, stacks, ranges, tied_names=tied)
+    towers = tuple(prefix + name for name in plan.modules_of_towers())
+    stage = Stage(index, count, stacks, ranges, tied_names=tied, towers=towers)
     stage.ties_words = getattr(model.config, "tie_word_embeddings", None)
     holders = _holding_stages(plan, prefix, head, stacks, stage_of, layouts, tied)
     stage.shared_parameters = {name: stages for name, stages in holders.items() if len(stages) > 1}
@@ -209,6 +210,7 @@ def _active_parameters(
 def _block_ranges(
     sizes: Mapping[str, float],
     prefix: str,
+    towers: Iterable[str],
     head: Entries,
     blocks: Sequence[tuple[str, str]],
     starts: Sequence[int],
@@ -224,10 +226,11 @@ def _block_ranges(
         return sum(size for name, size in sizes.items() if name.startswith(within))
 
     costs = [cost([f"{prefix}{stack}.{name}"]) for stack, name in blocks]
+    before = cost(prefix + name for name in towers)
     bounds = [*starts, len(blocks)]
     joined = [sum(costs[start:stop]) for start, stop in pairwise(bounds)]
     after = cost(name for name in head if not name.endswith((".weight", ".bias")))
-    return tuple((bounds[start], bounds[stop]) for start, stop in partition(joined, count, after=after))
+    return tuple((bounds[start], bounds[stop]) for start, stop in partition(joined, count, before, after))
 
 
 def _holding_stages(
@@ -268,6 +271,8 @@ def _stages_of(
         return set(stage_of.values())
     if entry := entry_of(inner, plan.embed):
         return {stack_of(entry, prefix, stacks, 0).first}
+    if entry_of(inner, dict.fromkeys(plan.modules_of_towers(), Replicated())):
+        return {stacks[0].first}
     return {stack_of(entry_of(inner, plan.head) or inner, prefix, stacks, -1).last}
 
 

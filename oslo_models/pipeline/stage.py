@@ -63,6 +63,7 @@ class Stage:
         routers: number of routers of each stage.
         records_routers: whether the base model returns router logits, so that logits of other stages can be added.
         num_experts: number of experts that a router chooses from, the width of its logits.
+        towers: paths of the modules on the first stage that read images only, such as an encoder and its projector.
         counting_layer: cache layer in which the pipeline counts the positions, if local blocks do not count them.
     """
 
@@ -82,6 +83,7 @@ class Stage:
     routers: tuple[int, ...] = ()
     records_routers: bool = False
     num_experts: int = 0
+    towers: tuple[str, ...] = ()
     counting_layer: int | None = None
 
     @contextmanager

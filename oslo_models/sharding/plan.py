@@ -39,10 +39,9 @@ class Plan:
         block_overrides: for each stack with heterogeneous blocks, the entries of each block by its number. They extend
             or replace the entries in ``blocks``.
         optional: names of entries for modules that only some task heads, configurations or blocks have.
-        replicated_attentions: model outputs that hold the attention weights of all heads on every rank. Other attention
-            weights are gathered.
         single_rank_reason: why no layer can be sharded. Empty if layers can be sharded.
-        towers: the plans of towers, such as an encoder of images, whose outputs replace embedded tokens.
+        towers: the plans of towers, such as an encoder of images, whose outputs replace embedded tokens. The modules
+            between towers and blocks are among the ``head`` of one of them.
         pipeline: how the blocks are split into pipeline stages.
     """
 
@@ -51,7 +50,6 @@ class Plan:
     head: Entries
     block_overrides: Mapping[str, Sequence[Entries]] = field(default_factory=dict)
     optional: Collection[str] = ()
-    replicated_attentions: Collection[str] = ()
     single_rank_reason: str = ""
     towers: Mapping[str, Plan] = field(default_factory=dict)
     pipeline: PipelineRules = field(default_factory=PipelineRules)
@@ -83,6 +81,12 @@ class Plan:
     def with_towers(self) -> tuple[Plan, ...]:
         """Return this plan and the plans of its towers."""
         return self, *self.towers.values()
+
+    def modules_of_towers(self) -> tuple[str, ...]:
+        """Return the outermost modules of the towers and the modules between towers and blocks."""
+        between = (key for plan in self.towers.values() for key in plan.head)
+        inside = tuple(f"{name}." for name in self.towers)
+        return *self.towers, *(key for key in between if not key.startswith(inside))
 
     def kinds_of_blocks(self) -> list[Entries]:
         """Return the entries of each kind of block, including the blocks of towers."""

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
 
 from oslo_models.integrations import Trainer
 
-from support import pipelines, trainers
+from support import pipelines, trainers, zoo
 from support.pool import Pool
 from support.trainers import SIZES, Run
 
@@ -22,6 +23,48 @@ TRAINED = {"max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 2}
 def train(run: Run, tp: int, pp: int, args: dict[str, Any], rows: trainers.Rows) -> list[str]:
     trainer = trainers.rank_trainer(run, tp, pp, args, rows, Trainer)
     return trainers.differences_of_run(trainer, run)
+
+
+def image_rows(config: Any, seed: int, count: int) -> list[dict[str, Any]]:
+    """Return rows with 1, 0 and 2 images in turn. The last row of each batch of four has none."""
+    generator = torch.Generator().manual_seed(seed)
+    side, rows = config.vision_config.image_size, []
+    for number in range(count):
+        ids = torch.randint(3, config.text_config.vocab_size - 3, (14,), generator=generator)
+        images = 0 if number % 4 == 3 else (1, 0, 2)[number % 3]
+        ids[2 : 2 + 4 * images] = config.image_token_id
+        pixels = torch.randn(images, 3, side, side, generator=generator, dtype=torch.float64)
+        labels = ids.masked_fill(ids == config.image_token_id, -100)
+        rows.append(
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "pixel_values": pixels}
+        )
+    return rows
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != "pixel_values"}
+    pixels = torch.cat([row["pixel_values"] for row in rows])
+    return {"pixel_values": pixels, **batch} if len(pixels) else batch
+
+
+def train_with_images(run: Run, tp: int, pp: int, args: dict[str, Any], rows: Any) -> list[str]:
+    trainer = trainers.rank_trainer(run, tp, pp, args, rows, Trainer, micro=1, data_collator=collate)
+    return trainers.differences_of_run(trainer, run)
+
+
+@trainers.at_sizes("tp=2", "pp=2", "pp=2, dp=2")
+def test_training_with_images_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
+    """The last micro-batch has no image, so its tower is not used."""
+    tp, pp, ranks = SIZES[sizes]
+    replicas = ranks // (tp * pp)
+    config = zoo.config("llava")
+    rows = image_rows(config, seed, 40)
+    args = {"output_dir": str(tmp_path), **TRAINED}
+    total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * replicas})
+    name = "LlavaForConditionalGeneration"
+    run = trainers.reference_run(name, config, seed, rows, total, transformers.Trainer, data_collator=collate)
+    for lines in pool.run(ranks, train_with_images, run, tp, pp, args, rows, env=True):
+        assert not lines, "\n".join(lines)
 
 
 @pytest.mark.stacks

@@ -15,6 +15,8 @@ from oslo_models import AutoModelForImageTextToText, AutoModelForMultimodalLM, r
 
 from support import zoo
 from support.float64 import lifted_casts
+from support.generation import GREEDY, Tokens, generate_tokens, token_differences
+from support.pipelines import loop_differences, model_on_stages
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
@@ -45,6 +47,57 @@ def test_text_alone_and_images_in_other_rows_match_transformers(pool: Pool, mode
     steps = [reference_step(name, config, seed, batch=each) for each in batches]
     for tp in (2, 3):
         pool.run(tp, check_batches, steps, tp)
+
+
+def twice(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a batch with its rows twice: micro-batches of two rows then have 1, 3 and 2 images."""
+    return {key: torch.cat((value, value)) for key, value in batch.items()}
+
+
+def check_on_stages(step: Step, tokens: Tokens, alone: Step, sizes: tuple[int, int]) -> None:
+    tp, pp = sizes
+    model = model_on_stages(step.name, step.config, step.weights, tp, pp, micro_batch_size=2)
+    assert (model.stage.index == 0) == any("vision" in name or "visual" in name for name, _ in model.named_parameters())
+    lines = loop_differences(model.train(), step) + token_differences(model, step.batch, tokens, GREEDY)
+    model.zero_grad()
+    lines += loop_differences(model.train(), alone)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.stacks
+@pytest.mark.parametrize("model_type", zoo.WITH_IMAGES)
+def test_micro_batches_with_images_of_their_rows_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
+    name, config = zoo.main_head(model_type), zoo.config(model_type)
+    batch = twice(zoo.batch(name, config, seed))
+    step, alone = (reference_step(name, config, seed, batch=each) for each in (batch, zoo.text_only(config, batch)))
+    tokens = generate_tokens(reference_model(name, config, seed), batch, GREEDY)
+    for sizes in ((1, 2), (2, 2)):
+        pool.run(sizes[0] * sizes[1], check_on_stages, step, tokens, alone, sizes)
+
+
+def check_refusals(name: str, config: PreTrainedConfig, batch: dict[str, Tensor]) -> None:
+    cls: Any = registry.find(name)
+    with pytest.raises(ValueError, match="a stage would begin with block 1 of Qwen3VLForConditionalGeneration"):
+        cls.from_config_with_parallel(config, 1, 2, blocks_per_stage=[1, config.text_config.num_hidden_layers - 1])
+    model = cls.from_config_with_parallel(config, 1, 2, seed=0, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"pixel_values has \d+ patches, and image_grid_thw counts"):
+        model(**{**batch, "pixel_values": batch["pixel_values"][1:]})
+    fewer = {"pixel_values": batch["pixel_values"][:16], "image_grid_thw": batch["image_grid_thw"][:1]}
+    with pytest.raises(ValueError, match="does not fit input_ids: the 1 images have"):
+        model(**{**batch, **fewer})
+    prompt = {key: value for key, value in batch.items() if key != "labels"}
+    wrong = prompt["pixel_values"][:, 1:]  # the tower fails, on the first stage
+    with pytest.raises(RuntimeError) as caught:
+        model.generate(**{**prompt, "pixel_values": wrong}, max_new_tokens=2)
+    assert (model.stage.index == 0) != ("another stage" in str(caught.value))
+    assert model.generate(**prompt, max_new_tokens=2).shape[1] == prompt["input_ids"].shape[1] + 2
+
+
+def test_images_that_stages_cannot_compute_are_refused_on_every_rank(pool: Pool, seed: int) -> None:
+    name, config = "Qwen3VLForConditionalGeneration", zoo.config("qwen3_vl")
+    config.text_config.num_hidden_layers, config.vision_config.deepstack_visual_indexes = 3, [0, 1]
+    pool.run(2, check_refusals, name, config, zoo.batch(name, config, seed))
 
 
 def test_ranks_are_limited_by_the_heads_of_the_tower() -> None:
@@ -80,8 +133,6 @@ def as_on_the_hub(name: str) -> str:
 
 def load(config: PreTrainedConfig, folder: Path, batch: dict[str, Tensor], logits: Tensor) -> None:
     auto = AutoModelForImageTextToText
-    with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1, all that LlavaForCond"):
-        auto.from_pretrained_with_parallel(folder, pipeline_parallel_size=2)
     assert auto.class_for(config) is AutoModelForMultimodalLM.class_for(config)
     model = auto.from_pretrained_with_parallel(folder, 2, resize_token_embeddings=107)
     assert model.config.text_config.vocab_size == 107
@@ -102,3 +153,26 @@ def test_auto_class_loads_and_resizes_a_model_of_text_and_images(pool: Pool, tmp
     with torch.no_grad(), lifted_casts():
         logits = full(**batch).logits
     pool.run(2, load, config, tmp_path, batch, logits)
+
+
+def load_transposed(name: str, folder: Path, batch: dict[str, Tensor], logits: Tensor) -> None:
+    cls: Any = registry.find(name)
+    model = cls.from_pretrained_with_parallel(folder, 2, gather_logits=True)
+    with torch.no_grad(), lifted_casts():
+        assert not differences("logits", model(**batch).logits, logits, TOLERANCE)
+
+
+def test_experts_that_the_checkpoint_stores_transposed_are_read(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """Checkpoints on the hub have ``[experts, in, out]``. transformers transposes where shapes differ."""
+    name, config = "Qwen3VLMoeForConditionalGeneration", zoo.config("qwen3_vl_moe")
+    full = reference_model(name, config, seed).eval()
+    full.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    stacks = [key for key in tensors if ".experts." in key]
+    assert len(stacks) == 2 * config.text_config.num_hidden_layers
+    save_file({**tensors, **{key: tensors[key].mT.contiguous() for key in stacks}}, file, {"format": "pt"})
+    batch = {key: value for key, value in zoo.batch(name, config, seed).items() if key != "labels"}
+    with torch.no_grad(), lifted_casts():
+        logits = full(**batch).logits
+    pool.run(2, load_transposed, name, tmp_path, batch, logits)

@@ -364,9 +364,10 @@ def _fit_zamba(values: Values, draw: random.Random) -> None:
 
 def _fit_qwen_tower(text: Values, tower: Values) -> None:
     tower["hidden_size" if "embed_dim" in tower else "out_hidden_size"] = text["hidden_size"]
-    sections = {4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}
+    sections = {2: [1, 0, 0], 4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}
     width = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
-    text["rope_parameters"]["mrope_section"] = sections[width]
+    rotated = int(width * text["rope_parameters"].get("partial_rotary_factor", 1.0))
+    text["rope_parameters"]["mrope_section"] = sections[rotated]
 
 
 FITTING: dict[str, Callable[[Values, random.Random], None]] = {
@@ -419,6 +420,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
     **dict.fromkeys(("qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"), _fit_rotary_grid),
+    **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
@@ -489,7 +491,7 @@ def _configured(
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
     if model_type == "paligemma":
         values["projection_dim"] = values["text_config"]["hidden_size"]
-    if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+    if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
         _fit_qwen_tower(values["text_config"], values["vision_config"])
     if not parts:
         _sizes({} if model_type == "clip" else values, model_type, draw)

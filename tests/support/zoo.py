@@ -531,6 +531,34 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         **_QWEN_SEEING,
     },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **{**_LLAMA, **_MIXTURE, **TOKENS, "model_type": "qwen3_vl_moe_text", "rope_parameters": _mrope(1, 1, 1)},
+        },
+        "vision_config": {
+            **_QWEN_TOWER,
+            "model_type": "qwen3_vl_moe_vision",
+            **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        },
+        **_QWEN_SEEING,
+    },
+    "qwen3_5": {
+        "text_config": {
+            **{**_LLAMA, **_LINEAR, **TOKENS, "model_type": "qwen3_5_text", "head_dim": 8},
+            "rope_parameters": {**_mrope(1, 0, 0), "partial_rotary_factor": 0.25},
+        },
+        "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_5_vision", "num_position_embeddings": 16},
+        **_QWEN_SEEING,
+    },
+    "qwen3_5_moe": {
+        "text_config": {
+            **{**_LLAMA, **_MIXTURE, **_LINEAR, **TOKENS, "model_type": "qwen3_5_moe_text", "head_dim": 8},
+            "rope_parameters": {**_mrope(1, 0, 0), "partial_rotary_factor": 0.25},
+            "shared_expert_intermediate_size": 13,
+        },
+        "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_5_moe_vision", "num_position_embeddings": 16},
+        **_QWEN_SEEING,
+    },
     "qwen4_exp_text": {
         **{**_LLAMA, **_MIXTURE, **_LINEAR, **_QSA, "head_dim": 8, "shared_expert_intermediate_size": 13},
         **{"layer_types": ["linear_attention", "indexed_attention"], "output_gate_type": "sigmoid"},
@@ -816,7 +844,9 @@ LEFT_OUT: dict[str, set[str]] = {
         *("Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification"),
         *("Qwen3_5Model", "Qwen3_5VisionModel"),
     },
+    "qwen3_5": {"Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification", "Qwen3_5TextModel"},
     "qwen3_5_moe_text": {"Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeModel", "Qwen3_5MoeVisionModel"},
+    "qwen3_5_moe": {"Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"},
     "qwen4_exp_text": {"Qwen4ExpForConditionalGeneration", "Qwen4ExpModel", "Qwen4ExpVisionModel"},
 }
 """Classes that transformers has in the module of a model type and the zoo does not."""

@@ -1,0 +1,182 @@
+"""Assigns the images and videos of a batch to its rows. Pure functions of a batch and a configuration.
+
+Images belong to rows in order. The placeholder tokens of a row are replaced by the features of its images, so the
+number of placeholders tells how many images a row has. Batches hold images in these layouts:
+
+* by patch: ``pixel_values [patches of all images, ...]``, with ``image_grid_thw [images, 3]``;
+* by image or by tile: ``pixel_values [images, channels, height, width]``, perhaps with ``image_sizes [images, 2]``;
+* by row: ``pixel_values [rows, images, ...]``, padded to the most images of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Names of one kind of media, such as images.
+
+    Attributes:
+        name: noun for messages.
+        values: argument with the pixels.
+        grid: argument with the patches of each item in time, height and width.
+        each: further arguments with one entry per item.
+        token: attributes of configurations with the id of the placeholder token.
+    """
+
+    name: str
+    values: str
+    grid: str
+    each: tuple[str, ...]
+    token: tuple[str, ...]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return self.values, self.grid, *self.each
+
+
+KINDS = (
+    Kind("image", "pixel_values", "image_grid_thw", ("image_sizes",), ("image_token_id", "image_token_index")),
+    Kind(
+        "video",
+        "pixel_values_videos",
+        "video_grid_thw",
+        ("second_per_grid_ts", "video_sizes"),
+        ("video_token_id", "video_token_index"),
+    ),
+)
+PIXELS = tuple(kind.values for kind in KINDS)
+"""Arguments that only towers read."""
+ARGUMENTS = tuple(name for kind in KINDS for name in kind.arguments)
+"""Arguments whose first dimension counts patches or items, unless they are held by row."""
+
+
+def divide_media(
+    batch: Mapping[str, Any], rows: int, size: int, config: Any
+) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+    """Divide the media of a batch by its rows.
+
+    Args:
+        batch: arguments of a forward.
+        rows: rows of the batch.
+        size: rows of a part, a divisor of ``rows``.
+        config: configuration of the model.
+
+    Returns:
+        The names of the divided arguments, and their values in each part. A part without items lacks the arguments.
+
+    Raises:
+        ValueError: the items do not fit the placeholder tokens, or it is unknown how to divide them. The message names
+            the argument.
+    """
+    names: list[str] = []
+    parts: list[dict[str, Any]] = [{} for _ in range(rows // size)]
+    for kind in KINDS:
+        if _is_by_row(kind, batch):
+            given = [name for name in (kind.values, "pixel_attention_mask") if batch.get(name) is not None]
+            names += given
+            for i, (part, count) in enumerate(zip(parts, _placeholders(kind, batch, config, size), strict=True)):
+                if count:  # transformers refuses padding alone
+                    part.update({name: batch[name][i * size : (i + 1) * size] for name in given})
+            continue
+        counts = items_of_rows(kind, batch, config)
+        if counts is None:
+            continue
+        bounds = [sum(counts[: i * size]) for i in range(rows // size + 1)]
+        given = [name for name in kind.arguments if batch.get(name) is not None]
+        names += given
+        for part, start, stop in zip(parts, bounds, bounds[1:], strict=False):
+            if start < stop:
+                part.update({name: _items(kind, name, batch, start, stop) for name in given})
+    return tuple(names), parts
+
+
+def items_of_rows(kind: Kind, batch: Mapping[str, Any], config: Any) -> list[int] | None:
+    """Return the number of items of each row, or ``None`` if the batch has none of this kind or holds them by row.
+
+    Raises:
+        ValueError: the items do not fit the placeholder tokens. The message names the argument.
+    """
+    values = batch.get(kind.values)
+    if not isinstance(values, Tensor) or _token(kind, config) is None or _is_by_row(kind, batch):
+        return None
+    placeholders = _placeholders(kind, batch, config)
+    tokens = _tokens_of_items(kind, batch, config, sum(placeholders))
+    counts, taken = [], 0
+    for row, wanted in enumerate(placeholders):
+        start = taken
+        while wanted > 0 and taken < len(tokens):
+            wanted -= tokens[taken]
+            taken += 1
+        if wanted:
+            raise ValueError(_misfit(kind, values, placeholders, tokens, f"the tokens of row {row} end inside of one"))
+        counts.append(taken - start)
+    if taken < len(tokens):
+        raise ValueError(_misfit(kind, values, placeholders, tokens, f"{len(tokens) - taken} are left over"))
+    return counts
+
+
+def _is_by_row(kind: Kind, batch: Mapping[str, Any]) -> bool:
+    values = batch.get(kind.values)
+    return kind.name == "image" and isinstance(values, Tensor) and values.dim() == 5 and "image_sizes" not in batch
+
+
+def _token(kind: Kind, config: Any) -> int | None:
+    return next((value for name in kind.token if (value := getattr(config, name, None)) is not None), None)
+
+
+def _placeholders(kind: Kind, batch: Mapping[str, Any], config: Any, size: int = 1) -> list[int]:
+    """Return the number of placeholder tokens in each group of ``size`` rows."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor):
+        raise ValueError(
+            f"{kind.values} without input_ids: the rows of its {kind.name}s are unknown. Pass input_ids, in which each "
+            f"{kind.name} has its placeholder tokens"
+        )
+    return list((ids == _token(kind, config)).sum(-1).view(-1, size).sum(-1).tolist())
+
+
+def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placeholders: int) -> Sequence[int]:
+    """Return the number of placeholder tokens of each item."""
+    tower = getattr(config, "vision_config", None)
+    merged = getattr(config, "spatial_merge_size", None) or getattr(tower, "spatial_merge_size", 1)
+    values, grid, sizes = batch[kind.values], batch.get(kind.grid), batch.get("image_sizes")
+    if grid is not None:
+        patches = grid.prod(-1)
+        if int(patches.sum()) != len(values):
+            raise ValueError(
+                f"{kind.values} has {len(values)} patches, and {kind.grid} counts {int(patches.sum())} in "
+                f"{len(grid)} {kind.name}s"
+            )
+        return list((patches // merged**2).tolist())
+    if kind.name == "image" and sizes is not None and hasattr(tower, "patch_size"):
+        return list((torch.as_tensor(sizes) // (tower.patch_size * merged)).prod(-1).tolist())
+    if placeholders % len(values):
+        raise ValueError(
+            f"{kind.values} has {len(values)} {kind.name}s, and input_ids have {placeholders} placeholder tokens, "
+            "which they cannot share evenly"
+        )
+    return [placeholders // len(values)] * len(values)
+
+
+def _misfit(kind: Kind, values: Tensor, placeholders: Sequence[int], tokens: Sequence[int], problem: str) -> str:
+    return (
+        f"{kind.values} of shape {tuple(values.shape)} does not fit input_ids: the {len(tokens)} {kind.name}s have "
+        f"{list(tokens)} tokens, the rows have {list(placeholders)} placeholder tokens, and {problem}. Pass the "
+        f"{kind.name}s in the order of the rows"
+    )
+
+
+def _items(kind: Kind, name: str, batch: Mapping[str, Any], start: int, stop: int) -> Any:
+    """Return the entries of an argument for the items ``start`` to ``stop``."""
+    grid = batch.get(kind.grid)
+    if name == kind.values and grid is not None:
+        patches = grid.prod(-1)
+        start, stop = int(patches[:start].sum()), int(patches[:stop].sum())
+    return batch[name][start:stop]

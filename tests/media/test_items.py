@@ -1,0 +1,108 @@
+"""Images and videos of a batch, by row."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from oslo_models.media.items import KINDS, divide_media, items_of_rows
+
+IMAGE, VIDEO = KINDS
+TOWER = SimpleNamespace(spatial_merge_size=2, patch_size=4)
+CONFIG = SimpleNamespace(image_token_id=7, video_token_id=8, vision_config=TOWER)
+
+
+def ids(rows: list[list[int]], token: int = 7) -> Tensor:
+    """Return rows of tokens with a run of placeholders for each image."""
+    filled = [[token_id for run in runs for token_id in (1, *[token] * run, 2)] for runs in rows]
+    length = max(map(len, filled), default=0)
+    return torch.tensor([[0] * (length - len(row)) + row for row in filled])
+
+
+def by_patch(rng: random.Random) -> tuple[dict[str, Any], list[list[int]]]:
+    grids = [[[rng.choice((1, 2)), 2 * rng.randint(1, 3), 2] for _ in range(rng.randint(0, 3))] for _ in range(4)]
+    flat = [grid for row in grids for grid in row] or [[1, 2, 2]]
+    grids = grids if any(grids) else [[[1, 2, 2]], [], [], []]
+    patches = [t * h * w for t, h, w in flat]
+    values = torch.cat([torch.full((count, 5), float(i)) for i, count in enumerate(patches)])
+    rows = ids([[t * h * w // 4 for t, h, w in row] for row in grids])
+    numbers = iter(range(len(flat)))
+    owners = [[next(numbers) for _ in row] for row in grids]
+    return {"input_ids": rows, "pixel_values": values, "image_grid_thw": torch.tensor(flat)}, owners
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_patches_follow_the_rows_of_their_images(size: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(50):
+        batch, owners = by_patch(rng)
+        names, parts = divide_media(batch, 4, size, CONFIG)
+        assert set(names) == {"pixel_values", "image_grid_thw"}
+        for number, part in enumerate(parts):
+            expected = [image for row in owners[number * size : (number + 1) * size] for image in row]
+            if not expected:
+                assert not part
+                continue
+            assert part["pixel_values"][:, 0].unique_consecutive().tolist() == expected
+            assert int(part["image_grid_thw"].prod(-1).sum()) == len(part["pixel_values"])
+
+
+def test_images_of_one_size_share_the_placeholders_evenly() -> None:
+    batch = {"input_ids": ids([[3], [], [3, 3]]), "pixel_values": torch.randn(3, 3, 8, 8)}
+    assert items_of_rows(IMAGE, batch, CONFIG) == [1, 0, 2]
+    _, parts = divide_media(batch, 3, 1, CONFIG)
+    assert [len(part.get("pixel_values", ())) for part in parts] == [1, 0, 2]
+
+
+def test_images_of_several_sizes_have_tokens_by_their_sizes() -> None:
+    sizes = torch.tensor([[8, 8], [16, 8], [8, 24]])  # 1, 2 and 3 tokens
+    batch = {"input_ids": ids([[1, 2], [3]]), "pixel_values": torch.randn(3, 3, 16, 24), "image_sizes": sizes}
+    assert items_of_rows(IMAGE, batch, CONFIG) == [2, 1]
+    _, parts = divide_media(batch, 2, 1, CONFIG)
+    assert [part["image_sizes"].tolist() for part in parts] == [sizes[:2].tolist(), sizes[2:].tolist()]
+
+
+def test_videos_are_divided_beside_images() -> None:
+    video, image = torch.randn(8, 5), torch.randn(4, 5)
+    batch = {
+        "input_ids": torch.cat((ids([[1], []]), ids([[], [2]], 8)), 1),
+        **{"pixel_values": image, "image_grid_thw": torch.tensor([[1, 2, 2]])},
+        **{"pixel_values_videos": video, "video_grid_thw": torch.tensor([[2, 2, 2]])},
+    }
+    assert items_of_rows(VIDEO, batch, CONFIG) == [0, 1]
+    _, (first, second) = divide_media(batch, 2, 1, CONFIG)
+    assert first.keys() == {"pixel_values", "image_grid_thw"}
+    assert second.keys() == {"pixel_values_videos", "video_grid_thw"}
+
+
+def test_images_held_by_row_follow_it_and_models_without_placeholders_are_left_alone() -> None:
+    by_row = {"input_ids": ids([[1], []]), "pixel_values": torch.randn(2, 1, 3, 8, 8)}
+    names, (first, second) = divide_media(by_row, 2, 1, CONFIG)
+    assert names == ("pixel_values",)
+    assert torch.equal(first["pixel_values"], by_row["pixel_values"][:1])
+    assert not second
+    assert items_of_rows(IMAGE, by_row, CONFIG) is None
+    by_image = {"input_ids": ids([[1], [1]]), "pixel_values": torch.randn(2, 3, 8, 8)}
+    assert items_of_rows(IMAGE, by_image, SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": ids([[3], [3]])}, r"pixel_values has 4 images, and input_ids have 6 placeholder tokens"),
+        ({"input_ids": ids([[3], [5]])}, r"tokens of row 0 end inside of one. Pass the images in the order"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 4)}, "pixel_values without input_ids"),
+        ({"image_grid_thw": torch.tensor([[1, 2, 4]])}, "pixel_values has 4 patches, and image_grid_thw counts 8 in 1"),
+        ({"input_ids": ids([[1]]), "image_sizes": torch.tensor([[8, 8]] * 4)}, "3 are left over"),
+        ({"input_ids": ids([[5]]), "image_sizes": torch.tensor([[8, 8]] * 4)}, "row 0 end inside of one"),
+    ],
+)
+def test_images_that_do_not_fit_the_placeholders_are_refused(changes: dict[str, Any], message: str) -> None:
+    batch = {"input_ids": ids([[4], [4]]), "pixel_values": torch.randn(4, 3, 8, 8), **changes}
+    with pytest.raises(ValueError, match=message):
+        items_of_rows(IMAGE, batch, CONFIG)
