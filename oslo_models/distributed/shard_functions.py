@@ -102,13 +102,13 @@ ABOUT_MEMORY: frozenset[Function] = frozenset(
 
 RESHAPED: frozenset[Function] = frozenset(
     _found(_names(_SHAPES), torch, Tensor, torch.functional)
-    | _found(["unflatten_dense_tensors"], torch._C._nn)
     | {Tensor.__getitem__, *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))}
 )
 """Functions that return elements of the local tensor in another shape."""
 
-JOINS: frozenset[Function] = frozenset(
-    _found(_names("cat concat concatenate hstack vstack dstack row_stack column_stack stack"), torch)
-    | _found(["flatten_dense_tensors"], torch._C._nn)
+JOINS = frozenset(
+    _names("cat concat concatenate hstack vstack dstack row_stack column_stack stack flatten_dense_tensors")
 )
-"""Functions that join tensors without other computation."""
+"""Names of functions that join tensors without other computation."""
+SPLITS = frozenset(["unflatten_dense_tensors"])
+"""Names of functions that undo a join."""

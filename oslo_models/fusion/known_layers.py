@@ -93,7 +93,7 @@ RMS_NORMS = _names("""
     solar_open.SolarOpenRMSNorm switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm
     zamba.ZambaRMSNorm zamba2.Zamba2RMSNorm zaya.ZayaRMSNorm
     idefics3.Idefics3RMSNorm internvl.InternVLVisionRMSNorm mistral3.Mistral3RMSNorm pixtral.PixtralRMSNorm
-    qwen2_5_vl.Qwen2_5_VLRMSNorm qwen2_vl.Qwen2VLRMSNorm qwen3_vl.Qwen3VLTextRMSNorm
+    qwen2_5_vl.Qwen2_5_VLRMSNorm qwen2_vl.Qwen2VLRMSNorm qwen3_vl.Qwen3VLTextRMSNorm qwen3_vl_moe.Qwen3VLMoeTextRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
@@ -133,7 +133,7 @@ GATED_MLPS = _names("""
     qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP
     qwen3_next.Qwen3NextMLP qwen4_exp.Qwen4ExpTextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP
     vaultgemma.VaultGemmaMLP youtu.YoutuMLP zamba.ZambaMLP
-    pixtral.PixtralMLP qwen2_5_vl.Qwen2MLP qwen2_vl.Qwen2MLP qwen3_vl.Qwen3VLTextMLP
+    pixtral.PixtralMLP qwen2_5_vl.Qwen2MLP qwen2_vl.Qwen2MLP qwen3_vl.Qwen3VLTextMLP qwen3_vl_moe.Qwen3VLMoeTextMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -179,7 +179,8 @@ LLAMA_BLOCKS = _names("""
     mellum.MellumDecoderLayer mimo_v2_flash.MiMoV2FlashDecoderLayer ministral.MinistralDecoderLayer
     ministral3.Ministral3DecoderLayer mistral.MistralDecoderLayer nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer
     olmoe.OlmoeDecoderLayer qwen2.Qwen2DecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer
-    qwen3_moe.Qwen3MoeDecoderLayer seed_oss.SeedOssDecoderLayer smollm3.SmolLM3DecoderLayer
+    qwen3_moe.Qwen3MoeDecoderLayer qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer seed_oss.SeedOssDecoderLayer
+    smollm3.SmolLM3DecoderLayer
     solar_open.SolarOpenDecoderLayer starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
     qwen2_5_vl.Qwen2_5_VLDecoderLayer qwen2_vl.Qwen2VLDecoderLayer
 """)
@@ -287,7 +288,8 @@ CALL_EAGER_ATTENTION = _names("""
     zamba.ZambaAttention zamba2.Zamba2Attention zaya.ZayaAttention
     idefics3.Idefics3VisionAttention pixtral.PixtralAttention qwen2_5_vl.Qwen2_5_VLAttention
     qwen2_5_vl.Qwen2_5_VLVisionAttention qwen2_vl.Qwen2VLAttention qwen2_vl.VisionAttention
-    qwen3_vl.Qwen3VLTextAttention qwen3_vl.Qwen3VLVisionAttention smolvlm.SmolVLMVisionAttention
+    qwen3_vl.Qwen3VLTextAttention qwen3_vl.Qwen3VLVisionAttention
+    qwen3_vl_moe.Qwen3VLMoeTextAttention qwen3_vl_moe.Qwen3VLMoeVisionAttention smolvlm.SmolVLMVisionAttention
 """)
 """Attention layers that call ``eager_attention_forward`` as copied from Llama, BERT, GPT-2, OPT, T5 or Gemma 2."""
 COMPARE_IMPLEMENTATIONS = _names("""
@@ -350,5 +352,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
     youtu.YoutuAttention zamba2.Zamba2Attention zaya.ZayaAttention
     pixtral.PixtralAttention qwen2_5_vl.Qwen2_5_VLAttention qwen2_vl.Qwen2VLAttention qwen3_vl.Qwen3VLTextAttention
+    qwen3_vl_moe.Qwen3VLMoeTextAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""

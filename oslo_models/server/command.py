@@ -228,8 +228,8 @@ def _config_of(name: str) -> Any:
 
 def _tokenizer(name: str, args: argparse.Namespace) -> Any:
     """Return the tokenizer of a model, or its processor if it is served with images."""
-    kind = AutoProcessor if _sees(_config_of(name), args) else AutoTokenizer
-    return kind.from_pretrained(args.tokenizer or name)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or name)
+    return AutoProcessor.from_pretrained(args.tokenizer or name) if _sees(_config_of(name), args) else tokenizer
 
 
 def _sees(config: Any, args: argparse.Namespace) -> bool:

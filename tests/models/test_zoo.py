@@ -70,8 +70,7 @@ def check_stages(
         with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1"):
             cls.from_pretrained_with_parallel(source, 1, pp)
         pp = 1
-    size = 1 if step.config.model_type in zoo.WITH_IMAGES else 2  # their batches have three rows
-    size = size if cls.loss_is_mean else pipelines.ROWS
+    size = 2 if cls.loss_is_mean else pipelines.ROWS
     model = cls.from_pretrained_with_parallel(source, 1, pp, micro_batch_size=size).train()
     model.save_pretrained_with_parallel(target, save_with_merging=True)
     lines = [] if pp == 1 else loop_differences(model, step) + token_differences(model, step.batch, tokens, ways)
@@ -89,8 +88,8 @@ def check_type(
 ) -> None:
     name, config = zoo.main_head(variant), zoo.config(variant)
     make_batch = (
-        zoo.batch if variant.startswith("rag") or variant in zoo.WITH_IMAGES else pipelines.batch
-    )  # no micro-batches, and several rows for one, or images that belong to rows
+        zoo.batch if variant.startswith("rag") else pipelines.batch
+    )  # no micro-batches, and several rows for one
     step = saved_step(name, config, seed, make_batch(name, config, seed), folder / "whole")
     generates = hasattr(zoo.original(name), "generate") and not name.endswith("ForCTC")  # takes other arguments
     tokens = generate_tokens(reference_model(name, config, seed), step.batch, ways) if generates else {}

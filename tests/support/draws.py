@@ -363,6 +363,8 @@ def _fit_zamba(values: Values, draw: random.Random) -> None:
 
 
 def _fit_qwen_tower(text: Values, tower: Values) -> None:
+    if "partial_rotary_factor" in text["rope_parameters"]:  # Qwen3.5
+        text["head_dim"] = 8
     tower["hidden_size" if "embed_dim" in tower else "out_hidden_size"] = text["hidden_size"]
     sections = {2: [1, 0, 0], 4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}
     width = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])

@@ -67,7 +67,10 @@ def batch(
     """
     parts = [zoo.batch(name, config, seed + 1000 * part, dtype) for part in range(-(-rows // 3))]
     made: Batch = {**parts[0]}
-    made |= {key: torch.cat([part[key] for part in parts])[:rows] for key, x in made.items() if isinstance(x, Tensor)}
+    for key, x in made.items():
+        if isinstance(x, Tensor):  # three rows have three images, and four rows have four
+            joined = torch.cat([part[key] for part in parts])
+            made[key] = joined[: len(joined) * rows // (3 * len(parts))]
     if "labels" in made and made["labels"].dim() > 1 and not made["labels"].is_floating_point():
         made["labels"][2] = -100
         made["labels"][1, ..., 0] = 1

@@ -54,7 +54,7 @@ def zoo_names() -> dict[str, str]:
     found: dict[str, str] = {}
     for model_type, prefix in sorted(architectures.items(), key=lambda item: len(item[1]), reverse=True):
         module = f"oslo_models.models.{model_type.replace('-', '_')}"
-        own = [name for name in definitions(module) if name.startswith(prefix) and name != f"{prefix}Parallel"]
+        own = [name for name in definitions(module) if name.startswith(prefix) and not name.endswith("Parallel")]
         sources = {name: defining_module(module, name) for name in own}
         if model_type not in WITHOUT_BASE and not any(name.endswith("PreTrainedModel") for name in own):
             sources[f"{prefix}PreTrainedModel"] = original_module(module)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oslo_models.distributed import checkpoint_chunks
 from oslo_models.distributed.callers import (
@@ -22,7 +22,7 @@ from oslo_models.distributed.callers import (
 )
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.partial_norm import PartialNorm
-from oslo_models.distributed.shard_functions import ABOUT_MEMORY, JOINS
+from oslo_models.distributed.shard_functions import ABOUT_MEMORY, JOINS, SPLITS
 from oslo_models.distributed.sharded_tensor.autograd import Gathered, gather_local, without_override
 from oslo_models.distributed.sharded_tensor.sharding import Sharding
 from oslo_models.sharding.layout import Layout
@@ -367,7 +367,10 @@ def _is_joined(value: Any) -> bool:
 def _checked(func: Any, result: Any, given: Sequence[Any]) -> Any:
     """Check and mark the result of a function that mixes elements of gradients of one stage."""
     several = any(map(_is_joined, given))
-    if func in JOINS:
+    name = getattr(func, "__name__", "")
+    if name in SPLITS:
+        return tree_map_only(Tensor, partial(mark_view, given=given), result)
+    if name in JOINS:
         if type(result) is Tensor and not computes_in_deepspeed():
             names = {arg.sharding.name for arg in given}
             # batched optimizers compute with each gradient of a stack
