@@ -139,13 +139,14 @@ def _placeholders(kind: Kind, batch: Mapping[str, Any], config: Any, size: int =
             f"{kind.values} without input_ids: the rows of its {kind.name}s are unknown. Pass input_ids, in which each "
             f"{kind.name} has its placeholder tokens"
         )
-    return list((ids == _token(kind, config)).sum(-1).view(-1, size).sum(-1).tolist())
+    is_placeholder = ids.eq(_token(kind, config) or 0)
+    return list(is_placeholder.sum(-1).view(-1, size).sum(-1).tolist())
 
 
 def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placeholders: int) -> Sequence[int]:
     """Return the number of placeholder tokens of each item."""
-    tower = getattr(config, "vision_config", None)
-    merged = getattr(config, "spatial_merge_size", None) or getattr(tower, "spatial_merge_size", 1)
+    tower: Any = getattr(config, "vision_config", None)
+    merged: int = getattr(config, "spatial_merge_size", None) or getattr(tower, "spatial_merge_size", 1)
     values, grid, sizes = batch[kind.values], batch.get(kind.grid), batch.get("image_sizes")
     if grid is not None:
         patches = grid.prod(-1)

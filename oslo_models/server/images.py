@@ -165,9 +165,9 @@ def read_image(url: str, pixels: int) -> Any:
     name = FORMATS[match[1]]
     try:
         if name == "WEBP":
-            _check_size(*_webp_size(data), pixels)  # Pillow allocates all pixels before it tells their number
+            _check_size(_webp_size(data), pixels)  # Pillow allocates all pixels before it tells their number
         image = _opened(name, data)
-        _check_size(*image.size, pixels)
+        _check_size(image.size, pixels)
         image.load()
         return ImageOps.exif_transpose(image).convert("RGB")
     except _Unacceptable:
@@ -176,7 +176,8 @@ def read_image(url: str, pixels: int) -> Any:
         raise ValueError(f"is no {name} image, or a damaged one") from None
 
 
-def _check_size(width: int, height: int, pixels: int) -> None:
+def _check_size(size: tuple[int, int], pixels: int) -> None:
+    width, height = size
     if width * height > pixels:
         raise _Unacceptable(f"has {width} x {height} pixels, more than {pixels}")
 
@@ -185,7 +186,7 @@ def _opened(name: str, data: bytes) -> Any:
     """Read the header of an image. ``Image.open`` would add an entry to the table of warnings for each large size."""
     from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
-    kinds = {
+    kinds: dict[str, Any] = {
         "PNG": PngImagePlugin.PngImageFile,
         "JPEG": JpegImagePlugin.JpegImageFile,
         "WEBP": WebPImagePlugin.WebPImageFile,

@@ -86,7 +86,8 @@ def test_auto_class_finds_the_text_model_of_each_multimodal_type() -> None:
         if whole != kind and of_text.get(whole) in registry.names(kind):
             config = CONFIG_MAPPING[whole]()
             found[whole] = oslo_models.AutoModelForCausalLM.class_for(config).__name__
-            assert find_model(config)[0].__name__ == found[whole]
+            if whole not in registry.ARCHITECTURES:  # else a plan is of the model with its tower
+                assert find_model(config)[0].__name__ == found[whole]
     assert found.items() <= of_text.items()
     assert {"qwen3_5", "qwen3_5_moe", "llama4"} <= found.keys()
 

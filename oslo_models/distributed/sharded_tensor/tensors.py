@@ -385,9 +385,9 @@ def _checked(func: Any, result: Any, given: Sequence[Any]) -> Any:
 def mark_view(result: Any, given: Sequence[Any]) -> Any:
     """Mark a plain tensor as elements of shards or of their views."""
     if type(result) is Tensor:
-        mark(result, given[0].sharding, WeightView)
-        result.of_gradient = any(arg.of_gradient for arg in given)
-        result.is_joined = any(map(_is_joined, given))
+        view: Any = mark(result, given[0].sharding, WeightView)
+        view.of_gradient = any(arg.of_gradient for arg in given)
+        view.is_joined = any(map(_is_joined, given))
     return result
 
 
