@@ -146,7 +146,7 @@ def _placeholders(kind: Kind, batch: Mapping[str, Any], config: Any, size: int =
 def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placeholders: int) -> Sequence[int]:
     """Return the number of placeholder tokens of each item."""
     tower: Any = getattr(config, "vision_config", None)
-    merged = int(getattr(config, "spatial_merge_size", None) or getattr(tower, "spatial_merge_size", 1))
+    merged: Any = getattr(config, "spatial_merge_size", None) or getattr(tower, "spatial_merge_size", 1)
     values, grid, sizes = batch[kind.values], batch.get(kind.grid), batch.get("image_sizes")
     if grid is not None:
         patches = grid.prod(-1)
