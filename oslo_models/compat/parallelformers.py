@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.compat.oslo2 import initialize, zoo_class
@@ -104,10 +105,15 @@ def parallelize(
     options |= {"deploy_backend": "process", "verbose": verbose, "dtype": dtype}
     options |= {"master_addr": master_addr, "master_port": master_port}
     weights = Weights(model, policies)
-    served = deploy(cls, "load", model.config, arguments, options, weights)
+    original = _Original(model, weights, dtype)  # before the workers load, which need the memory
+    try:
+        served = deploy(cls, "load", model.config, arguments, options, weights)
+    except BaseException:
+        original.refill()
+        raise
+    original.forget_gradients()
     served._finalizer.detach()
     generation_config = model.generation_config if model.can_generate() else None
-    original = _Original(model, weights, dtype)
     model.__class__ = deployed_class(ServedInPlace, cls)
     model.__dict__ = vars(served)
     model.generation_config = generation_config
@@ -187,11 +193,22 @@ class _Original:
 
     def __init__(self, model: Any, weights: Weights, dtype: torch.dtype) -> None:
         self.cls, self.attributes, self.weights, self.dtype = type(model), vars(model), weights, dtype
-        on_gpu = any(param.is_cuda for param in model.parameters())
-        for param in model.parameters():
+        self._gradients: dict[str, tuple[Tensor, Tensor | None]] = {}
+        for name, param in model.named_parameters():
+            grad = None if param.grad is None else param.grad.cpu()
+            self._gradients[name] = param, grad
             param.data, param.grad = param.data.new_empty(0), None
-        if on_gpu:
-            torch.cuda.empty_cache()  # release the memory that torch caches: the workers need it
+
+    def refill(self) -> None:
+        """Give the parameters their values and gradients again, on their devices."""
+        tensors = self.weights.read()
+        for name, (param, grad) in self._gradients.items():
+            param.data = tensors[name].to(param.device, copy=True)
+            param.grad = None if grad is None else grad.to(param.device)
+
+    def forget_gradients(self) -> None:
+        """Release what `refill` needs."""
+        self._gradients = {}
 
     def restore(self, model: Any) -> None:
         """Restore the original model in place, with its weights in host memory."""

@@ -351,6 +351,8 @@ def deploy(
         ) from error
     start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving)
     leader = ranks - arguments.tensor_parallel_size  # the first rank of the last stage
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # workers on the same device need the memory that torch keeps
     engine = Engine(ranks, serving.threads(ranks), make, start_executor, serving.limits(config, ranks), leader)
     model = object.__new__(deployed_class(Deployment, cls))
     local = _LocalConstructor(maker, constructor, source, kwargs)
