@@ -55,6 +55,13 @@ def test_kernels_compile_ahead_of_time_without_spills() -> None:
     assert said.count("stack 0") == len(said.splitlines()) > 40
 
 
+@pytest.mark.zoo
+@pytest.mark.parametrize("arch", ["100", "120"])
+def test_kernels_compile_ahead_of_time_for_blackwell(arch: str) -> None:
+    said = run("kernel_builds.py", arch, TRITON_CACHE_DIR=str(cache_folder() / "triton"))
+    assert said.count("stack 0") == len(said.splitlines()) > 20
+
+
 @pytest.mark.gpu
 def test_kernels_match_torch_on_a_gpu(seed: int) -> None:
     torch.manual_seed(seed)

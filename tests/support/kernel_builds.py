@@ -1,7 +1,8 @@
 """Compiles every kernel for GPUs that need not be present, and checks the generated code.
 
 Run as a script (Triton's interpreter must be off): prints a line per kernel, and fails if one uses the stack, takes too
-many registers, or accesses 16-bit types in less than 128 bits at a time.
+many registers, or accesses 16-bit types in less than 128 bits at a time. Arguments are architectures, such as ``100``;
+``--table`` prints the most registers of each kernel in a table.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,19 +188,33 @@ def build(kernel: Any, constants: dict[str, Any], warps: int, arch: int, half: s
     return registers, stack, *vectors
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     failed = 0
+    archs = [int(each) for each in arguments if each.isdecimal()] or [80, 90]
+    most: dict[str, dict[int, int]] = {}
     for kernel, constants, warps, loads, stores in BUILDS:
-        for arch in (90,) if kernel is float8.cast_kernel else (80, 90):  # float8 begins with Ada
+        for arch in archs:
+            if kernel is float8.cast_kernel and arch < 89:  # float8 begins with Ada
+                continue
             registers, stack, own_loads, own_stores = build(kernel, constants, warps, arch, "bf16")
             right = registers <= REGISTERS and stack == 0 and own_loads >= loads and own_stores >= stores
             failed += not right
+            name = f"{kernel.__module__.removeprefix('oslo_kernels.')}.{kernel.__name__}"
+            found = most.setdefault(name, {})
+            found[arch] = max(found.get(arch, 0), registers)
+            if right and "--table" in arguments:
+                continue
             print(
                 f"{'' if right else 'FAILED '}{kernel.__name__} sm_{arch} {constants}: {registers} registers, stack "
                 f"{stack}, 128-bit loads {own_loads} (at least {loads}), stores {own_stores} (at least {stores})"
             )
+    if "--table" in arguments:
+        print("| kernel |", *(f"sm_{arch} |" for arch in archs))
+        print("|---|", *("---|" for _ in archs))
+        for name, by_arch in most.items():
+            print(f"| `{name}` |", *(f"{by_arch.get(arch, '-')} |" for arch in archs))
     return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
