@@ -152,7 +152,7 @@ def read_image(url: str, pixels: int) -> Any:
         ValueError: the address is no data URL of an accepted format, or its image is damaged or too large. The message
             quotes nothing of the address.
     """
-    from PIL import ImageOps
+    from PIL import Image, ImageOps
 
     match = _DATA_URL.match(url[:64])
     if match is None or match[1] not in FORMATS:
@@ -172,6 +172,8 @@ def read_image(url: str, pixels: int) -> Any:
         return ImageOps.exif_transpose(image).convert("RGB")
     except _Unacceptable:
         raise
+    except Image.DecompressionBombError:  # a frame of a GIF may be larger than the image
+        raise ValueError(f"has more than {pixels} pixels") from None
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, LookupError, TypeError, OverflowError):
         raise ValueError(f"is no {name} image, or a damaged one") from None
 

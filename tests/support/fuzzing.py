@@ -1,4 +1,5 @@
-"""Fuzzers for everything that strangers can send: requests, grammars, checkpoint folders and data files.
+"""Fuzzers for everything that strangers can send: requests, bytes on connections, grammars, images,
+checkpoint folders and data files.
 
 A fuzzer draws inputs with hypothesis, which minimises failures. `make test` runs each for some inputs with the seed of
 the commit. ``PYTHONPATH=tests python -m support.fuzzing --minutes 60`` runs them for an hour. The corpus keeps failing
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import tempfile
 import time
@@ -36,9 +39,11 @@ from oslo_models.data import DatasetForCausalLM
 from oslo_models.data.indexed_dataset import IndexedDataset
 from oslo_models.deploy.grammar import Grammar, Vocabulary
 from oslo_models.server.app import application
+from oslo_models.server.connections import ConnectionLimits
+from oslo_models.server.images import FORMATS, read_image
 
 from support import checkpoints, corpora
-from support.http_server import call
+from support.http_server import call, connect, listening
 
 HANG = 20.0
 """Wall time in seconds after which an input counts as a hang. The machine may be busy."""
@@ -368,11 +373,114 @@ class Data(Fuzzer):
         return "read"
 
 
+class Connections(Fuzzer):
+    """Bytes on connections of a real server. It stays up, and no answer has status 5xx."""
+
+    def __init__(self, folder: Path) -> None:
+        from server import test_server_fuzz as requests
+
+        super().__init__(folder)
+        words = corpora.tokenizer()
+        app = application(requests.CheckingModel(vocabulary=len(words)), words)
+        self._stack = contextlib.ExitStack()
+        limits = ConnectionLimits(64, 5.0)
+        self._url = self._stack.enter_context(listening(app, limits, h11_max_incomplete_event_size=1 << 15))
+        self._head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _body(self, draw: random.Random) -> bytes:
+        body = json.dumps({"prompt": "def", "max_tokens": draw.choice([1, 2, -1])}).encode()
+        if draw.random() < 0.5:
+            size = draw.choice([len(body), len(body) + 5, 0, -1, 1 << 70])
+            return b"Content-Length: %d\r\n\r\n" % size + body
+        sizes = [draw.choice([len(body), 0, 1 << 40, -5])] if draw.random() < 0.5 else [len(body)]
+        chunks = b"".join(b"%x\r\n%s\r\n" % (size, body) for size in sizes)
+        return b"Transfer-Encoding: chunked\r\n\r\n" + chunks + draw.choice([b"0\r\n\r\n", b"", b"0\r\nx: y\r\n\r\n"])
+
+    def check(self, draw: random.Random) -> str:
+        data = b"".join(self._head + self._body(draw) for _ in range(draw.choice([1, 1, 1, 3])))
+        if draw.random() < 0.7:
+            data = damage(draw, data)
+        if draw.random() < 0.3:
+            data = draw.choice([b"\x16\x03\x01", b"PRI * HTTP/2.0\r\n\r\n", b"\r\n" * 50, b"GET / HTTP/0.9\r\n"]) + data
+        statuses = self._statuses(data, draw.choice([1, 7, 100, 1 << 16]))
+        assert all(status < 500 for status in statuses), (statuses, data)
+        assert self._statuses(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n") == [200]
+        return " ".join(map(str, statuses)) or "no answer"
+
+    def _statuses(self, data: bytes, size: int | None = None) -> list[int]:
+        """Send bytes, and return the status of each answer.
+
+        Args:
+            size: send pieces of this many bytes, and read until the server is silent. By default, wait for one answer.
+        """
+        answer = b""
+        with connect(self._url) as connected, contextlib.suppress(ConnectionError, TimeoutError):
+            connected.settimeout(HANG if size is None else 0.05)
+            for at in range(0, len(data), size or len(data)):
+                connected.sendall(data[at : at + (size or len(data))])
+            while more := connected.recv(1 << 16):
+                answer += more
+                if size is None:
+                    break
+        return [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d+)", answer)]
+
+
+class Images(Fuzzer):
+    """Damaged images of chats. Each is read within the limit of pixels, or refused in one line."""
+
+    PIXELS = 10_000
+
+    def __init__(self, folder: Path) -> None:
+        from server.test_server_images import picture
+
+        super().__init__(folder)
+        self._images = {kind: picture(seed, name) for seed, (kind, name) in enumerate(FORMATS.items())}
+
+    def check(self, draw: random.Random) -> str:
+        kind = draw.choice(list(FORMATS))
+        data = damage(draw, self._images[draw.choice([kind, kind, kind, draw.choice(list(FORMATS))])])
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        if draw.random() < 0.2:
+            url = damage(draw, url.encode()).decode("latin-1")
+        try:
+            image = read_image(url, self.PIXELS)
+        except ValueError as error:
+            assert len(str(error)) < 200 and "\n" not in str(error), error
+            return str(error).split(",")[0][:24]
+        assert image.mode == "RGB" and image.width * image.height <= self.PIXELS
+        return "read"
+
+
+class Files(Fuzzer):
+    """Damaged files of documents and datasets, beside json, gzip, zstandard and pyarrow."""
+
+    def __init__(self, folder: Path) -> None:
+        from data import test_drawn_damage as files
+
+        super().__init__(folder)
+        self._cases, self._number = files.CASES, 0
+
+    def check(self, draw: random.Random) -> str:
+        case = draw.choice(list(self._cases))
+        self._number += 1
+        own = self.folder / str(self._number)
+        own.mkdir()
+        self._cases[case](draw, own)
+        shutil.rmtree(own)
+        return case
+
+
 FUZZERS: dict[str, Callable[[Path], Fuzzer]] = {
     "requests": Requests,
+    "connections": Connections,
     "grammars": Grammars,
+    "images": Images,
     "checkpoints": Checkpoints,
     "data": Data,
+    "files": Files,
 }
 
 
