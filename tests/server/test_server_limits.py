@@ -304,6 +304,25 @@ def test_a_client_that_leaves_is_heard_whatever_it_sent_after_its_request(more: 
         assert cancelled.wait(5)
 
 
+def test_a_client_that_closes_its_sending_side_counts_as_gone() -> None:
+    """TCP shows the server the same as for a client that leaves, whose computation has to end."""
+    cancelled = threading.Event()
+
+    def until_cancelled(input_ids: Any, cancellation: Any, **_: Any) -> Any:
+        with cancellation.observed(cancelled.set):
+            assert cancelled.wait(30)
+        raise RuntimeError("cancelled")
+
+    app = application(StubModel(until_cancelled), tokenizer())
+    with listening(app, ConnectionLimits()) as url:
+        asked = json.dumps({"prompt": "def", "max_tokens": 3}).encode()
+        with connect(url, post_bytes(PATH, asked)) as client:
+            time.sleep(0.3)
+            client.shutdown(socket.SHUT_WR)
+            assert cancelled.wait(5) and read_answer(client)[0] == 0
+        assert read_answer(connect(url, LIVE))[0] == 200
+
+
 def test_requests_that_were_sent_together_are_answered_in_order() -> None:
     app = application(StubModel(), tokenizer())
     asked = post_bytes(PATH, json.dumps({"prompt": "def", "max_tokens": 3}).encode())
