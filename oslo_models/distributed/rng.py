@@ -11,6 +11,8 @@ Source of the two streams: Megatron-LM's ``CudaRNGStatesTracker``; deriving one 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -31,6 +33,18 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator
+
+
+@contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the states of torch's default generators, for the CPU and ``device``, at the end."""
+    generators = [default_generator(each) for each in {torch.device("cpu"), device}]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def synchronize(axis: Axis, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from oslo_models.deploy.options import OF_DEPLOYMENT
 from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects, require_equal
-from oslo_models.distributed.rng import synchronize, synchronize_numpy
+from oslo_models.distributed.rng import kept_random_state, synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.memory_check import bytes_on_rank, check_memory
@@ -144,6 +144,8 @@ def _from_pretrained(
     )
     skipped: list[str] = []
     with ExitStack() as stack:
+        # some models of transformers draw numbers in constructors, or for weights that others replace
+        stack.enter_context(kept_random_state(mesh.device))
         mapping, reader = stack.enter_context(source)
         dtype = dtype or config.dtype
         if quantization is None and on_the_fly is None:

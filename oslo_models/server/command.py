@@ -75,6 +75,26 @@ def allowed_hosts(given: str | None, host: str) -> list[str] | None:
     return list(_LOOPBACK) if host in _LOOPBACK else None
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Listen on a port. Connections send small answers at once, where the kernel would wait for the client's ACK.
+
+    asyncio sets this option only for connections that it has bound itself.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
 def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or Ctrl-C. Running requests then have ``--drain-seconds`` to finish.
 
@@ -100,12 +120,9 @@ def run(args: argparse.Namespace) -> None:
     if not is_launched():
         start_fork_server(worker_environment(0))  # before any threads start: it takes longer with them
     with (
-        socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener,
+        listen(args.host, args.port) as listener,  # before the model is loaded, so that an error shows at once
         contextlib.ExitStack() as on,
     ):
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((args.host, args.port))  # before the model is loaded, so that an error shows at once
-        listener.listen(2048)
         metrics = Metrics()
         on.enter_context(log_to_stderr(partial(metrics.count, "dropped_log_lines_total"), log))
         access_log.setLevel(logging.INFO if args.access_log else logging.WARNING)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def state(pid: int) -> list[str]:
 
 def parent(pid: int) -> int:
     return int(state(pid)[1])
+
+
+def children(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True)
+    pairs = [tuple(map(int, line.split())) for line in listed.stdout.splitlines()]
+    return [child for above, child in pairs if above == pid]
 
 
 def test_fork_server_is_a_copy_of_an_application_that_has_imported_only(stand: faults.Stand, tmp_path: Path) -> None:
@@ -208,3 +215,48 @@ def test_an_application_whose_stderr_became_a_pipe_deploys(stand: faults.Stand, 
         command = [sys.executable, "-c", PIPE, tmp_path / "model"]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, timeout=600)
     assert done.returncode == 0 and done.stdout.split() == ["6"]
+
+
+LAST = """
+import gc, sys, torch
+from oslo_models import GPT2LMHeadModel
+from oslo_models.deploy import fork_server
+
+fork_server.IDLE_SECONDS = 0.5  # the copy of this process has it too
+ids = torch.tensor([[5, 6, 7]])
+models = [GPT2LMHeadModel.from_pretrained_with_parallel(sys.argv[1], deploy=True) for _ in range(2)]
+print(*[pid for model in models for pid in model._engine.pids], flush=True)
+ends = {"cpu": lambda: models.pop().cpu(), "close": lambda: models.pop().close(), "del": lambda: models.pop() and None}
+for line in sys.stdin:
+    kept = ends[line.strip()]()
+    gc.collect()
+    print(*[model.generate(ids, max_new_tokens=3).shape[1] for model in models], flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["cpu", "close", "del"])
+def test_nothing_stays_behind_after_the_last_model(stand: faults.Stand, tmp_path: Path, end: str) -> None:
+    """The fork server ends soon after the last model, and not before; the application goes on."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, "-c", LAST, stand.checkpoint]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (tmp_path / "log").open("w") as log:
+        app = subprocess.Popen(command, env=environment, text=True, stderr=log, **pipes)
+    try:
+        pids = [int(pid) for pid in app.stdout.readline().split()]
+        server = parent(pids[0])
+        assert len(pids) == 2 and parent(pids[1]) == server and parent(server) == app.pid, (
+            tmp_path / "log"
+        ).read_text()
+        for left in ("6", ""):
+            print(end, file=app.stdin, flush=True)
+            assert app.stdout.readline().strip() == left
+            if left:
+                assert gone(pids[1:])
+                time.sleep(1.5)
+                assert Path(f"/proc/{server}").exists() and Path(f"/proc/{pids[0]}").exists()
+        wait_until(lambda: not children(app.pid))
+        assert gone([*pids, server]) and app.poll() is None
+    finally:
+        app.kill()
+        app.wait()

@@ -10,6 +10,8 @@ import inspect
 import re
 import sys
 import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from support.float64 import lifted_casts
 from support.generation import BEAMS, GREEDY, Tokens, generate_tokens, token_differences
 from support.pipelines import loop_differences
 from support.pool import Pool
+from support.random_states import states_after
 from support.reference import (
     TOLERANCE,
     Step,
@@ -47,12 +50,19 @@ from support.reference import (
 )
 
 
+def loaded_without_draws(load: Callable[[], Any]) -> Any:
+    """Load a complete checkpoint. Check that the next random numbers of a script are those without loading."""
+    model, after = states_after(load)
+    assert after == states_after(lambda: None)[1]
+    return model
+
+
 def check_sharded(
     step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, tp: int
 ) -> None:
     """Load from transformers' file; check the step and the tokens; save a sharded checkpoint."""
     cls: Any = registry.find(step.name)
-    model = cls.from_pretrained_with_parallel(source, tp, gather_logits=True).train()
+    model = loaded_without_draws(partial(cls.from_pretrained_with_parallel, source, tp, gather_logits=True)).train()
     model.save_pretrained_with_parallel(target)
     lines = step_differences(model, step) + token_differences(model, step.batch, tokens, ways)
     own = model.state_dict()
@@ -71,7 +81,8 @@ def check_stages(
             cls.from_pretrained_with_parallel(source, 1, pp)
         pp = 1
     size = 2 if cls.loss_is_mean else pipelines.ROWS
-    model = cls.from_pretrained_with_parallel(source, 1, pp, micro_batch_size=size).train()
+    load = partial(cls.from_pretrained_with_parallel, source, 1, pp, micro_batch_size=size)
+    model = loaded_without_draws(load).train()
     model.save_pretrained_with_parallel(target, save_with_merging=True)
     lines = [] if pp == 1 else loop_differences(model, step) + token_differences(model, step.batch, tokens, ways)
     assert not lines, "\n".join(lines)

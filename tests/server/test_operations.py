@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ pytest.importorskip("uvicorn")
 from oslo_models.server.app import ApiKeys, application
 from oslo_models.server.guard import Access
 from oslo_models.server.lifecycle import Lifecycle
+from oslo_models.server.log_writer import MOST_LINES
 from oslo_models.server.supervisor import RestartPolicy, Supervisor
 
 from support import ROOT
@@ -249,6 +252,57 @@ def test_drain_is_bounded(checkpoint: Path) -> None:
         assert running.process.wait(LIMIT) == 0 and gone(workers), running.lines
         for each in connected:
             each.close()
+
+
+DROPPED = re.compile(rb"^oslo_models_dropped_log_lines_total (\d+)", re.MULTILINE)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("log", ["unread pipe", "full disk"])
+def test_a_log_that_cannot_be_written_holds_up_no_answer_and_no_signal(checkpoint: Path, log: str) -> None:
+    """The log is larger than the pipe and the queue of lines together, and more is written at the end."""
+    reading, writing = os.pipe()
+    full = os.open("/dev/full", os.O_WRONLY)
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    ask, count = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", MOST_LINES + 200
+    try:
+        with serving(checkpoint, stderr=writing if log == "unread pipe" else full) as running:
+            url = running.says(" at http").split(" at ")[1].strip()
+            with connect(url) as client:
+                for _ in range(count):
+                    client.sendall(ask)
+                    assert read_answer(client)[0] == 200
+            assert [get(f"{url}/health/{probe}")[0] for probe in ("live", "ready")] == [200, 200]
+            body = json.dumps({"prompt": "def", "max_tokens": 4, "temperature": 0}).encode()
+            assert read_answer(connect(url, post_bytes(PATH, body)))[0] == 200
+            dropped = [int(DROPPED.search(get(f"{url}/metrics", host="localhost")[2])[1]) for _ in range(5)]
+            assert dropped[-1] > dropped[0] > 0, dropped
+            workers = running.workers
+            running.process.send_signal(signal.SIGTERM)
+            assert running.process.wait(LIMIT) == 0 and gone(workers), running.lines
+    finally:
+        for descriptor in (reading, writing, full):
+            os.close(descriptor)
+
+
+@pytest.mark.zoo
+def test_idle_connections_leave_room_under_a_low_limit_of_open_files(checkpoint: Path) -> None:
+    """The limit is hard, so the server can only accept fewer connections."""
+    with serving(checkpoint, open_files=256) as running:
+        url = running.says(" at http").split(" at ")[1].strip()
+        assert "ulimit" in running.says("--max-connections is ")
+        held = [connect(url, b"GET / HT") for _ in range(400)]
+        try:
+            for _ in range(4):
+                assert get(f"{url}/health/live")[0] == 200
+            body = json.dumps({"prompt": "def", "max_tokens": 4, "temperature": 0}).encode()
+            assert read_answer(connect(url, post_bytes(PATH, body)))[0] == 200
+        finally:
+            for each in held:
+                each.close()
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(LIMIT) == 0
+        assert not [line for line in running.lines if "Too many open files" in line][10:]
 
 
 @pytest.mark.zoo

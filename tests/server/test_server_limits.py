@@ -254,6 +254,17 @@ def test_vanished_hosts_are_noticed_within_two_minutes() -> None:
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 120_000
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_answers_do_not_wait_for_confirmations_of_the_client(host: str) -> None:
+    """Otherwise each answer but the first of a connection takes 40 ms more: its header is sent before its body."""
+    try:
+        listener = command.listen(host, 0)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with listener, socket.create_connection(listener.getsockname()[:2], timeout=10), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_half_bodies_do_not_close_a_connection_that_is_computed() -> None:
     go = threading.Event()
 
@@ -291,6 +302,25 @@ def test_a_client_that_leaves_is_heard_whatever_it_sent_after_its_request(more: 
         time.sleep(0.2)
         connected.close()
         assert cancelled.wait(5)
+
+
+def test_a_client_that_closes_its_sending_side_counts_as_gone() -> None:
+    """TCP shows the server the same as for a client that leaves, whose computation has to end."""
+    cancelled = threading.Event()
+
+    def until_cancelled(input_ids: Any, cancellation: Any, **_: Any) -> Any:
+        with cancellation.observed(cancelled.set):
+            assert cancelled.wait(30)
+        raise RuntimeError("cancelled")
+
+    app = application(StubModel(until_cancelled), tokenizer())
+    with listening(app, ConnectionLimits()) as url:
+        asked = json.dumps({"prompt": "def", "max_tokens": 3}).encode()
+        with connect(url, post_bytes(PATH, asked)) as client:
+            time.sleep(0.3)
+            client.shutdown(socket.SHUT_WR)
+            assert cancelled.wait(5) and read_answer(client)[0] == 0
+        assert read_answer(connect(url, LIVE))[0] == 200
 
 
 def test_requests_that_were_sent_together_are_answered_in_order() -> None:

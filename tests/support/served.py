@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from support import ROOT
 from support.http_server import connect, read_answer
@@ -39,15 +40,24 @@ def workers_of(application: int) -> list[int]:
 
 
 class Running:
-    """A process of ``oslo-models serve``, and its output."""
+    """A process of ``oslo-models serve``, and its output.
 
-    def __init__(self, folder: Path, *options: object) -> None:
+    Args:
+        stderr: where its log goes, if not to the output.
+        open_files: its limit of open files.
+    """
+
+    def __init__(
+        self, folder: Path, *options: object, stderr: int = subprocess.STDOUT, open_files: int | None = None
+    ) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
         command = [sys.executable, "-m", "oslo_models", "serve", folder, "--port", 0, *options]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        if open_files is not None:
+            command = ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh", *command]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
         self.process = subprocess.Popen([str(each) for each in command], env=environment, **pipes)
         self.lines = list[str]()
-        threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()  # type: ignore[arg-type]
+        threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()
 
     def says(self, text: str, seconds: float = 300.0) -> str:
         """Wait for a line with this text, and return it."""
@@ -65,8 +75,8 @@ class Running:
 
 
 @contextmanager
-def serving(folder: Path, *options: object) -> Iterator[Running]:
-    running = Running(folder, *options)
+def serving(folder: Path, *options: object, **process: Any) -> Iterator[Running]:
+    running = Running(folder, *options, **process)
     try:
         yield running
     finally:
