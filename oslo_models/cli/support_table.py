@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oslo_models import registry
+from oslo_models.cli.option_effects import Effect, effects
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.layers.entries import ColumnParallel, Plan, VocabParallel
 
@@ -49,27 +49,20 @@ def _row(model_type: str) -> list[str]:
     reasons = {name: reason for name, plan in plans.items() if (reason := plan.pipeline.single_stage_reason)}
     first = next((cls for cls in classes.values() if _has_sharded_vocabulary(cls)), next(iter(classes.values())))
     notes = _first_sentence(model_type)
-    options = _options(next(iter(names.values())))
+    changes = effects(names)
     for reason in dict.fromkeys(reasons.values()):
         which = [name for name, own in reasons.items() if own == reason]
-        whose = "" if len(which) == len(names) else f" ({', '.join(which)})"
-        notes += f" No stages{whose}: {reason}."
-    for option, plan in options.items():
-        if plan.single_rank_reason:
-            notes += f" One rank with {option}: {_without_option(plan.single_rank_reason)}."
-        if plan.pipeline.single_stage_reason and not reasons:
-            notes += f" No stages with {option}: {_without_option(plan.pipeline.single_stage_reason)}."
-        if reasons and not plan.pipeline.single_stage_reason:
-            notes += f" Stages with {option}."
-    splits = {not plan.pipeline.single_stage_reason for plan in options.values()}
+        notes += f" No stages{_of_classes(which, names)}: {reason}."
+    notes += _changes(changes, names)
+    kinds = {effect.kind for effect in changes}
     may_split = (
-        True in splits or len(reasons) < len(names) or all(each.startswith("with ") for each in reasons.values())
+        "stages" in kinds or len(reasons) < len(names) or all(each.startswith("with ") for each in reasons.values())
     )
-    pp = " or ".join(["blocks"] * may_split + ["1"] * (bool(reasons) or False in splits))
+    pp = " or ".join(["blocks"] * may_split + ["1"] * (bool(reasons) or "one stage" in kinds))
     return [
         f"`{model_type}`",
         f"{prefix}: {', '.join(heads)}",
-        _tensor_parallel(next(iter(plans.values()))) + (" or 1" if _allow_one_rank(options) else ""),
+        _tensor_parallel(next(iter(plans.values()))) + (" or 1" if "one rank" in kinds else ""),
         pp,
         "experts" if any(plan.has_experts() for plan in plans.values()) else "-",
         ", ".join(_fused_operations(first)) or "-",
@@ -85,56 +78,23 @@ def _plan(cls: Any) -> Plan:
     return cls.plan(cls.config_class())
 
 
-def _options(cls: Any) -> dict[str, Plan]:
-    """Return the configuration options that decide whether layers are sharded or blocks split, with their plans."""
-    config, read = cls.config_class(), _Read(cls.config_class())
-    before, found = _answer(cls.plan(read)), {}
-    for name in sorted(read.names & vars(config).keys()):
-        for other in _other_values(config, name, getattr(config, name)):
-            changed = copy.copy(config)
-            try:
-                setattr(changed, name, other)
-                plan = cls.plan(changed)
-            except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
-                continue  # no model has this value
-            if _answer(plan) != before:
-                found[f"`{name}={other!r}`"] = plan
-                break
-    return found
+def _of_classes(which: Sequence[str], names: Collection[str]) -> str:
+    return "" if len(which) == len(names) else f" ({', '.join(which)})"
 
 
-class _Read:
-    """Configuration that records the attributes a plan reads."""
-
-    def __init__(self, config: Any) -> None:
-        self._config, self.names = config, set[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        self.names.add(name)
-        return getattr(self._config, name)
-
-
-def _answer(plan: Plan) -> tuple[bool, bool]:
-    return bool(plan.single_rank_reason), bool(plan.pipeline.single_stage_reason)
-
-
-def _allow_one_rank(options: Mapping[str, Plan]) -> bool:
-    return any(plan.single_rank_reason for plan in options.values())
-
-
-def _other_values(config: Any, name: str, value: Any) -> tuple[Any, ...]:
-    """Return other valid values of an option: a flag, a size, or a string that its type lists."""
-    if isinstance(value, bool):
-        return (not value,)
-    if isinstance(value, int):
-        return (value + 1, 0)
-    hint = next((_hints(base)[name] for base in type(config).__mro__ if name in _hints(base)), None)
-    strings = get_args(hint) if get_origin(hint) is Literal else ()
-    return tuple(each for each in strings if each != value)
-
-
-def _hints(cls: type) -> Mapping[str, Any]:
-    return vars(cls).get("__annotations__", {})
+def _changes(changes: Mapping[Effect, list[str]], names: Collection[str]) -> str:
+    """Return sentences about the options that change how models of a type are divided."""
+    says = {"one rank": "One rank", "one stage": "No stages", "stages": "Stages", "experts": "Experts"}
+    says["no experts"] = "No experts"
+    text = ""
+    for effect, which in changes.items():
+        if effect.kind in says:
+            reason = f": {_without_option(effect.reason)}" if effect.reason else ""
+            text += f" {says[effect.kind]}{_of_classes(which, names)} with `{effect.option}={effect.value!r}`{reason}."
+    for limited in ("ranks", "stages"):
+        options = [f"`{effect.option}`" for effect in changes if effect.kind == f"limits {limited}"]
+        text += f" Limits {limited}: {', '.join(options)}." if options else ""
+    return text
 
 
 def _without_option(reason: str) -> str:

@@ -17,6 +17,7 @@ from oslo_kernels.linear import many_rows_conv1d, many_rows_linear
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.sharded_tensor import layer_context
 from oslo_models.layers import activation_products, activation_shapes  # noqa: F401  registers the rules
+from oslo_models.layers.full_weights import full_weight, is_model_code, reads_shards
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.linear import ColumnParallel, RowParallel, add_bias
 from oslo_models.layers.sharded_activation import Mark, ShardedActivation
@@ -130,6 +131,17 @@ class DerivedLayer(ShardedModule):
     weight: Tensor
     bias: Any
     product: ClassVar[Callable[..., Tensor]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in vars(cls):
+            cls.forward = reads_shards(cls.forward)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if is_model_code() and name in self._parameters:
+            return value if value is None else full_weight(self.tp, value, self.layouts[name])
+        return value
 
     def configure(self, entry: Any, context: ShardingContext) -> None:
         super().configure(entry, context)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -72,7 +72,18 @@ class Conversions:
 
 def _converter_of(name: str, converters: Iterable[WeightConverter]) -> WeightConverter | None:
     """Return the first conversion that makes the tensor of this name."""
-    return next((each for each in converters if name.endswith(each.target_patterns[0])), None)
+    return next((each for each in converters if _target_pattern(name, each) is not None), None)
+
+
+def _target_pattern(name: str, converter: WeightConverter) -> str | None:
+    """Return the target pattern that transformers finds in the name, perhaps before ``.weight`` or ``.bias``."""
+    pattern: str | None = _reversed(converter).rename_source_key(name)[1]
+    return pattern
+
+
+@lru_cache(maxsize=256)
+def _reversed(converter: WeightConverter) -> Any:
+    return converter.reverse_transform()
 
 
 def expert_pieces(model: ShardedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
@@ -142,8 +153,9 @@ def chunked_names(model: ShardedModel, names: Iterable[str]) -> dict[str, list[s
     for name in sorted(names):
         for converter in converters:
             first, *others = converter.target_patterns
-            parts = [name, *(name.replace(first, other) for other in others)]
-            if first in name and names.issuperset(parts):
+            parts = [name, *(name.replace(first, other, 1) for other in others)]
+            is_first = first in name and _target_pattern(name, converter) == _reversed(converter).source_patterns[0]
+            if is_first and names.issuperset(parts):
                 marks = {part: torch.arange(1) for part in parts}
                 (saved,) = conversions.revert(marks)
                 found[str(saved)] = parts

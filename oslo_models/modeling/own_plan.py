@@ -9,6 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from oslo_models.layers.full_weights import as_model_code
+from oslo_models.modeling.derived.derivation import DerivedPlan
+from oslo_models.modeling.derived.deriving import DerivedFromConfig
 from oslo_models.sharding.plan import Entries, Plan
 
 PlanLike = Plan | Callable[[Any], Plan] | str
@@ -35,7 +38,10 @@ def class_with_plan(bases: tuple[type[Any], ...], plan: PlanLike) -> Any:
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
     }
-    return type(cls.__name__, bases, namespace)
+    made: Any = type(cls.__name__, bases, namespace)
+    if isinstance(plan, (DerivedPlan, DerivedFromConfig)):
+        made.forward = as_model_code(made.forward)
+    return made
 
 
 @dataclass(frozen=True)

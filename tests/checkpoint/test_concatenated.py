@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.core_model_loading import Chunk, Concatenate, Transpose, WeightConverter
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError
-from oslo_models.modeling import weight_mapping
+from oslo_models.modeling import conversions, weight_mapping
 
 from support import zoo
 
@@ -74,6 +75,41 @@ def test_embeddings_of_n_grams_are_saved_in_the_parts_of_transformers(tmp_path: 
     assert len(names) == (1 if parts == 1 else 32)
 
 
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_patterns_need_not_end_in_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_joined: bool) -> None:
+    """One conversion is for weights and biases, and for no longer name that begins like its pattern."""
+    name, one, parts = (
+        ("GPTNeoXForCausalLM", "attention.query_key_value", ["attention.q", "attention.k", "attention.v"])
+        if is_joined
+        else ("Qwen2ForCausalLM", "self_attn.qkv", [f"self_attn.{each}_proj" for each in "qkv"])
+    )
+    own: Any = registry.find(name)
+    variant = own.config_class.model_type
+    options = {} if is_joined else {"num_key_value_heads": zoo.config(variant).num_attention_heads}
+    full = zoo.original(name)(zoo.config(variant, **options))
+    with torch.no_grad():
+        for param in full.parameters():
+            param.normal_()
+    full.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for key in [key for key in tensors if (one if is_joined else parts[0]) in key]:
+        if is_joined:
+            values = tensors.pop(key).chunk(3)
+            tensors |= {key.replace(one, part): value.clone() for part, value in zip(parts, values, strict=True)}
+        else:
+            tensors[key.replace(parts[0], one)] = torch.cat(
+                [tensors.pop(key.replace(parts[0], part)) for part in parts]
+            )
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    converter = WeightConverter(parts, one, [Concatenate(0)]) if is_joined else WeightConverter(one, parts, [Chunk(0)])
+    for module in (weight_mapping, conversions):
+        monkeypatch.setattr(module, "get_model_conversion_mapping", lambda *args, **kwargs: [converter])
+    loaded = own.from_pretrained_with_parallel(tmp_path).state_dict()
+    assert all(torch.equal(value, loaded[key]) for key, value in full.state_dict().items())
+    longer = f"model.layers.0.{one if is_joined else parts[0]}_scale"
+    assert conversions._converter_of(longer, [converter]) is None
+
+
 def test_conversions_without_a_reader_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A square matrix that transformers transposes fits without it, too."""
     name = zoo.lm_head("llama")
@@ -81,8 +117,8 @@ def test_conversions_without_a_reader_are_refused_by_name(tmp_path: Path, monkey
     square = "self_attn.o_proj.weight"
     rows, columns = load_file(tmp_path / "model.safetensors")[f"model.layers.0.{square}"].shape
     assert rows == columns
-    conversions = [WeightConverter(square, square, [Transpose(0, 1)])]
-    monkeypatch.setattr(weight_mapping, "get_model_conversion_mapping", lambda *args, **kwargs: conversions)
+    found = [WeightConverter(square, square, [Transpose(0, 1)])]
+    monkeypatch.setattr(weight_mapping, "get_model_conversion_mapping", lambda *args, **kwargs: found)
     with pytest.raises(
         CheckpointError, match=r"computes model\.layers\.0\.self_attn\.o_proj\.weight from .* by Transpose"
     ):

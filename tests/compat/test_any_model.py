@@ -19,8 +19,8 @@ from transformers import dynamic_module_utils
 import oslo_models
 from oslo_models import registry
 from oslo_models.modeling.derived.derivation import derive_plan, templates
-from oslo_models.modeling.derived.deriving import derive_for_model
-from oslo_models.modeling.derived.probe import small_model
+from oslo_models.modeling.derived.deriving import DerivedFromConfig, derive_for_model
+from oslo_models.modeling.derived.probe import copy_of_model, small_model
 from oslo_models.modeling.derived.verification import differences
 from oslo_models.sharding.layer_lists import layer_lists
 from oslo_models.sharding.plan import ColumnParallel, HeadNorm
@@ -295,6 +295,74 @@ def test_ways_that_no_call_showed_are_right_too(seed: int) -> None:
     train_both(model, other, inputs, seed)
 
 
+class ReadsWeightsElsewhere(nn.Module):
+    """Reads weights outside of their layers in a branch that the traced call did not show."""
+
+    def __init__(self, way: int) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(6, 12), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.table, self.filter, self.spare = nn.Embedding(9, 6), nn.Conv1d(6, 6, 1), nn.Linear(6, 6)
+        self.attention, self.way, self.other = nn.MultiheadAttention(6, 3, batch_first=True), way, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.filter(x[..., None])[..., 0] + self.table(torch.arange(len(x)))
+        x = self.attention(x[None], x[None], x[None])[0][0]
+        y = self.down(torch.relu(self.up(x)) * self.gate(x))
+        if not self.other:
+            return y
+        tensors = {name: param for name, param in self.named_parameters() if param.dim() > 1}
+        weights = [self.get_submodule(name.rpartition(".")[0]) for name in tensors]
+        values = [getattr(module, name.rpartition(".")[2]) for module, name in zip(weights, tensors, strict=True)]
+        if self.way == 0:
+            return y + sum(value.sum() + value.flatten()[5:9].prod() for value in values)
+        if self.way == 1:
+            return y + sum(value.shape[0] + value.size(1) + len(value) + value.numel() for value in values)
+        if self.way == 2:
+            return y + nn.functional.linear(torch.relu(nn.functional.linear(x, self.up.weight)), self.down.weight)
+        if self.way == 3:
+            return y + nn.functional.embedding(torch.full((len(x),), 8), self.table.weight) + x @ self.spare.weight
+        return y.to(self.up.weight.dtype) + self.spare(x) + self.up.bias.mean()
+
+
+@pytest.mark.parametrize("way", range(5))
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_weights_that_untried_code_reads_are_full(way: int, is_tried: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    model, inputs = ReadsWeightsElsewhere(way).double(), torch.randn(5, 6).double()
+    given = {"inputs": inputs} if is_tried else {}
+    other: Any = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2, **given)
+    other(inputs)
+    kinds = sharding(other.sharding_report())
+    assert kinds["up"] == "columns" and kinds["attention"] == "heads" and kinds["table"] == "vocabulary"
+    assert (kinds["spare"] == "replicated") == is_tried == ("no call of the trial" in str(other.sharding_report()))
+    model.other = True
+    for part in other.parts:
+        part.other = True
+    train_both(model, other, inputs, seed)
+
+
+class ReadsPadding(nn.Module):
+    """Counts the images that are not zero, as models of images and texts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor, images: Tensor) -> Tensor:
+        images = images[(images != 0).any(-1)]
+        if len(images) != int((ids == 0).sum()):
+            raise ValueError("the number of images differs from the number of their tokens")
+        return self.layer(images)
+
+
+def test_zeros_of_inputs_stay_zeros() -> None:
+    images = torch.randn(2, 3, 6)
+    images[1, 2] = 0
+    inputs = (torch.tensor([[0, 0, 0, 1], [0, 0, 2, 2]]), images)
+    report = oslo_models.tensor_parallel(ReadsPadding(), ["cpu"] * 2, inputs=inputs).sharding_report()
+    assert sharding(report) == {"layer": "columns"}
+
+
 class LooksAtClasses(nn.Module):
     """Its result depends on the class of a layer, which no derived plan can know."""
 
@@ -480,6 +548,36 @@ def test_a_subclass_of_a_class_of_the_zoo(seed: int) -> None:
         train_both(model, other, torch.randint(3, 37, (2, 6)), seed)
 
 
+INPUTS = {"pixel_values": torch.randn(2, 3, 16, 16)}
+SIGLIP = hf.SiglipVisionConfig(patch_size=4, **IMAGE)
+
+
+def test_a_class_from_a_configuration_is_tried_with_its_buffers() -> None:
+    """It is on the meta device, where the numbers of positions have no values."""
+    with torch.device("meta"):
+        model = hf.SiglipVisionModel._from_config(SIGLIP)
+    positions = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
+    assert positions
+    for name, buffer in copy_of_model(model).named_buffers():
+        assert torch.equal(buffer, torch.arange(16)[None]), name
+    report = DerivedFromConfig(hf.SiglipVisionModel, INPUTS)(SIGLIP).report
+    assert report.sharded_share > 0.9
+    model.extra = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match="position_ids of this SiglipVisionModel is a buffer on the meta device"):
+        derive_for_model(model, INPUTS)
+
+
+def test_experts_are_tried_one_by_one(seed: int) -> None:
+    """transformers' default, ``grouped_mm``, has no float64."""
+    torch.manual_seed(seed)
+    config = zoo.config("qwen3_moe")
+    config._experts_implementation = "grouped_mm"
+    model = hf.Qwen3MoeForCausalLM(config)
+    plan = derive_for_model(model, {"input_ids": torch.randint(3, 37, (2, 6))})
+    assert sharding(plan.report)["model.layers.0.self_attn.o_proj"] == "rows"
+    assert model.config._experts_implementation == "grouped_mm"
+
+
 def parallel_state(cls: Any, config: Any, weights: Any, inputs: Any, how: str, n: int) -> dict[str, Tensor]:
     """Return logits, and the full weights after a step, on a rank."""
     if how == "initialize":
@@ -528,6 +626,59 @@ def test_ranks_of_a_launcher_train_as_one_process(
     expected = {"loss": output.loss.detach(), **{name: param.detach() for name, param in model.named_parameters()}}
     for own in found:
         assert largest_difference(expected, own) < TOLERANCE
+
+
+class ReadsItsHead(hf.GPT2LMHeadModel):
+    """Reads a weight outside of its layer in a branch that the traced call did not show."""
+
+    other = False
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        logits = self.lm_head(self.transformer(input_ids).last_hidden_state)
+        weight = self.transformer.h[0].mlp.c_fc.weight
+        return logits + (weight.sum() + weight.shape[1] if self.other else 0)
+
+
+def read_of_transformers_on_a_rank(path: Any, ids: Tensor) -> Tensor:
+    model = oslo_models.parallel_class(ReadsItsHead, "derive").from_pretrained_with_parallel(path, 2)
+    assert sharding(model.sharding_report())["transformer.h.0.mlp.c_fc"] == "columns"
+    model.other = True
+    return model(ids).detach()
+
+
+def test_weights_that_untried_code_of_a_transformer_reads_are_full(pool: Pool, tmp_path: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = ReadsItsHead(hf.GPT2Config(vocab_size=37, n_embd=24, n_layer=2, n_head=3, n_positions=16)).eval()
+    model.save_pretrained(tmp_path)
+    model.other, ids = True, torch.randint(3, 37, (2, 6))
+    for own in pool.run(2, read_of_transformers_on_a_rank, tmp_path, ids):
+        assert (own - model(ids)).abs().max() < 1e-4
+
+
+def read_on_a_rank(seed: int, way: int) -> dict[str, Tensor]:
+    """Take the branch of untried code on the ranks of a launcher; return the weights after a step."""
+    torch.manual_seed(seed)
+    model, inputs = ReadsWeightsElsewhere(way).double(), torch.randn(5, 6).double()
+    model = oslo_models.initialize(
+        model, {"model_parallelism": {"tensor_parallel_size": 2}}, plan="derive", inputs=inputs
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    model.other = True
+    model(inputs).square().sum().backward()
+    optimizer.step()
+    return model.full_state_dict()
+
+
+@pytest.mark.parametrize("way", range(5))
+def test_weights_that_untried_code_reads_are_full_on_ranks(way: int, pool: Pool, seed: int) -> None:
+    found = pool.run(2, read_on_a_rank, seed, way)
+    torch.manual_seed(seed)
+    model, inputs = ReadsWeightsElsewhere(way).double(), torch.randn(5, 6).double()
+    model.other = True
+    model(inputs).square().sum().backward()
+    torch.optim.SGD(model.parameters(), 0.001).step()
+    for own in found:
+        assert largest_difference(model.state_dict(), own) < TOLERANCE
 
 
 def parallel_module(name: str, seed: int, n: int) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from transformers.cache_utils import Cache
 
 from oslo_models.distributed.thread_group import ThreadGroup
+from oslo_models.layers.full_weights import model_code
 
 
 class ThreadShards(nn.Module):
@@ -103,7 +104,7 @@ class _Call:
 
         def of_rank(rank: int) -> Any:
             args, kwargs = tree_unflatten(arguments[rank], self._structure)
-            with torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad), model_code():
                 return self._parts[rank](*args, **kwargs)
 
         flat = [tree_flatten(output) for output in self._threads.run(of_rank)]
@@ -124,7 +125,8 @@ class _Call:
         def of_rank(rank: int) -> None:
             own = [None if grad is None else grad.to(self._threads.devices[rank]) for grad in grads]
             used = [number for number, grad in enumerate(own) if grad is not None]
-            torch.autograd.backward([graphs[rank][1][number] for number in used], [own[number] for number in used])
+            with model_code():  # checkpointed blocks run again
+                torch.autograd.backward([graphs[rank][1][number] for number in used], [own[number] for number in used])
 
         self._threads.run(of_rank)
         own = [x.grad for x in graphs[0][0]]

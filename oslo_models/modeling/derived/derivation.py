@@ -30,6 +30,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, Conv1D, nn.Embedding, nn.MultiheadAttention, *_CONVOLUTIONS, *_TRANSPOSED)
 _CHANGED_EMBEDDING = "its class changes what an embedding computes, and no call showed how"
+_UNTRIED = "no call of the trial reached it"
 _TIED = "an nn.MultiheadAttention with weights of other layers stays whole"
 _NESTED = "its nn.TransformerEncoder uses nested tensors; with enable_nested_tensor=False it is sharded"
 _REASON = "the plan was derived from the model, and says nothing of blocks"
@@ -59,12 +60,13 @@ class Findings:
     called: set[str] = field(default_factory=set)
 
 
-def observe(probe: nn.Module, calls: Sequence[Call]) -> Findings:
+def observe(probe: nn.Module, calls: Sequence[Call], gather: bool = False) -> Findings:
     """Find layers that can read another layer's sharded outputs, and weights that are read outside of their layer.
 
     Args:
         probe: a model. Tracing changes it, so discard it afterwards.
         calls: functions that call the model.
+        gather: find only which layers are called, and weights that are read outside of their layer.
     """
     layers = _find_layers(probe)
     observable = ("", _CHANGED_EMBEDDING)
@@ -73,14 +75,14 @@ def observe(probe: nn.Module, calls: Sequence[Call]) -> Findings:
         candidates.pop(f"{name}.out_proj", None)  # nn.MultiheadAttention does not call it
     shapes = {name: _features(module) for name, module in candidates.items()}
     keys = templates(probe)  # before tracing changes the classes of layers
-    return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls)), keys, shapes)
+    return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls), gather), keys, shapes)
 
 
 def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPlan:
     """Derive the plan of a model of any class.
 
-    Without findings, every supported layer shards its outputs and gathers them at once. This is correct for any code
-    that calls the layer.
+    Only layers that were called are sharded. Without findings, every supported layer shards its outputs and gathers
+    them at once.
 
     Args:
         model: the model, with weights or on the meta device. It is not changed.
@@ -207,11 +209,10 @@ def _features(module: nn.Module) -> tuple[int, int]:
 
 def _generalize(trace: Trace, keys: dict[str, str], shapes: dict[str, tuple[int, int]]) -> Findings:
     """Generalise a small model's trace to any size: names become templates, and full sizes become ``None``."""
-    found = Findings()
+    found = Findings(called={key for name, key in keys.items() if name in trace.called})
+    found.called -= {keys[name] for name in shapes.keys() - trace.called}  # one of several blocks may skip a layer
     for name, (outputs, inputs) in shapes.items():
         key = keys[name]
-        if name in trace.called:
-            found.called.add(key)
         if name in trace.outside:
             found.outside[key] = trace.outside[name]
         if name in trace.rows:
@@ -229,6 +230,8 @@ def _entry(key: str, module: nn.Module, reason: str, findings: Findings | None) 
     """Return the entry of a module and its text in the report. ``key`` is the module's name in `templates`."""
     if reason and not (reason == _CHANGED_EMBEDDING and findings is not None and key in findings.called):
         return Replicated(), reason
+    if findings is not None and key not in findings.called:
+        return Replicated(), _UNTRIED
     if findings is not None and key in findings.outside:
         return Replicated(), f"its weight is read outside of the layer, by {findings.outside[key]}"
     if isinstance(module, nn.MultiheadAttention):

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,9 @@ def derive_for_model(model: nn.Module, inputs: Any = None, ranks: Sequence[int] 
 
     Args:
         model: the model, with weights or on the meta device. It is not changed.
-        inputs: a tensor, a tuple of positional arguments or a dictionary of keyword arguments. Only the shapes of
-            floating-point tensors matter. By default, transformers models get inputs that fit their configuration.
+        inputs: a tensor, a tuple of positional arguments or a dictionary of keyword arguments. Only the shapes and the
+            zeros of floating-point tensors matter. By default, transformers models get inputs that fit their
+            configuration.
         ranks: the tensor-parallel sizes to test.
 
     Raises:
@@ -84,9 +86,7 @@ def derive_for_model(model: nn.Module, inputs: Any = None, ranks: Sequence[int] 
     with _own_random_numbers():
         probe, calls = _probe(model, inputs)
         seen: list[str] = []
-        for findings in (_observe(probe, calls), Findings()):
-            if findings is None:
-                continue
+        for findings in _observe(probe, calls):
             plan = derive_plan(probe, findings)
             seen = [line for n in ranks for line in differences(probe, plan, calls, n, _SEED)]
             if not seen:
@@ -113,12 +113,21 @@ def verify(model: nn.Module, plan: Plan | Sharding, args: tuple[Any, ...], kwarg
         )
 
 
-def _observe(probe: nn.Module, calls: Sequence[Call]) -> Findings | None:
-    """Trace the calls. Return ``None`` if the model uses activations in a way that only plain tensors support."""
+def _observe(probe: nn.Module, calls: Sequence[Call]) -> list[Findings]:
+    """Trace the calls in both modes. Return the findings to try, the best first; the last gather every output.
+
+    The first are left out if the model uses activations in a way that only plain tensors support.
+    """
+    calls = [partial(_in_mode, call, training) for call in calls for training in (True, False)]
+    gathering = observe(copy.deepcopy(probe), calls, gather=True)
     try:
-        return observe(copy.deepcopy(probe), calls)
+        return [observe(copy.deepcopy(probe), calls), gathering]
     except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError):
-        return None
+        return [gathering]
+
+
+def _in_mode(call: Call, training: bool, model: nn.Module) -> Any:
+    return call(model.train(training))
 
 
 def _probe(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[Call]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.sharded_tensor import Sharding, gather_shards, local_tensor, mark_parameter
+from oslo_models.layers.full_weights import as_model_code
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.modeling.derived.derivation import DerivedPlan
 from oslo_models.modeling.derived.report import ShardingReport
@@ -69,5 +70,6 @@ def derived_class(cls: type[Any], plan: DerivedPlan) -> Any:
     def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         return gathered(cls.forward(module, *args, **kwargs))
 
-    namespace = {"forward": forward, "derived_plan": plan, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    namespace = {"derived_plan": plan, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    namespace["forward"] = as_model_code(forward)
     return type(cls.__name__, (DerivedModule, cls), namespace)

@@ -48,7 +48,21 @@ def _made(cls: type[Any], config: PreTrainedConfig) -> Any:
 
 
 def copy_of_model(model: nn.Module) -> nn.Module:
-    """Return a random model with the structure and sizes of ``model``, which may be on the meta device."""
+    """Return a random model with the structure and sizes of ``model``, which may be on the meta device.
+
+    Buffers on the meta device have no values, so the model is then constructed from its configuration.
+
+    Raises:
+        ValueError: buffers are on the meta device, and the configuration does not construct this model.
+    """
+    if without_values := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        made = _made(type(model), model.config) if isinstance(model, PreTrainedModel) else None
+        if made is None or _shapes(made) != _shapes(model):
+            raise ValueError(
+                f"{without_values[0]} of this {type(model).__name__} is a buffer on the meta device, so it has no "
+                "values to try a plan with: construct the model on the CPU"
+            )
+        return _randomized(made)
     empty: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         made = (
@@ -56,6 +70,10 @@ def copy_of_model(model: nn.Module) -> nn.Module:
         )
         empty[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     return _randomized(copy.deepcopy(model, empty))
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def same_structure(one: nn.Module, other: nn.Module) -> bool:
@@ -70,7 +88,10 @@ def same_structure(one: nn.Module, other: nn.Module) -> bool:
 
 @torch.no_grad()
 def _randomized(model: nn.Module) -> Any:
-    """Convert a model to float64, disable dropout and randomise all parameters: zeros and ones would hide mistakes."""
+    """Convert a model to float64, disable dropout and randomise all parameters: zeros and ones would hide mistakes.
+
+    Experts are computed one by one, since ``grouped_mm`` has no float64.
+    """
     model.double()
     for name, param in model.named_parameters():
         noise = torch.randn_like(param)
@@ -89,6 +110,8 @@ def _randomized(model: nn.Module) -> Any:
             for key, value in vars(each).items():
                 if "drop" in key and isinstance(value, float):
                     setattr(each, key, 0.0)
+            if hasattr(each, "_experts_implementation_internal"):
+                each._experts_implementation_internal = "eager"
     return model
 
 
@@ -151,11 +174,18 @@ def calls_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
 
 
 def _random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with random values in floating-point tensors."""
+    """Return the arguments with random values in floating-point tensors.
+
+    Zeros stay zeros, since models recognise padding by them, such as missing images of a row. A tensor of zeros only is
+    taken for a shape.
+    """
 
     def random(x: Tensor) -> Tensor:
         x = x.detach().cpu()
-        return torch.randn(x.shape, dtype=torch.float64) if x.is_floating_point() else x
+        if not x.is_floating_point():
+            return x
+        drawn = torch.randn(x.shape, dtype=torch.float64)
+        return drawn.masked_fill(x == 0, 0.0) if x.any() else drawn
 
     made: Any = tree_map_only(Tensor, random, (args, kwargs))
     return made

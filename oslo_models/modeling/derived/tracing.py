@@ -34,6 +34,7 @@ class Trace:
         outside: layers with weights that other code reads, and the function that reads them.
         called: the layers that were called.
         inside: the layers that are running now.
+        gather: whether layers return plain tensors, so that no layer reads sharded inputs.
     """
 
     fixed: set[str] = field(default_factory=set)
@@ -45,6 +46,7 @@ class Trace:
     outside: dict[str, str] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     inside: list[nn.Module] = field(default_factory=list)
+    gather: bool = False
     changed: bool = False
 
     def gathered(self, sources: frozenset[str], why: str) -> None:
@@ -78,7 +80,7 @@ class Trace:
     def column(self, path: str, output: Tensor) -> Tensor:
         """Return the output of a column-parallel layer, marked as sharded."""
         self.columns.add(path)
-        if output.shape[-1] < 2:
+        if self.gather or output.shape[-1] < 2:
             return output
         size, parts = output.shape[-1], self.parts.get(path, 1)
         units = self.units.get(path, size // parts)
@@ -144,7 +146,11 @@ _HARMLESS = {
 
 
 def trace_calls(
-    model: nn.Module, candidates: Mapping[str, nn.Module], fixed: set[str], calls: list[Callable[[nn.Module], Any]]
+    model: nn.Module,
+    candidates: Mapping[str, nn.Module],
+    fixed: set[str],
+    calls: list[Callable[[nn.Module], Any]],
+    gather: bool = False,
 ) -> Trace:
     """Trace calls of a model. This changes the model, so discard it afterwards.
 
@@ -152,8 +158,9 @@ def trace_calls(
         candidates: the layers to trace, by name.
         fixed: see `Trace`.
         calls: functions that call the model, each in another way.
+        gather: see `Trace`.
     """
-    trace = Trace(set(fixed))
+    trace = Trace(set(fixed), gather=gather)
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, module in candidates.items():
         for _, param in module.named_parameters(recurse=False):

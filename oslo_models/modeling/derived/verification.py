@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.thread_group import ThreadGroup
+from oslo_models.layers.full_weights import model_code
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.modeling.apply_plan import apply_plan, layouts_of
 from oslo_models.modeling.derived.derivation import Call
@@ -60,7 +61,8 @@ def _step(model: nn.Module, call: Call, seed: int) -> dict[str, Any]:
     """Run a forward pass, and a backward pass if gradients are enabled. Return outputs, gradients and buffers."""
     torch.manual_seed(seed)
     model.zero_grad()
-    seen = dict(floating_tensors(gathered(call(model))))
+    with model_code():
+        seen = dict(floating_tensors(gathered(call(model))))
     weighted = [
         (x * torch.arange(x.numel(), dtype=x.dtype).cos().view_as(x)).sum() for x in seen.values() if x.requires_grad
     ]
