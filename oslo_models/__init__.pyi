@@ -148,6 +148,8 @@ from oslo_models.models.cohere2 import Cohere2ForCausalLM as Cohere2ForCausalLM
 from oslo_models.models.cohere2 import Cohere2Model as Cohere2Model
 from oslo_models.models.cohere2_moe import Cohere2MoeForCausalLM as Cohere2MoeForCausalLM
 from oslo_models.models.cohere2_moe import Cohere2MoeModel as Cohere2MoeModel
+from oslo_models.models.cohere2_vision import Cohere2VisionForConditionalGeneration as Cohere2VisionForConditionalGeneration
+from oslo_models.models.cohere2_vision import Cohere2VisionModel as Cohere2VisionModel
 from oslo_models.models.cohere_compass_text import CohereCompassForCausalLM as CohereCompassForCausalLM
 from oslo_models.models.cohere_compass_text import CohereCompassTextForSequenceClassification as CohereCompassTextForSequenceClassification
 from oslo_models.models.cohere_compass_text import CohereCompassTextModel as CohereCompassTextModel
@@ -200,6 +202,8 @@ from oslo_models.models.deepseek_v32 import DeepseekV32ForCausalLM as DeepseekV3
 from oslo_models.models.deepseek_v32 import DeepseekV32Model as DeepseekV32Model
 from oslo_models.models.deepseek_v4 import DeepseekV4ForCausalLM as DeepseekV4ForCausalLM
 from oslo_models.models.deepseek_v4 import DeepseekV4Model as DeepseekV4Model
+from oslo_models.models.deepseek_vl import DeepseekVLForConditionalGeneration as DeepseekVLForConditionalGeneration
+from oslo_models.models.deepseek_vl import DeepseekVLModel as DeepseekVLModel
 from oslo_models.models.deit import DeiTForImageClassification as DeiTForImageClassification
 from oslo_models.models.deit import DeiTForImageClassificationWithTeacher as DeiTForImageClassificationWithTeacher
 from oslo_models.models.deit import DeiTForMaskedImageModeling as DeiTForMaskedImageModeling
@@ -437,6 +441,8 @@ from oslo_models.models.lfm2_moe import Lfm2MoeForCausalLM as Lfm2MoeForCausalLM
 from oslo_models.models.lfm2_moe import Lfm2MoeModel as Lfm2MoeModel
 from oslo_models.models.lfm3 import Lfm3ForCausalLM as Lfm3ForCausalLM
 from oslo_models.models.lfm3 import Lfm3Model as Lfm3Model
+from oslo_models.models.lighton_ocr import LightOnOcrForConditionalGeneration as LightOnOcrForConditionalGeneration
+from oslo_models.models.lighton_ocr import LightOnOcrModel as LightOnOcrModel
 from oslo_models.models.llama import LlamaForCausalLM as LlamaForCausalLM
 from oslo_models.models.llama import LlamaForQuestionAnswering as LlamaForQuestionAnswering
 from oslo_models.models.llama import LlamaForSequenceClassification as LlamaForSequenceClassification
@@ -682,6 +688,9 @@ from oslo_models.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration a
 from oslo_models.models.qwen3_vl_moe import Qwen3VLMoeModel as Qwen3VLMoeModel
 from oslo_models.models.qwen3_vl_moe import Qwen3VLMoeTextModel as Qwen3VLMoeTextModel
 from oslo_models.models.qwen3_vl_moe import Qwen3VLMoeVisionModel as Qwen3VLMoeVisionModel
+from oslo_models.models.qwen4_exp import Qwen4ExpForConditionalGeneration as Qwen4ExpForConditionalGeneration
+from oslo_models.models.qwen4_exp import Qwen4ExpModel as Qwen4ExpModel
+from oslo_models.models.qwen4_exp import Qwen4ExpVisionModel as Qwen4ExpVisionModel
 from oslo_models.models.qwen4_exp_text import Qwen4ExpForCausalLM as Qwen4ExpForCausalLM
 from oslo_models.models.qwen4_exp_text import Qwen4ExpTextModel as Qwen4ExpTextModel
 from oslo_models.models.rag import RagModel as RagModel
@@ -796,6 +805,8 @@ from oslo_models.models.unispeech_sat import UniSpeechSatForXVector as UniSpeech
 from oslo_models.models.unispeech_sat import UniSpeechSatModel as UniSpeechSatModel
 from oslo_models.models.vaultgemma import VaultGemmaForCausalLM as VaultGemmaForCausalLM
 from oslo_models.models.vaultgemma import VaultGemmaModel as VaultGemmaModel
+from oslo_models.models.vipllava import VipLlavaForConditionalGeneration as VipLlavaForConditionalGeneration
+from oslo_models.models.vipllava import VipLlavaModel as VipLlavaModel
 from oslo_models.models.visual_bert import VisualBertForMultipleChoice as VisualBertForMultipleChoice
 from oslo_models.models.visual_bert import VisualBertForPreTraining as VisualBertForPreTraining
 from oslo_models.models.visual_bert import VisualBertForQuestionAnswering as VisualBertForQuestionAnswering
@@ -899,6 +910,7 @@ from transformers import CamembertConfig as CamembertConfig
 from transformers import CodeGenConfig as CodeGenConfig
 from transformers import Cohere2Config as Cohere2Config
 from transformers import Cohere2MoeConfig as Cohere2MoeConfig
+from transformers import Cohere2VisionConfig as Cohere2VisionConfig
 from transformers import CohereCompassTextConfig as CohereCompassTextConfig
 from transformers import CohereConfig as CohereConfig
 from transformers import ConvBertConfig as ConvBertConfig
@@ -914,6 +926,7 @@ from transformers import DeepseekV2Config as DeepseekV2Config
 from transformers import DeepseekV32Config as DeepseekV32Config
 from transformers import DeepseekV3Config as DeepseekV3Config
 from transformers import DeepseekV4Config as DeepseekV4Config
+from transformers import DeepseekVLConfig as DeepseekVLConfig
 from transformers import DeiTConfig as DeiTConfig
 from transformers import DetrConfig as DetrConfig
 from transformers import DiffLlamaConfig as DiffLlamaConfig
@@ -992,6 +1005,7 @@ from transformers import LayoutLMConfig as LayoutLMConfig
 from transformers import Lfm2Config as Lfm2Config
 from transformers import Lfm2MoeConfig as Lfm2MoeConfig
 from transformers import Lfm3Config as Lfm3Config
+from transformers import LightOnOcrConfig as LightOnOcrConfig
 from transformers import Llama4TextConfig as Llama4TextConfig
 from transformers import LlamaConfig as LlamaConfig
 from transformers import LlavaConfig as LlavaConfig
@@ -1065,7 +1079,9 @@ from transformers import Qwen3_5MoeTextConfig as Qwen3_5MoeTextConfig
 from transformers import Qwen3_5MoeVisionConfig as Qwen3_5MoeVisionConfig
 from transformers import Qwen3_5TextConfig as Qwen3_5TextConfig
 from transformers import Qwen3_5VisionConfig as Qwen3_5VisionConfig
+from transformers import Qwen4ExpConfig as Qwen4ExpConfig
 from transformers import Qwen4ExpTextConfig as Qwen4ExpTextConfig
+from transformers import Qwen4ExpVisionConfig as Qwen4ExpVisionConfig
 from transformers import RagConfig as RagConfig
 from transformers import RecurrentGemmaConfig as RecurrentGemmaConfig
 from transformers import ReformerConfig as ReformerConfig
@@ -1097,6 +1113,7 @@ from transformers import UniSpeechSatConfig as UniSpeechSatConfig
 from transformers import VaultGemmaConfig as VaultGemmaConfig
 from transformers import ViTConfig as ViTConfig
 from transformers import ViTMSNConfig as ViTMSNConfig
+from transformers import VipLlavaConfig as VipLlavaConfig
 from transformers import VisualBertConfig as VisualBertConfig
 from transformers import Wav2Vec2Config as Wav2Vec2Config
 from transformers import WhisperConfig as WhisperConfig
@@ -1141,6 +1158,7 @@ from transformers.models.codegen.modeling_codegen import CodeGenPreTrainedModel 
 from transformers.models.cohere.modeling_cohere import CoherePreTrainedModel as CoherePreTrainedModel
 from transformers.models.cohere2.modeling_cohere2 import Cohere2PreTrainedModel as Cohere2PreTrainedModel
 from transformers.models.cohere2_moe.modeling_cohere2_moe import Cohere2MoePreTrainedModel as Cohere2MoePreTrainedModel
+from transformers.models.cohere2_vision.modeling_cohere2_vision import Cohere2VisionPreTrainedModel as Cohere2VisionPreTrainedModel
 from transformers.models.cohere_compass.modeling_cohere_compass import CohereCompassPreTrainedModel as CohereCompassPreTrainedModel
 from transformers.models.convbert.modeling_convbert import ConvBertPreTrainedModel as ConvBertPreTrainedModel
 from transformers.models.cpmant.modeling_cpmant import CpmAntPreTrainedModel as CpmAntPreTrainedModel
@@ -1155,6 +1173,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2PreTr
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel as DeepseekV3PreTrainedModel
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32PreTrainedModel as DeepseekV32PreTrainedModel
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTrainedModel as DeepseekV4PreTrainedModel
+from transformers.models.deepseek_vl.modeling_deepseek_vl import DeepseekVLPreTrainedModel as DeepseekVLPreTrainedModel
 from transformers.models.deit.modeling_deit import DeiTPreTrainedModel as DeiTPreTrainedModel
 from transformers.models.detr.modeling_detr import DetrPreTrainedModel as DetrPreTrainedModel
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaPreTrainedModel as DiffLlamaPreTrainedModel
@@ -1239,6 +1258,7 @@ from transformers.models.led.modeling_led import LEDPreTrainedModel as LEDPreTra
 from transformers.models.lfm2.modeling_lfm2 import Lfm2PreTrainedModel as Lfm2PreTrainedModel
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoePreTrainedModel as Lfm2MoePreTrainedModel
 from transformers.models.lfm3.modeling_lfm3 import Lfm3PreTrainedModel as Lfm3PreTrainedModel
+from transformers.models.lighton_ocr.modeling_lighton_ocr import LightOnOcrPreTrainedModel as LightOnOcrPreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention as LlamaAttention
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer as LlamaDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaMLP as LlamaMLP
@@ -1332,6 +1352,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5PreTrainedModel as UMT5Pr
 from transformers.models.unispeech.modeling_unispeech import UniSpeechPreTrainedModel as UniSpeechPreTrainedModel
 from transformers.models.unispeech_sat.modeling_unispeech_sat import UniSpeechSatPreTrainedModel as UniSpeechSatPreTrainedModel
 from transformers.models.vaultgemma.modeling_vaultgemma import VaultGemmaPreTrainedModel as VaultGemmaPreTrainedModel
+from transformers.models.vipllava.modeling_vipllava import VipLlavaPreTrainedModel as VipLlavaPreTrainedModel
 from transformers.models.visual_bert.modeling_visual_bert import VisualBertPreTrainedModel as VisualBertPreTrainedModel
 from transformers.models.vit.modeling_vit import ViTPreTrainedModel as ViTPreTrainedModel
 from transformers.models.vit_msn.modeling_vit_msn import ViTMSNPreTrainedModel as ViTMSNPreTrainedModel

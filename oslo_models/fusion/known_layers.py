@@ -19,7 +19,7 @@ from oslo_models.contracts.listing import LAYERS
 
 
 def layer_name(module: nn.Module) -> str:
-    """Return the transformers class that defines a layer's ``forward``, such as ``"llama.LlamaRMSNorm"``.
+    """Return the transformers class that defines a layer's ``forward``, such as ``"lighton_ocr.LightOnOcrRMSNorm llama.LlamaRMSNorm"``.
 
     Returns:
         ``""`` for other layers, and for layers of the tables that differ from the checked releases.

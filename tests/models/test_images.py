@@ -66,7 +66,7 @@ def check_on_stages(step: Step, tokens: Tokens, alone: Step, sizes: tuple[int, i
 
 @pytest.mark.drawn(3)
 @pytest.mark.stacks
-@pytest.mark.parametrize("model_type", zoo.WITH_IMAGES)
+@pytest.mark.parametrize("model_type", [each for each in zoo.WITH_IMAGES if each != "qwen4_exp"])  # it has one stage
 def test_micro_batches_with_images_of_their_rows_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
     name, config = zoo.main_head(model_type), zoo.config(model_type)
     batch = twice(zoo.batch(name, config, seed))

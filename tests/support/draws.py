@@ -423,6 +423,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "prophetnet": _fit_prophetnet,
     **dict.fromkeys(("qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
+    "qwen4_exp_vision": _fit_rotary_grid,
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
@@ -493,7 +494,7 @@ def _configured(
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
     if model_type == "paligemma":
         values["projection_dim"] = values["text_config"]["hidden_size"]
-    if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
+    if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"):
         _fit_qwen_tower(values["text_config"], values["vision_config"])
     if not parts:
         _sizes({} if model_type == "clip" else values, model_type, draw)

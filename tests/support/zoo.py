@@ -614,6 +614,34 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"text_config": {**_KV, **_WINDOW, **TOKENS, "model_type": "cohere2"}, **_SEEING},
         **{"vision_config": {**_TOWER, "model_type": "siglip_vision_model"}, "downsample_factor": 2},
     },
+    "cohere2_vision": {
+        **{"text_config": {**_KV, **_WINDOW, **TOKENS, "model_type": "cohere2"}, **_SEEING},
+        **{"vision_config": {**_TOWER, "model_type": "siglip_vision_model"}, "downsample_factor": 2},
+        "alignment_intermediate_size": 26,
+    },
+    "vipllava": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, "image_seq_length": 4, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "patch_size": 8},
+        "vision_feature_layers": [-2, -1],
+    },
+    "lighton_ocr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_SEEING},
+        **{"vision_config": {**_TOWER, "model_type": "pixtral"}, "spatial_merge_size": 2},
+    },
+    "deepseek_vl": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "patch_size": 8},
+    },
+    "qwen4_exp": {
+        "text_config": {
+            **{**_LLAMA, **_MIXTURE, **_LINEAR, **_QSA, **TOKENS, "model_type": "qwen4_exp_text", "head_dim": 8},
+            **{"layer_types": ["linear_attention", "indexed_attention"], "output_gate_type": "sigmoid"},
+            **{"linear_num_key_heads": 5, "linear_num_value_heads": 10, "shared_expert_intermediate_size": 13},
+            "rope_parameters": {**_mrope(1, 0, 0), "partial_rotary_factor": 0.25},
+        },
+        "vision_config": {**_QWEN_TOWER, "model_type": "qwen4_exp_vision", "num_position_embeddings": 16},
+        **_QWEN_SEEING,
+    },
     "bailing_hybrid": {
         **_LATENT,
         **_SPARSE,
@@ -848,6 +876,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "qwen3_5_moe_text": {"Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeModel", "Qwen3_5MoeVisionModel"},
     "qwen3_5_moe": {"Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"},
     "qwen4_exp_text": {"Qwen4ExpForConditionalGeneration", "Qwen4ExpModel", "Qwen4ExpVisionModel"},
+    "qwen4_exp": {"Qwen4ExpForCausalLM", "Qwen4ExpTextModel"},
 }
 """Classes that transformers has in the module of a model type and the zoo does not."""
 
@@ -1104,7 +1133,7 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
             given["pixel_values"][row, place] = image
     else:
         given["pixel_values"] = pixels
-    if name.startswith("Mistral3"):
+    if name.startswith(("Mistral3", "LightOn")):
         given["image_sizes"] = torch.full((len(pixels), 2), side)
     if "token_type_ids" in parameters_of_forward(name):  # PaliGemma's mark its answers, Gemma 3's its images
         given["token_type_ids"] = ((ids == token) ^ name.startswith("PaliGemma")).long()
