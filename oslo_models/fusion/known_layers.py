@@ -19,7 +19,7 @@ from oslo_models.contracts.listing import LAYERS
 
 
 def layer_name(module: nn.Module) -> str:
-    """Return the transformers class that defines a layer's ``forward``, such as ``"lighton_ocr.LightOnOcrRMSNorm llama.LlamaRMSNorm"``.
+    """Return the transformers class that defines a layer's ``forward``, such as ``"llama.LlamaRMSNorm"``.
 
     Returns:
         ``""`` for other layers, and for layers of the tables that differ from the checked releases.
@@ -92,7 +92,8 @@ RMS_NORMS = _names("""
     qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm
     solar_open.SolarOpenRMSNorm switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm
     zamba.ZambaRMSNorm zamba2.Zamba2RMSNorm zaya.ZayaRMSNorm
-    idefics3.Idefics3RMSNorm internvl.InternVLVisionRMSNorm mistral3.Mistral3RMSNorm pixtral.PixtralRMSNorm
+    idefics3.Idefics3RMSNorm internvl.InternVLVisionRMSNorm lighton_ocr.LightOnOcrRMSNorm mistral3.Mistral3RMSNorm
+    pixtral.PixtralRMSNorm
     qwen2_5_vl.Qwen2_5_VLRMSNorm qwen2_vl.Qwen2VLRMSNorm qwen3_vl.Qwen3VLTextRMSNorm qwen3_vl_moe.Qwen3VLMoeTextRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
