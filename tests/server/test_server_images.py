@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import struct
 import tracemalloc
 import zlib
@@ -27,8 +28,9 @@ from oslo_models.server.app import application
 from oslo_models.server.images import FORMATS, ImageChats, ImageLimits, read_image
 
 from support import zoo
-from support.http_server import LocalModel, StubModel, post_json
+from support.http_server import LocalModel, StubModel, connect, post_bytes, post_json, read_answer
 from support.reference import reference_model
+from support.served import serving
 
 SIDE = 16
 TEMPLATE = (
@@ -285,3 +287,20 @@ def test_model_of_text_refuses_images(processor: Any) -> None:
 def test_limits_of_images_are_options_of_the_command(tmp_path: Path) -> None:
     args = make_parser().parse_args(["serve", "model", "--images", "--max-images", "3", "--max-image-pixels", "1000"])
     assert (args.images, args.max_images, args.max_image_pixels, args.max_body_size) == (True, 3, 1000, None)
+
+
+@pytest.mark.drawn(2)
+def test_command_serves_a_checkpoint_with_images(local: LocalModel, processor: Any, tmp_path: Path) -> None:
+    local.model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    pictures = [picture(1)]
+    text, length = expected(local, processor, "w5 w7 <image> ", pictures)
+    content = [{"type": "text", "text": "w7"}, part(data_url(pictures[0]))]
+    fields = {"messages": [{"role": "w5", "content": content}], "max_tokens": 6, "temperature": 0}
+    with serving(tmp_path, "--tensor-parallel-size", 2) as running:
+        url = running.says(" at http").split(" at ")[1].strip()
+        connected = connect(url, post_bytes("/v1/chat/completions", json.dumps(fields).encode()))
+        status, _, body = read_answer(connected)
+        answer = json.loads(body)
+    assert (status, answer["choices"][0]["message"]["content"]) == (200, text)
+    assert answer["usage"]["prompt_tokens"] == length
