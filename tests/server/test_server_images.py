@@ -14,14 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("PIL", reason="images need pillow")
 
 from PIL import Image
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.llava.processing_llava import LlavaProcessor
 
 from oslo_models.cli.main import make_parser
 from oslo_models.server.app import application
@@ -29,45 +26,14 @@ from oslo_models.server.images import FORMATS, ImageChats, ImageLimits, read_ima
 
 from support import zoo
 from support.http_server import LocalModel, StubModel, connect, post_bytes, post_json, read_answer
+from support.processors import TEMPLATE, llava_processor, words
 from support.reference import reference_model
 from support.served import serving
-
-SIDE = 16
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {% for part in m.content %}"
-    "{{ '<image>' if part.type == 'image' else part.text }} {% endfor %}{% endfor %}"
-)
-
-
-def words() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a word for each token, and "<image>" as a special token in any text."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
-    config = zoo.config("llava")
-    table = {f"w{i}": i for i in range(config.text_config.vocab_size) if i != config.image_token_id}
-    made = Tokenizer(models.WordLevel({**table, "<image>": config.image_token_id}, unk_token="w3"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w1")
-    tokenizer.add_tokens([AddedToken("<image>", special=True)])
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
 def processor() -> Any:
-    images = CLIPImageProcessorPil(
-        size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}, do_convert_rgb=True
-    )
-    config = zoo.config("llava")
-    made = LlavaProcessor(
-        images,
-        words(),
-        patch_size=config.vision_config.patch_size,
-        vision_feature_select_strategy="default",
-        chat_template=TEMPLATE,
-        image_token="<image>",
-        num_additional_image_tokens=1,
-    )
-    return made
+    return llava_processor()
 
 
 @pytest.fixture(scope="module")
