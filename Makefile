@@ -1,5 +1,5 @@
 # Everything runs in .venv, which the first target creates and which is updated when setup.py or constraints/newest.txt change.
-.PHONY: venv demo test test-zoo test-stacks fuzz pins check check-pins lint types imports docs format table stub plots \
+.PHONY: venv demo test test-zoo test-stacks fuzz pins check check-pins lint types imports prose docs format table stub plots \
 	bench rehearse-gpu rehearse-wheels clean
 
 # without the bytecode of installed packages, each process of the tests would compile them anew
@@ -94,7 +94,7 @@ pins: $(UV)
 check-pins: $(UV)
 	PYTHONPATH=tests $(BIN)/python -m support.stacks check-pins
 
-check: lint types imports docs check-pins
+check: lint types imports prose docs check-pins
 
 lint: $(READY)
 	$(BIN)/ruff check --quiet .
@@ -109,6 +109,10 @@ types: $(READY)
 # the import order of the packages, as declared in pyproject.toml
 imports: $(READY)
 	$(BIN)/lint-imports --no-cache >.venv/imports.log || { cat .venv/imports.log; exit 1; }
+
+# marks of unidiomatic prose in code and documents
+prose: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m pytest -q -p no:cacheprovider --numprocesses 0 tests/suite/test_prose.py
 
 # the manual, as a site of static files in site/; needs no network. Material's note on its own future is not ours
 docs: $(READY)

@@ -157,7 +157,7 @@ def _kinds(before: Answer, after: Answer) -> Iterator[tuple[str, str]]:
 def _pairs(kind: type[PreTrainedConfig], read: AbstractSet[str]) -> Iterator[Pair]:
     """Yield pairs of configurations that differ in one option.
 
-    All options are tried from the default. Those that plans read are also tried from configurations whose blocks are
+    All options are tried from the default. Options that plans read are also tried from configurations whose blocks are
     of another kind.
     """
     base = kind()

@@ -1,6 +1,6 @@
 """Tiny models of every architecture of the zoo, with sizes that no power of two divides, and a batch for each class.
 
-A new architecture adds a line to `VARIANTS` under its model type; its classes come from the registry by themselves.
+A new architecture adds its sizes to `MORE` under its model type. Its classes come from the registry by themselves.
 """
 
 from __future__ import annotations
