@@ -40,6 +40,8 @@ def check_batches(steps: list[Step], tp: int) -> None:
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("model_type", zoo.WITH_IMAGES)
 def test_text_alone_and_images_in_other_rows_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
+    if (reason := zoo.fault_of_release(model_type)) is not None:
+        pytest.skip(reason)
     name, config = zoo.main_head(model_type), zoo.config(model_type)
     batch = zoo.batch(name, config, seed)
     backwards = {key: value.flip(0) for key, value in batch.items()}  # rows with 2, 0 and 1 images
