@@ -140,7 +140,7 @@ def test_server_without_workers_ends_and_is_no_zombie(monkeypatch: pytest.Monkey
     theirs.close()
     server = forking.ForkServer({}, ours, process_copy.ProcessCopy(pid))
     assert server.is_usable in (True, False)  # the test process has threads
-    wait_until(lambda: not Path(f"/proc/{pid}").exists())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 30)
     with pytest.raises(ConnectionError), socket.socket() as connection:
         server.fork(connection, {})  # the caller starts another server
     server.close()
