@@ -146,6 +146,20 @@ SLOW: dict[str, list[Row]] = {
             {"variant": "t5"},
         ),
         (
+            "pipeline.caches:CacheLayers.restrict",
+            "own = list(layers[self.start : self.stop])",
+            "own = list(layers[: self.stop - self.start])",
+            "test_generate_continues_with_a_cache_that_the_user_made",
+            {"variant": "gemma3_text"},
+        ),
+        (
+            "pipeline.stage_runner:StageRunner._is_given",
+            'batch.get("encoder_outputs") is not None',
+            "False",
+            "test_encoder_outputs_give_the_loss_of_one_process",
+            {"name": "T5ForConditionalGeneration", "blocks": [2, 2]},
+        ),
+        (
             "pipeline.ties:untie_different",
             "not _are_equal(values[members[0]], values[name])",
             "False",
@@ -398,6 +412,13 @@ SLOW: dict[str, list[Row]] = {
         ),
     ],
     "ecosystem/test_trainer_evaluation.py": [
+        (
+            "integrations.stages:EvaluationStages.__call__",
+            "if not _has_gaps(value)",
+            "if True",
+            "test_predictions_of_stages_leave_out_what_the_last_stage_lacks",
+            {},
+        ),
         (
             "integrations.stages:_concatenate",
             ".sum()",
