@@ -100,6 +100,8 @@ def _leave(
 
 def _all_heads(tp: Axis, groups: int, weights_BHQK: Tensor) -> Tensor:
     """Gather attention weights of all heads. Ranks may have different numbers of heads in each of the groups."""
+    if weights_BHQK.dim() < 4:
+        return weights_BHQK  # transformers records the output of Qwen's attention over patches in place of its weights
     weights_BGHQK = weights_BHQK.unflatten(1, (groups, -1))
     count = torch.tensor([weights_BGHQK.shape[2]], device=weights_BHQK.device)
     return gather_from(tp, weights_BGHQK, 2, gather_from(tp, count, 0, [1] * tp.size).tolist()).flatten(1, 2)

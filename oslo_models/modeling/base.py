@@ -111,10 +111,10 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     @classmethod
     def attention_groups(cls, config: PreTrainedConfig) -> int:
-        """Return the number of query heads of each key-value head, if attention weights interleave them.
+        """Return the number of groups in which attention weights list the heads.
 
-        They then list the first query heads of all key-value heads, then the second ones, and so on. With 1, their
-        heads are in the order of the ranks.
+        Each rank has some heads of every group: of each of CodeGen's four parts, or JetMoE's first query heads of all
+        key-value heads, then the second ones, and so on. With 1, the heads are in the order of the ranks.
         """
         return 1
 

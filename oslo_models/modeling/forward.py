@@ -199,7 +199,8 @@ def _of_all_blocks(stage: Stage, name: str, value: Any, wanted: bool | int | lis
         return value
     if not stack.is_local:
         return None
-    full = (*[None] * stack.blocks_before, *value)
+    counts_attentions = name.endswith("attentions") and not name.endswith("cross_attentions")
+    full = (*[None] * (stack.attentions_before if counts_attentions else stack.blocks_before), *value)
     if isinstance(wanted, bool) or wanted is None or name.endswith("attentions"):
         return full
     chosen = {i % len(full) for i in ([wanted] if isinstance(wanted, int) else wanted) if -len(full) <= i < len(full)}

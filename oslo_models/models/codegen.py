@@ -15,6 +15,10 @@ class CodeGenParallel(ParallelModel):
     """Sharding plan of the CodeGen family."""
 
     @classmethod
+    def attention_groups(cls, config: Any) -> int:
+        return 4
+
+    @classmethod
     def plan(cls, config: Any) -> Plan:
         width = config.n_embd // config.n_head
         heads = EvenSplit(config.n_head // 4, width)  # of each of the four parts

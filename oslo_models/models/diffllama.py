@@ -16,6 +16,10 @@ class DiffLlamaParallel(LlamaParallel):
     """Sharding plan of the DiffLlama family."""
 
     @classmethod
+    def attention_groups(cls, config: Any) -> int:
+        return 2
+
+    @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
         pairs = replace(heads, query_heads=heads.query_heads // 2, kv_heads=heads.kv_heads // 2)
         weights = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")

@@ -18,6 +18,7 @@ from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llava import LlavaParallel
+from oslo_models.models.vit import patch_positions
 
 
 class InternVLVisionModel(ParallelModel, hf.InternVLVisionModel):
@@ -42,7 +43,7 @@ class InternVLVisionModel(ParallelModel, hf.InternVLVisionModel):
             blocks={"encoder.layer": block},
             head={"layernorm": Norm()},
             optional=("layernorm",),
-        )
+        ).with_rules(input_positions={"encoder.layer": patch_positions(config.patch_size, extra_positions=1)})
 
 
 class InternVLModel(LlavaParallel, hf.InternVLModel):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import RwkvConfig
 from transformers.models.rwkv import modeling_rwkv as hf
 
+from oslo_models.distributed.autograd_collectives import gather_from
 from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.local_module import LocalModule, set_local_attributes
@@ -37,16 +40,18 @@ class RecurrentState(LocalModule):
 class RecurrentStateLayer(ShardedModule):
     """Mixin before a recurrent mixer. Passes the states of the local heads to the mixer.
 
-    States keep transformers' shapes, with entries for all heads. A rank reads and writes the entries of its local
+    States keep transformers' shapes, with entries for all heads. A rank reads and computes the entries of its local
     heads.
 
     Attributes:
         heads: split of the heads, of width 1.
         replicated: number of leading states that every rank reads and writes in full.
+        completes: whether to gather the entries of other ranks, too. `generate` does not read them.
     """
 
     heads: EvenSplit
     replicated: int
+    completes = True
 
     def configure(self, entry: RecurrentState, context: ShardingContext) -> None:
         super().configure(entry, context)
@@ -62,15 +67,43 @@ class RecurrentStateLayer(ShardedModule):
         if new is not own:  # new tensors instead of in-place writes
             for before, after in zip(own, new, strict=True):
                 before.copy_(after)
+        if self.completes:
+            self._gather(state[self.replicated :])
         return output, state
 
+    @torch.no_grad()
+    def _gather(self, states: Sequence[Tensor]) -> None:
+        """Write the entries of the heads of other ranks."""
+        ranges = self.heads.ranges(self.tp.size)
+        start, stop = ranges[self.tp.rank]
+        for each in states:
+            full = gather_from(self.tp, each[:, start:stop].contiguous(), 1, [end - begin for begin, end in ranges])
+            each[:, :start], each[:, stop:] = full[:, :start], full[:, stop:]
 
-class RwkvParallel(ParallelModel):
+
+class RecurrentParallel(ParallelModel):
+    """Model that returns the states of all heads on every rank, except within ``generate``."""
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        layers = [] if self._generates else [each for each in self.modules() if isinstance(each, RecurrentStateLayer)]
+        for layer in layers:
+            layer.completes = False
+        try:
+            with super().generating():
+                yield
+        finally:
+            for layer in layers:
+                layer.completes = True
+
+
+class RwkvParallel(RecurrentParallel):
     """Sharding plan of the RWKV family.
 
-    In a state that the model returns, each rank has written its local channels only. Outside of training, transformers
-    divides some weights by powers of two (``rescale_every``), until the next forward pass in training mode. Save the
-    model before evaluation.
+    In a state that ``generate`` returns, each rank has written its local channels only.
+
+    Outside of training, transformers divides some weights by powers of two (``rescale_every``), until the next forward
+    pass in training mode. Save the model before evaluation.
     """
 
     @classmethod

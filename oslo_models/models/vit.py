@@ -1,5 +1,6 @@
 """ViT: an encoder of image patches. The patch embedding is replicated on every rank."""
 
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -10,6 +11,18 @@ from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, R
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER
+from oslo_models.sharding.pipeline_rules import InputPositions
+
+
+def patch_positions(patch_size: int | Sequence[int], extra_positions: int) -> InputPositions:
+    """Return the rule for the positions of images: one for each patch, and some without a patch."""
+    patch = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+
+    def positions(batch: Mapping[str, Any]) -> tuple[int, int]:
+        rows, _, *sizes = batch["pixel_values"].shape
+        return rows, extra_positions + prod(size // side for size, side in zip(sizes, patch, strict=True))
+
+    return positions
 
 
 class ViTParallel(ParallelModel):
@@ -32,18 +45,12 @@ class ViTParallel(ParallelModel):
             "mlp.fc1": ColumnParallel(),
             "mlp.fc2": RowParallel(),
         }
-        patch = config.patch_size if isinstance(config.patch_size, (tuple, list)) else (config.patch_size,) * 2
-
-        def positions(batch: Any) -> tuple[int, int]:
-            rows, _, *sizes = batch["pixel_values"].shape
-            return rows, cls.extra_positions + prod(size // side for size, side in zip(sizes, patch, strict=True))
-
         return Plan(
             embed={"embeddings": Replicated()},
             blocks={"layers": block},
             head={"layernorm": Norm(), "pooler": Replicated()},
             optional=("pooler",),
-        ).with_rules(input_positions={"layers": positions})
+        ).with_rules(input_positions={"layers": patch_positions(config.patch_size, cls.extra_positions)})
 
 
 class ViTModel(ViTParallel, hf.ViTModel):

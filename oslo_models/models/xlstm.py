@@ -8,16 +8,15 @@ from transformers import xLSTMConfig
 from transformers.models.xlstm import modeling_xlstm as hf
 
 from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
-from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.rwkv import RecurrentState
+from oslo_models.models.rwkv import RecurrentParallel, RecurrentState
 from oslo_models.sharding.layout import EvenSplit
 
 
-class xLSTMParallel(ParallelModel):  # noqa: N801  as transformers writes it
+class xLSTMParallel(RecurrentParallel):  # noqa: N801  as transformers writes it
     """Sharding plan of the xLSTM family, with ``weight_mode="single"``: transformers cannot initialise the other mode.
 
-    In a cache that the model returns, each rank has written its local heads only.
+    In a cache that ``generate`` returns, each rank has written its local heads only.
     """
 
     @classmethod

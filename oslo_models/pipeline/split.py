@@ -86,6 +86,8 @@ def split_stage(
     stage.frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
     _copy_first_block_modules(model, plan, prefix, stage, stage_of)
     _count_routers(model, stage, plan, prefix, blocks, layouts)
+    for each in stacks:
+        each.attentions_before = _count_attentions(model, each)
     for stack, name in blocks:
         if stage_of[stack, name] != index:
             del model.get_submodule(prefix + stack)._modules[name]
@@ -314,6 +316,29 @@ def _count_routers(
 def _outputs_of(router: nn.Module) -> int:
     """Return the number of experts of a router with one weight matrix."""
     return next(param.shape[0] for param in router.parameters() if param.dim() == 2)
+
+
+def _count_attentions(model: nn.Module, stack: Stack) -> int:
+    """Return the number of attention weights of the blocks of earlier stages. ``model`` must still have every block.
+
+    transformers records the weights of every module of some classes: recurrent blocks have none, and blocks of
+    LongCat-Flash have two. Base models without such records return an entry for each block.
+    """
+    owner, recorded = stack.blocks, None
+    while owner and recorded is None:
+        owner = owner.rpartition(".")[0]
+        recorded = (getattr(model.get_submodule(owner), "_can_record_outputs", None) or {}).get("attentions")
+    records: list[Any] = recorded if isinstance(recorded, list) else [recorded]
+    classes = [(getattr(each, "target_class", each), getattr(each, "layer_name", None) or "") for each in records]
+    if not all(isinstance(kind, type) for kind, _ in classes):
+        return stack.blocks_before
+    blocks = [*model.get_submodule(stack.blocks).named_children()][: stack.blocks_before]
+    return sum(
+        isinstance(module, kind) and f".{within.strip('.')}".rstrip(".") in f".{stack.blocks}.{block}.{name}."
+        for block, part in blocks
+        for name, module in part.named_modules()
+        for kind, within in classes
+    )
 
 
 def _copy_first_block_modules(

@@ -25,6 +25,7 @@ class Stack:
         first, last: first and last stage that run blocks of the stack.
         is_local: whether this stage runs blocks of the stack.
         blocks_before: number of its blocks on earlier stages.
+        attentions_before: number of attention weights that its blocks on earlier stages output.
         receiver: placeholder of the embedding, which outputs the hidden states received from the previous stage.
             ``None`` on the first stage.
         input_positions: see `PipelineRules`. ``None`` for a stack that embeds tokens.
@@ -36,6 +37,7 @@ class Stack:
     last: int
     is_local: bool
     blocks_before: int = 0
+    attentions_before: int = 0
     receiver: Placeholder | None = None
     input_positions: InputPositions | None = None
 

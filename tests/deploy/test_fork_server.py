@@ -143,14 +143,17 @@ def test_server_without_workers_ends_and_is_no_zombie(monkeypatch: pytest.Monkey
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
+        ours.close()  # otherwise it would not see the other copy close
         fork_server.serve(theirs)
     theirs.close()
     server = forking.ForkServer({}, ours, process_copy.ProcessCopy(pid))
-    assert server.is_usable in (True, False)  # the test process has threads
-    wait_until(lambda: not Path(f"/proc/{pid}").exists())
-    with pytest.raises(ConnectionError), socket.socket() as connection:
-        server.fork(connection, {})  # the caller starts another server
-    server.close()
+    try:
+        assert server.is_usable in (True, False)  # the test process has threads
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), 30)
+        with pytest.raises(ConnectionError), socket.socket() as connection:
+            server.fork(connection, {})  # the caller starts another server
+    finally:
+        server.close()
 
 
 def test_server_of_another_environment_is_replaced_and_ends_with_its_workers(

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from oslo_models.server.schema import CompletionRequest
+
 from support.float64 import lifted_casts
 from support.mutants import Edit, assert_is_caught
 from support.pool import Pool
@@ -26,6 +28,8 @@ TORCHAO = "test_what_torchao_cannot_do_with_shards_is_refused"
 UNSUITABLE = "test_unsuitable_arguments_are_refused_before_training"
 SHARDS = {"size": "tensor_parallel_size"}
 PICKLED = "test_pickling_a_parallel_model_is_refused"
+DAMAGED, OPTIONAL = "test_no_compressed_file_ends_quietly", "test_optional_outputs_of_the_main_class"
+AFMOE = {"model_type": "afmoe"}
 OTHER_SIZES = {"variant": "llama-one-kv", "saved": (2, 1), "loaded": (3, 1)}
 
 Row = tuple[str, str, str, str, dict[str, Any]]
@@ -80,6 +84,165 @@ FAST: dict[str, list[Row]] = {
 """One of each kind. By the file of the test."""
 
 SLOW: dict[str, list[Row]] = {
+    "server/test_request_semantics.py": [
+        (
+            "server.generation_defaults:GenerationDefaults.settings",
+            'self._value("top_k") or 0',
+            'self._value("top_k") or 50',
+            "test_sampling_without_top_k_reaches_every_token_unless_the_checkpoint_limits_it",
+            {"kind": CompletionRequest},
+        ),
+    ],
+    "data/test_damaged_files.py": [
+        (
+            "data.readers:_ZstdFile.readinto",
+            "self._frame is not None",
+            "False",
+            DAMAGED,
+            {"ending": ".txt.zst", "on_error": "skip"},
+        ),
+        (
+            "data.readers:_open",
+            "not path.stat().st_size",
+            "False",
+            DAMAGED,
+            {"ending": ".jsonl.gz", "on_error": "stop"},
+        ),
+        (
+            "data.readers:_check_column",
+            '"null",',
+            '"null", "binary",',
+            "test_columns_that_are_no_texts_are_refused",
+            {},
+        ),
+    ],
+    "pipeline/test_same_call.py": [
+        (
+            "pipeline.batch_rows:divide_rows",
+            "name not in OF_ALL_ROWS and not",
+            "False and not",
+            "test_only_arguments_with_rows_are_divided",
+            {},
+        ),
+        (
+            "pipeline.pipeline:Pipeline._end_open_loop",
+            "self.runner.abandoned = False",
+            "pass",
+            "test_a_second_loop_of_a_model_is_refused",
+            {},
+        ),
+        (
+            "pipeline.schedule:Schedule.__iter__",
+            "if self._finished:",
+            "if False:",
+            "test_a_second_loop_of_a_model_is_refused",
+            {},
+        ),
+        (
+            "pipeline.pipeline:Pipeline._generation_step",
+            "requested > 0 else length",
+            "requested > 0 else 1",
+            "test_assisted_decoding_on_stages_gives_the_tokens_of_greedy_decoding",
+            {"variant": "t5"},
+        ),
+        (
+            "pipeline.caches:CacheLayers.restrict",
+            "own = list(layers[self.start : self.stop])",
+            "own = list(layers[: self.stop - self.start])",
+            "test_generate_continues_with_a_cache_that_the_user_made",
+            {"variant": "gemma3_text"},
+        ),
+        (
+            "pipeline.stage_runner:StageRunner._is_given",
+            'batch.get("encoder_outputs") is not None',
+            "False",
+            "test_encoder_outputs_give_the_loss_of_one_process",
+            {"name": "T5ForConditionalGeneration", "blocks": [2, 2]},
+        ),
+        (
+            "pipeline.ties:untie_different",
+            "not _are_equal(values[members[0]], values[name])",
+            "False",
+            "test_merged_adapters_of_stages_are_saved_and_trained_as_on_one_process",
+            {"trains_head": True},
+        ),
+        (
+            "distributed.stopping:UserErrors.vote",
+            "ReduceOp.MAX",
+            "ReduceOp.MIN",
+            "test_ranks_stop_at_the_same_token",
+            {"tp": 2, "pp": 1},
+        ),
+        (
+            "sharding.layer_lists:is_layer_list",
+            "_NAME.search(name) is not None",
+            'name == "layer_types"',
+            "test_lists_follow_the_layers_to_their_stage",
+            {"kind": "theta of each layer"},
+        ),
+        (
+            "modeling.forward:_refuse_outputs_of_blocks",
+            'value("return_dict_in_generate")',
+            "False",
+            "test_generate_refuses_to_return_what_other_stages_compute",
+            {"variant": "llama"},
+        ),
+    ],
+    "checkpoint/test_checkpoint.py": [
+        (
+            "modeling.construction:_from_pretrained",
+            'bool(info["missing_keys"] or info["mismatched_keys"])',
+            "True",
+            "test_loading_a_complete_checkpoint_draws_no_random_numbers",
+            {},
+        ),
+        (
+            "modeling.construction:join",
+            ", generator=generator)",
+            ")",
+            "test_loading_a_complete_checkpoint_draws_no_random_numbers",
+            {},
+        ),
+    ],
+    "deploy/test_fork_server.py": [
+        (
+            "deploy.fork_server:serve",
+            "None if workers else IDLE_SECONDS * 1e3",
+            "None",
+            "test_server_without_workers_ends_and_is_no_zombie",
+            {},
+        ),
+    ],
+    "modeling/test_same_classes.py": [
+        (
+            "auto:_Auto.class_for",
+            "(config.model_type, module, config.get_text_config().model_type)",
+            "(config.model_type, module)",
+            "test_auto_class_finds_the_text_model_of_each_multimodal_type",
+            {},
+        ),
+    ],
+    "models/test_optional_outputs.py": [
+        ("pipeline.split:_count_attentions", "isinstance(module, kind)", "not name", OPTIONAL, {"model_type": "jamba"}),
+        (
+            "pipeline.split:_count_attentions",
+            "isinstance(module, kind)",
+            "not name",
+            OPTIONAL,
+            {"model_type": "longcat_flash"},
+        ),
+        ("models.codegen:CodeGenParallel.attention_groups", "4", "1", OPTIONAL, {"model_type": "codegen"}),
+        ("models.diffllama:DiffLlamaParallel.attention_groups", "2", "1", OPTIONAL, {"model_type": "diffllama"}),
+        ("models.rwkv:RecurrentStateLayer.forward", "self.completes", "False", OPTIONAL, {"model_type": "rwkv"}),
+        ("sharding.local_config:LocalConfig.get_text_config", "text is self._full", "False", OPTIONAL, AFMOE),
+        (
+            "modeling.attention_outputs:_all_heads",
+            "weights_BHQK.dim() < 4",
+            "False",
+            OPTIONAL,
+            {"model_type": "qwen2_vl"},
+        ),
+    ],
     "modeling/test_around_shards.py": [
         (
             "distributed.callers:require_replicas",
@@ -97,8 +260,8 @@ SLOW: dict[str, list[Row]] = {
         ),
         (
             "modeling.attention_outputs:AttentionOutputs.full",
-            "not value or",
-            "True or",
+            "or not value",
+            "or True",
             "test_attentions_of_a_stack_called_by_itself_have_all_heads",
             {"variant": "t5", "name": "T5ForConditionalGeneration"},
         ),
@@ -249,6 +412,13 @@ SLOW: dict[str, list[Row]] = {
         ),
     ],
     "ecosystem/test_trainer_evaluation.py": [
+        (
+            "integrations.stages:EvaluationStages.__call__",
+            "if not _has_gaps(value)",
+            "if True",
+            "test_predictions_of_stages_leave_out_what_the_last_stage_lacks",
+            {},
+        ),
         (
             "integrations.stages:_concatenate",
             ".sum()",

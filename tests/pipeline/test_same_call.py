@@ -274,6 +274,8 @@ def check_own_cache(
         options = {generation_name(): cache, "do_sample": False}
         first = model.generate(ids, max_new_tokens=4, **options)
         assert torch.equal(model.generate(first, max_new_tokens=5, **options), expected)
+    layers, own = transformers.DynamicCache(config=config).layers, model.stage.cache_layers
+    assert [type(layer) for layer in cache.layers] == [type(layer) for layer in layers[own.start : own.stop]]
     assert len(cache.layers) < config.num_hidden_layers
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     other = zoo.config("gemma3_text", num_hidden_layers=3, layer_types=kinds)

@@ -101,13 +101,13 @@ MUTANTS: dict[str, Row] = {
         *(OVER_REPLICAS, TRAINING, ALL_REPLICAS),
     ),
     "norm counts the experts of this replica only": (
-        Edit(CLIPPING, "all_reduce(self.mesh.experts, sum_of(over_replicas), op=op)", "sum_of(over_replicas)"),
+        Edit(CLIPPING, "all_reduce(self.mesh.experts, sum_of(sorted(over_replicas)), op=op)", "sum_of(over_replicas)"),
         *(OVER_REPLICAS, WRAPPED, SENT),
     ),
     "torch's norm counts the experts of this replica only": (
         Edit(
             "distributed.sharded_tensor.sharding:Sharding.axis.fget",
-            *("self.mesh.experts if self.mesh.is_over_replicas(self.layout) else self.mesh.tp", "self.mesh.tp"),
+            *("self.mesh.experts if self.is_over_replicas else self.mesh.tp", "self.mesh.tp"),
         ),
         *(OVER_REPLICAS, TRAINING, ALL_REPLICAS),
     ),

@@ -41,15 +41,23 @@ class Edit:
             LookupError: the function, or the piece of its source, is not there (any more).
         """
         function = self._find()
-        source = textwrap.dedent(inspect.getsource(function))
-        if source.count(self.old) != 1:
-            raise LookupError(f"{self.old!r} is {source.count(self.old)} times in {self.function}")
-        source = source.replace(self.old, self.new)
+        source = self.source().replace(self.old, self.new)
         if "__class__" in function.__code__.co_freevars:  # uses super()
             source = "def around(__class__):\n" + textwrap.indent(source, "    ")
         flags = __future__.annotations.compiler_flag
         compiled = compile(source, inspect.getfile(function), "exec", flags, dont_inherit=True)
         patch.setattr(function, "__code__", next(_codes_of(compiled, function.__name__)))
+
+    def source(self) -> str:
+        """Return the source of the function.
+
+        Raises:
+            LookupError: the function is missing, or has the piece not exactly once.
+        """
+        source = textwrap.dedent(inspect.getsource(self._find()))
+        if source.count(self.old) != 1:
+            raise LookupError(f"{self.old!r} is {source.count(self.old)} times in {self.function}")
+        return source
 
     def _find(self) -> Any:
         module, _, path = self.function.partition(":")
@@ -89,12 +97,17 @@ class MutantPool:
         return self.pool.run(world_size, with_mutant, self.make, function, *args, **kwargs)
 
 
-def load_test(file: str, name: str) -> Callable[..., None]:
-    """Return a test function of a file below ``tests/``."""
+def load_module(file: str) -> ModuleType:
+    """Import a file below ``tests/``."""
     path = ROOT / "tests" / file
     if str(path.parent) not in sys.path:  # this run collected no tests of its folder
         sys.path.insert(0, str(path.parent))
-    test: Callable[..., None] = getattr(importlib.import_module(path.stem), name)
+    return importlib.import_module(path.stem)
+
+
+def load_test(file: str, name: str) -> Callable[..., None]:
+    """Return a test function of a file below ``tests/``."""
+    test: Callable[..., None] = getattr(load_module(file), name)
     return test
 
 
