@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -57,13 +58,22 @@ class AttentionOutputs:
             side: the stack that returns the output: ``"encoder"``, ``"decoder"``, or ``None`` for the model.
         """
         if isinstance(value, ModelOutput):  # the output of one of several stacks
-            return type(value)(**{inner: self.full(inner, each, given) for inner, each in value.items()})
+            return with_values(value, {inner: self.full(inner, each, given) for inner, each in value.items()})
         if not name.endswith("attentions") or not value or {name, f"{side}_{name}"} & self.replicated:
             return value
         passed = {id(leaf) for leaf in tree_leaves(given)}
         if any(id(leaf) in passed for leaf in tree_leaves(value) if leaf is not None):
             return value
         return tree_map_only(Tensor, partial(_all_heads, self.tp, self.groups), tuple(value))
+
+
+def with_values(output: ModelOutput, values: Mapping[str, Any]) -> ModelOutput:
+    """Return an output of the same class with these values. transformers adds values that are no fields of the class."""
+    names = {each.name for each in fields(output)} if is_dataclass(output) else {*values}
+    made = type(output)(**{name: value for name, value in values.items() if name in names})
+    for name in values.keys() - names:
+        made[name] = values[name]
+    return made
 
 
 def _enter(outputs: AttentionOutputs, *_: Any) -> None:

@@ -16,8 +16,9 @@ class Qwen3VLParallel(QwenWithImagesParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        readers = range(len(config.vision_config.deepstack_visual_indexes))  # blocks that add features of the encoder
-        return super().plan(config).with_rules(continued_blocks={"language_model.layers": readers[1:]})
+        # Features of the encoder are added after these blocks, and are not part of the hidden states that they return.
+        count = len(config.vision_config.deepstack_visual_indexes)
+        return super().plan(config).with_rules(continued_blocks={"language_model.layers": range(1, count + 1)})
 
 
 class Qwen3VLEncoderParallel(QwenEncoderParallel):

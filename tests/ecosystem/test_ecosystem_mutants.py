@@ -333,7 +333,7 @@ SLOW: dict[str, list[Row]] = {
         ),
         (
             f"{SHARD}.operations:view",
-            "not _is_weight(source) and _is_all_or_in_layer(source)",
+            "not _is_weight(source) and not _stays_marked(source)",
             "True",
             "test_products_outside_of_layers_are_refused",
             {},
@@ -460,7 +460,7 @@ SLOW: dict[str, list[Row]] = {
         ),
         (
             f"{TRAINER}:ParallelTrainerMixin._share",
-            'broadcast_object(self._mesh.model, send_to_device(batch, "cpu"))',
+            "broadcast_tensors(self._mesh.model, send_to_device(batch, device), 0, device)",
             "batch",
             "test_ranks_of_a_replica_share_batches",
             {"sizes": "pp=2", "streams": True},

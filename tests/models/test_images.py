@@ -98,7 +98,7 @@ def check_refusals(name: str, config: PreTrainedConfig, batch: dict[str, Tensor]
 
 def test_images_that_stages_cannot_compute_are_refused_on_every_rank(pool: Pool, seed: int) -> None:
     name, config = "Qwen3VLForConditionalGeneration", zoo.config("qwen3_vl")
-    config.text_config.num_hidden_layers, config.vision_config.deepstack_visual_indexes = 3, [0, 1]
+    config.text_config.num_hidden_layers, config.vision_config.deepstack_visual_indexes = 4, [0, 1]
     pool.run(2, check_refusals, name, config, zoo.batch(name, config, seed))
 
 

@@ -363,6 +363,8 @@ def _fit_zamba(values: Values, draw: random.Random) -> None:
 
 
 def _fit_qwen_tower(text: Values, tower: Values) -> None:
+    if "deepstack_visual_indexes" in tower:  # a stage begins after the blocks that add features
+        text["num_hidden_layers"] = 3
     if "partial_rotary_factor" in text["rope_parameters"]:  # Qwen3.5
         text["head_dim"] = 8
     tower["hidden_size" if "embed_dim" in tower else "out_hidden_size"] = text["hidden_size"]

@@ -523,7 +523,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         **_QWEN_SEEING,
     },
     "qwen3_vl": {
-        "text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3_vl_text", "rope_parameters": _mrope(1, 1, 1)},
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "num_hidden_layers": 3, "model_type": "qwen3_vl_text"},
+            "rope_parameters": _mrope(1, 1, 1),
+        },
         "vision_config": {
             **_QWEN_TOWER,
             "model_type": "qwen3_vl_vision",
@@ -533,7 +536,8 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "qwen3_vl_moe": {
         "text_config": {
-            **{**_LLAMA, **_MIXTURE, **TOKENS, "model_type": "qwen3_vl_moe_text", "rope_parameters": _mrope(1, 1, 1)},
+            **{**_LLAMA, **_MIXTURE, **TOKENS, "num_hidden_layers": 3, "model_type": "qwen3_vl_moe_text"},
+            "rope_parameters": _mrope(1, 1, 1),
         },
         "vision_config": {
             **_QWEN_TOWER,
