@@ -68,7 +68,7 @@ class AttentionOutputs:
 
 
 def with_values(output: ModelOutput, values: Mapping[str, Any]) -> ModelOutput:
-    """Return an output of the same class with these values. transformers adds values that are no fields of the class."""
+    """Return an output of the same class with these values. Some are no fields of the class."""
     names = {each.name for each in fields(output)} if is_dataclass(output) else {*values}
     made = type(output)(**{name: value for name, value in values.items() if name in names})
     for name in values.keys() - names:
