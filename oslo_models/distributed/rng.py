@@ -38,7 +38,9 @@ def default_generator(device: torch.device) -> torch.Generator:
 @contextmanager
 def kept_random_state(device: torch.device) -> Iterator[None]:
     """Restore the states of torch's default generators, for the CPU and ``device``, at the end."""
-    generators = [default_generator(each) for each in {torch.device("cpu"), device}]
+    # A GPU has no generators before its first use.
+    devices = {torch.device("cpu"), device} if torch.cuda.is_initialized() else {torch.device("cpu")}
+    generators = [default_generator(each) for each in devices]
     states = [generator.get_state() for generator in generators]
     try:
         yield

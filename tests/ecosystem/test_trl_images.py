@@ -9,6 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("trl", reason="TRL's trainers need trl")
+pytest.importorskip("datasets", reason="TRL's trainers need datasets")
 pytest.importorskip("PIL", reason="images need pillow")
 
 import trl

@@ -34,6 +34,8 @@ class Mixer(nn.Module):
 
 
 class ParallelMixer(RecurrentStateLayer, Mixer):
+    completes = False  # as within ``generate``: there are no other ranks
+
     def __init__(self, size: int, rank: int, in_place: bool) -> None:
         super().__init__()
         self.tp: Any = SimpleNamespace(size=size, rank=rank)
