@@ -1,4 +1,4 @@
-"""Optimizers of bitsandbytes and torchao that quantise their states in blocks: refused for shards, exact for matrices."""
+"""Optimizers of bitsandbytes and torchao with states in blocks: refused for shards, exact for full matrices."""
 
 from __future__ import annotations
 
