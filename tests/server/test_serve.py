@@ -159,6 +159,15 @@ def test_completions_endpoint_returns_the_text_of_generate(server: SimpleNamespa
     assert server.client.models.list().data[0].id == server.name
 
 
+def test_unequal_shares_return_the_text_of_generate(checkpoint: Path, whole: Whole) -> None:
+    sizes = ("--tensor-parallel-size", 2, "--tensor-parallel-shares", "3,1", "--port", 0, "--api-key", "secret")
+    with program("-m", "oslo_models", "serve", checkpoint, *sizes, folder=checkpoint, says=" at ") as running:
+        create = client_of(running.url).completions.create
+        prompts = ["def forward(", "import torch"]
+        found = create(model=str(checkpoint), prompt=prompts, max_tokens=8, temperature=0)
+        assert [choice.text for choice in found.choices] == [whole(prompt) for prompt in prompts]
+
+
 def test_streamed_completion_ends_at_a_stop_string(server: SimpleNamespace, whole: Whole) -> None:
     create, expected = server.client.completions.create, whole("def forward(", 30)
     options = {"model": server.name, "prompt": "def forward(", "max_tokens": 30}
