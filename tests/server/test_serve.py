@@ -29,6 +29,7 @@ import openai
 
 from oslo_models.cli.main import main
 from oslo_models.deploy import EngineError
+from oslo_models.server import command
 from oslo_models.server.app import application
 from oslo_models.server.text import StopAutomaton, StopStrings
 
@@ -166,6 +167,20 @@ def test_unequal_shares_return_the_text_of_generate(checkpoint: Path, whole: Who
         prompts = ["def forward(", "import torch"]
         found = create(model=str(checkpoint), prompt=prompts, max_tokens=8, temperature=0)
         assert [choice.text for choice in found.choices] == [whole(prompt) for prompt in prompts]
+
+
+def test_shares_reach_the_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of equal shares would be the same."""
+    seen: list[dict[str, Any]] = []
+
+    def load(name: str, **options: Any) -> StubModel:
+        seen.append(options)
+        raise LookupError("loaded")
+
+    monkeypatch.setattr(command.auto.AutoModelForCausalLM, "from_pretrained_with_parallel", load)
+    sizes = ["--tensor-parallel-size", "2", "--tensor-parallel-shares", "3,1"]
+    main(["serve", str(checkpoint), *sizes])
+    assert seen[0]["tensor_parallel_shares"] == [3, 1] and seen[0]["deploy"]
 
 
 def test_streamed_completion_ends_at_a_stop_string(server: SimpleNamespace, whole: Whole) -> None:
