@@ -16,6 +16,15 @@ _COMPARED = (
     *("save_only_model", "load_best_model_at_end", "dataloader_drop_last", "activation_checkpointing"),
 )
 """Arguments that determine the number of steps and collectives, and their results. They must be equal on all ranks."""
+ELEMENTWISE = (
+    *("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision", "sgd"),
+    *("adagrad", "rmsprop", "ademamix", "lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit", "paged_adamw_32bit"),
+    *("paged_ademamix_32bit", "paged_lion_32bit"),
+    *("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
+)
+"""Values of ``optim`` that update each element alone, so that a shard gets the updates of one process."""
+OF_A_MODEL = ("lomo", "adalomo", "grokadamw")
+"""Values of ``optim`` that combine the gradients of all parameters, or update them during the backward pass."""
 
 
 def check_training_arguments(args: Any, model: ParallelModel) -> None:
@@ -56,6 +65,9 @@ def _refused(args: Any, model: ParallelModel) -> dict[str, tuple[Any, str]]:
             "it gives another part of a batch to each rank; leave it out of accelerator_config",
         ),
     }
+    mesh, optim = model.mesh, getattr(args.optim, "value", args.optim)
+    advice = optimizer_advice(optim, max(mesh.tp.size, mesh.expert_parallel_size), mesh.pp.size)
+    refused[f"optim={optim}"] = (advice, advice)
     if not model.is_pipeline_parallelized():
         return refused
     rows, size = args.per_device_train_batch_size, model.micro_batch_size
@@ -70,6 +82,33 @@ def _refused(args: Any, model: ParallelModel) -> dict[str, tuple[Any, str]]:
         "neftune_noise_alpha": (args.neftune_noise_alpha, "later stages have no token embedding; leave it out"),
         "ddp_find_unused_parameters=True": (args.ddp_find_unused_parameters, "a step is a loop of calls; leave it out"),
     }
+
+
+def optimizer_advice(optim: str, shards: int, stages: int) -> str:
+    """Return why an optimizer of transformers does not train a model of these sizes, and what to use instead.
+
+    Args:
+        optim: the value of ``optim``.
+        shards: the number of shards of a parameter.
+        stages: the number of pipeline stages.
+
+    Returns:
+        An empty string if the optimizer makes the updates of one process.
+    """
+    instead = "use adamw_torch_fused"
+    if optim in ELEMENTWISE or shards == stages == 1:
+        return ""
+    if optim in OF_A_MODEL or optim.endswith("_layerwise"):
+        return f"it updates parameters during the backward pass, or by the gradients of the full model; {instead}"
+    if shards == 1:
+        return ""
+    if "8bit" in optim or "4bit" in optim:
+        return (
+            "it quantises its states in blocks, and the blocks of a shard are not those of one process; "
+            f"{instead}, whose states have the dtype of the weights: two bytes with dtype=bfloat16"
+        )
+    matrices = "optimizers=(model.matrix_optimizer(...), None)"
+    return f"it needs full matrices, and each rank has a shard; {instead}, or {matrices}"
 
 
 def divides_loss_by_items(cls: type[ParallelModel]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from oslo_models import registry
 from oslo_models.recipes.parsing import Recipe
+from oslo_models.recipes.sizes import Sizes
 
 POSITIVE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r"),
@@ -92,6 +93,27 @@ def check_training(recipe: Recipe) -> None:
             raise ValueError(f"report_to={tracker}: transformers has no such tracker{hint}")
         if tracker not in get_available_reporting_integrations():
             raise ValueError(f"report_to={tracker}: it is not installed; run pip install {tracker}")
+
+
+def check_optimizer(recipe: Recipe, sizes: Sizes) -> None:
+    """Check that the optimizer makes the updates of one process at these sizes, and that its library is there.
+
+    Raises:
+        ValueError: its updates would differ.
+        ImportError: its library is missing.
+    """
+    from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS, _TORCHAO_OPTIMIZERS
+
+    from oslo_models.integrations.training_arguments import optimizer_advice
+
+    optim = recipe.training.optim
+    shards = max(sizes.tensor, recipe.parallel.expert_parallel_size)
+    if advice := optimizer_advice(optim.value, shards, sizes.pipeline):
+        given = f"tensor_parallel_size={sizes.tensor}, pipeline_parallel_size={sizes.pipeline}"
+        raise ValueError(f"optim={optim.value}: it does not work with {given}: {advice}")
+    for package, names in (("bitsandbytes", _BITSANDBYTES_OPTIMIZERS), ("torchao", _TORCHAO_OPTIMIZERS)):
+        if optim in names and importlib.util.find_spec(package) is None:
+            raise ImportError(f"optim={optim.value}: it needs {package}; run pip install {package}")
 
 
 def model_class(recipe: Recipe) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from oslo_models.recipes.checks import (
+    check_optimizer,
     check_training,
     check_values,
     gpu_count,
@@ -71,6 +72,7 @@ def check(task: str, argv: Sequence[str]) -> tuple[Recipe, Sizes]:
         load_samples(recipe)
     if gpus and sizes.nnodes == 1 and (devices := gpu_memory()) is not None:
         sizes = plan_sizes(recipe, sizes, cls, config, devices)
+    check_optimizer(recipe, sizes)
     check_record(recipe, sizes, output_folder(recipe))
     return recipe, sizes
 

@@ -18,6 +18,7 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 from oslo_models import RankFailedError
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.integrations import ParallelTrainerMixin, Trainer
+from oslo_models.integrations.training_arguments import optimizer_advice
 
 from support import pipelines, trainers
 from support.float64 import lifted_casts
@@ -227,6 +228,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "unused": ({"ddp_find_unused_parameters": True}, 1, 2, "a step is a loop of calls"),
     "one process": ({"use_cpu": False}, 2, 1, r"sees 1 process\(es\) of 2"),
     "steps differ": ({"max_steps": "rank"}, 2, 1, "max_steps: rank 0 has 5, rank 1 has 6"),
+    "states in 8 bits": ({"optim": "adamw_8bit"}, 2, 1, "optim=adamw_8bit does not .*in blocks.*adamw_torch_fused"),
+    "states in 4 bits": ({"optim": "adamw_torch_4bit"}, 2, 1, "optim=adamw_torch_4bit does not .*adamw_torch_fused"),
+    "paged states in 8 bits": ({"optim": "paged_lion_8bit"}, 2, 1, "optim=paged_lion_8bit does not .*adamw_torch_f"),
+    "matrices": ({"optim": "adafactor"}, 2, 1, "optim=adafactor does not .*needs full matrices.*matrix_optimizer"),
+    "backward updates": ({"optim": "lomo"}, 1, 2, "optim=lomo does not .*backward pass.*use adamw_torch_fused"),
     "loss function": ({"compute_loss_func": print}, 1, 2, "compute_loss_func needs logits"),
 }
 
@@ -249,6 +255,60 @@ def test_unsuitable_arguments_are_refused_before_training(pool: Pool, what: str,
     for error in pool.run(2, construct, start(seed), args, tp, pp, str(tmp_path), env=True, expect=ValueError):
         with pytest.raises(ValueError, match=message):
             raise error
+
+
+def test_every_optimizer_of_transformers_is_exact_or_refused() -> None:
+    """Names of a later release are refused until they are known to work."""
+    names = {name.value for name in transformers.training_args.OptimizerNames}
+    refused = {name for name in names if optimizer_advice(name, 2, 1)}
+    assert refused == {
+        *(name for name in names if "8bit" in name or "4bit" in name or name.startswith(("galore", "apollo"))),
+        *("adafactor", "lomo", "adalomo", "grokadamw", "stable_adamw"),
+    }
+    assert not any(optimizer_advice(name, 1, 1) for name in names)  # replicas have full parameters
+    backward = {"lomo", "adalomo", "grokadamw", *(name for name in names if name.endswith("_layerwise"))}
+    assert {name for name in names if optimizer_advice(name, 1, 2)} == backward
+
+
+class DrawnGradients(transformers.TrainerCallback):
+    """Replaces the gradients before each step: sums of computed ones are rounded to bfloat16 in another order."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for name, param in model.named_parameters():
+            layout = model.layouts[name] if hasattr(model, "layouts") else None
+            shape = param.shape if layout is None else layout.shape
+            grad = torch.randn(shape, generator=self.generator).to(param.dtype)
+            param.grad = grad if layout is None else layout.shard(grad, model.mesh.tp.rank).clone()
+
+
+def train_in_bfloat16(model: Any, out: str, rows: trainers.Rows, seed: int, cls: Any) -> None:
+    args = trainers.arguments(out, max_grad_norm=0.0)
+    trainer = cls(model, args, train_dataset=rows, callbacks=[DrawnGradients(seed)])
+    trainer.train()
+    states = [value for state in trainer.optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert states and {value.dtype for value in states} == {torch.bfloat16}
+
+
+def differences_in_bfloat16(run: Run, out: str, rows: trainers.Rows, seed: int) -> list[str]:
+    model = own_model(run, 2, 1, torch.bfloat16)
+    train_in_bfloat16(model, out, rows, seed, Trainer)
+    return pipelines.stage_differences(model, "trained", pipelines.stage_parameters(model), run.parameters[5], 0.0)
+
+
+def test_states_in_bfloat16(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """The states have the dtype of the weights, and the updates are those of one process bit for bit."""
+    config = pipelines.config("gpt2")
+    rows = trainers.text_rows(config, seed, 24)
+    model = trainers.reference_model(NAME, config, seed, torch.bfloat16)
+    run = Run(NAME, config, trainers.full_parameters(model))
+    trainers.fresh_accelerate()
+    train_in_bfloat16(model, str(tmp_path), rows, seed, transformers.Trainer)
+    run.parameters[5] = trainers.full_parameters(model)
+    found = pool.run(2, differences_in_bfloat16, run, str(tmp_path), rows, seed, env=True)
+    assert found == [[], []]
 
 
 def search(run: Run, out: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from oslo_models import registry
 from oslo_models.cli import main as cli
 from oslo_models.planning.dry_run import dry_run
 from oslo_models.planning.memory import make_job
+from oslo_models.planning.picture import page
 from oslo_models.planning.sizes import choose_sizes, parse_devices
 
 from support.pool import Pool
@@ -88,12 +90,12 @@ def test_sizes_are_chosen_for_the_devices(file: str, tmp_path: Path, capsys: pyt
         oslo_models.estimate(LLAMA, "full", batch=4, length=32, data_parallel_size=2).largest.total / 0.92 / (1 << 20)
     )
     common = ["plan", file, "--task", "full", "--batch", "4", "--length", "32"]
-    page = tmp_path / "plan.html"
-    assert cli.main([*common, "--devices", f"2x{alone * 0.95:.3f}MB", "--json", "--picture", str(page)]) == 0
+    file_of_page = tmp_path / "plan.html"
+    assert cli.main([*common, "--devices", f"2x{alone * 0.95:.3f}MB", "--json", "--picture", str(file_of_page)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tensor_parallel_size"], found["pipeline_parallel_size"]) == (2, 1) and found["fits"]
     assert [each["tensor_parallel_size"] for each in found["choice"]["tried"]] == [1, 2]
-    text = page.read_text()
+    text = file_of_page.read_text()
     assert "stage 0, tp 0-1" in text and "model.layers.2" in text and "http" not in text and "<script" not in text
     assert cli.main([*common, "--devices", f"2x{alone * 1.05:.3f}MB"]) == 0
     assert "2 replicas" in capsys.readouterr().out
@@ -122,6 +124,75 @@ def test_shares_and_blocks_are_chosen_for_unequal_devices(file: str, capsys: pyt
     job = make_job(one_head, task="full", length=2)
     choice = choose_sizes(job, parse_devices(f"{large:.4f}MB,{small:.4f}MB"))
     assert choice.fits and list(choice.estimate.job.blocks_per_stage or []) == [3, 1], choice.tried
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: every element is closed in turn, and every attribute has a value once.
+
+    Attributes:
+        bars: the elements of each bar of memory, as (left, width, title) in percent of the bar.
+        texts: the classes of the elements around each text, and the text.
+    """
+
+    EMPTY = ("meta",)
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, dict[str, str | None]]] = []
+        self.bars: list[list[tuple[float, float, str]]] = []
+        self.texts: list[tuple[list[str | None], str]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        assert len(given) == len(attrs) and all(value is not None for value in given.values()), attrs
+        if self.open and self.open[-1][1].get("class") == "bar":
+            style = dict(each.split(":") for each in (given["style"] or "").split(";"))
+            assert given.get("class") != "bar" and set(style) <= {"left", "width", "background"}, style
+            left, width = (float(style.get(name, "0%").removesuffix("%")) for name in ("left", "width"))
+            self.bars[-1].append((left, width, given.get("title") or given["class"] or ""))
+        if given.get("class") == "bar":
+            self.bars.append([])
+        if tag not in self.EMPTY:
+            self.open.append((tag, given))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop()[0] == tag, f"</{tag}> closes nothing"
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        raise AssertionError(f"<{tag}/> is not HTML")
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.append(([given.get("class") for _, given in self.open], data))
+
+
+@pytest.mark.parametrize("limit", [0.4, 1.5], ids=["too small", "fits"])
+def test_picture_is_well_formed_and_every_bar_is_within_its_axis(limit: float) -> None:
+    """Parts of a bar do not overlap, and a bar holds no text, which could overlap."""
+    found = oslo_models.estimate(LLAMA, "lora", 2, 2, 4, 32)
+    devices = parse_devices(f"4x{found.largest.total / 0.92 / (1 << 20) * limit:.4f}MB")
+    text = page(found, devices)
+    parsed = Page(text)
+    assert len(parsed.bars) == len(found.ranks) and text.startswith("<!doctype html>")
+    for bar, rank in zip(parsed.bars, found.ranks, strict=True):
+        parts = [each for each in bar if ": " in each[2] and not each[2].startswith("limit")]
+        assert len(parts) == len(rank.parts) and [each[2].partition(":")[0] for each in parts] == list(rank.parts)
+        assert all(left >= 0 and width >= 0 and left + width <= 100.01 for left, width, _ in bar), bar
+        for (left, width, _), (following, _, _) in zip(parts, parts[1:], strict=False):
+            assert abs(left + width - following) <= 2e-3, bar
+        sizes = [width / sum(width for _, width, _ in parts) for _, width, _ in parts]
+        assert sizes == pytest.approx([size / rank.total for size in rank.parts.values()], abs=1e-4)
+        (edge,) = [left for left, _, title in bar if title.startswith("limit")]
+        total = parts[-1][0] + parts[-1][1]
+        over = [(left, width) for left, width, title in bar if title == "over"]
+        assert over == ([pytest.approx((edge, total - edge), abs=2e-3)] if total > edge else [])
+    assert any(title == "over" for bar in parsed.bars for *_, title in bar) == (limit < 1)
+    assert not any("bar" in classes for classes, _ in parsed.texts)
+    names = [text for classes, text in parsed.texts if "blocks" in classes]
+    assert names == [name for rank in found.ranks for name in rank.modules]
 
 
 def test_devices_are_read() -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +84,71 @@ def test_the_command_certifies_a_checkpoint(warm_launchers: None, tmp_path: Path
     assert found["versions"]["torch"] == torch.__version__
 
 
+def _run_in_pool(pool: Pool, scratch: Path, ranks: int) -> tuple[certificate.Check, ...]:
+    """Compare on processes of the pool. Return the checks of all ranks."""
+    pool.run(ranks, certificate_rank.main, scratch)
+    reports = [json.loads(file.read_text()) for file in scratch.glob("rank-*.json")]
+    return tuple(certificate.Check(*check) for report in reports for check in report["checks"])
+
+
+CERTIFIED = {
+    "dense": ("GPT2LMHeadModel", 1, "transformer.h.0.mlp.c_proj.weight"),
+    "mixture": ("MixtralForCausalLM", 2, "model.layers.0.mlp.experts.down_proj"),
+    "encoder-decoder": ("T5ForConditionalGeneration", 1, "decoder.block.0.layer.2.DenseReluDense.wo.weight"),
+}
+
+
+def _split_with_a_change(name: str, experts: int, changed: str, folder: Path) -> None:
+    """Save split files after rank 1 has changed one weight, so that the checksums fit."""
+    cls: Any = registry.find(name)
+    model = cls.from_pretrained_with_parallel(folder / "model", 2, expert_parallel_size=experts, dtype=torch.float32)
+    if model.mesh.world.rank == 1:
+        with torch.no_grad(), without_override():
+            model.get_parameter(changed).view(-1)[0] += 0.1
+    model.save_pretrained_with_parallel(folder / "split")
+
+
+def _printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return the certificate. DeepSpeed logs to the captured output where it is imported first."""
+    out = capsys.readouterr().out
+    return json.loads(out[out.index("{\n") :])
+
+
+@pytest.mark.parametrize("case", CERTIFIED)
+def test_exit_status_of_equal_and_changed_checkpoints(
+    pool: Pool, tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, experts, changed = CERTIFIED[case]
+    plain_model(name).float().save_pretrained(tmp_path / "model")
+    pool.run(2, _split_with_a_change, name, experts, changed, tmp_path)
+    monkeypatch.setattr(certificate, "_run_ranks", partial(_run_in_pool, pool))
+    command = ["verify", str(tmp_path / "model"), "--tensor-parallel-size", "2", "--length", "16", "--json"]
+    command += ["--expert-parallel-size", str(experts)]
+    assert cli.main(command) == 0
+    found = _printed(capsys)
+    assert found["passed"] and len(found["checks"]) == 8 and found["sizes"].get("expert_parallel_size", 1) == experts
+    assert cli.main([*command, "--ranks-from", str(tmp_path / "split")]) == 1
+    failed = {check["name"] for check in _printed(capsys)["checks"] if not check["passed"]}
+    assert failed >= {"gradients", "merged files"}
+
+
+def test_a_changed_checkpoint_ends_the_command_with_status_1(warm_launchers: None, pool: Pool, tmp_path: Path) -> None:
+    plain_model(NAME).float().save_pretrained(tmp_path / "model")
+    pool.run(2, _split_with_a_change, NAME, 1, "model.layers.0.mlp.down_proj.weight", tmp_path)
+    command = [sys.executable, "-m", "oslo_models", "verify", str(tmp_path / "model"), "--tensor-parallel-size", "2"]
+    command += ["--ranks-from", str(tmp_path / "split"), "--length", "16"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "FAILED merged files" in done.stdout, done.stdout + done.stderr
+    assert "FAILED: do not train on this" in done.stdout
+
+
 def test_quantized_weights_are_dequantized_on_both_sides(
     pool: Pool, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A changed scale that only the ranks read fails."""
     quantized.write_checkpoint(tmp_path / "model", seed, quantized.fp8_settings(8, 16), quantized.fp8(8, 16))
 
-    def run_in_pool(scratch: Path, ranks: int) -> tuple[certificate.Check, ...]:
-        pool.run(ranks, certificate_rank.main, scratch)
-        reports = [json.loads(file.read_text()) for file in scratch.glob("rank-*.json")]
-        return tuple(certificate.Check(*check) for report in reports for check in report["checks"])
-
-    monkeypatch.setattr(certificate, "_run_ranks", run_in_pool)
+    monkeypatch.setattr(certificate, "_run_ranks", partial(_run_in_pool, pool))
     found = certificate.verify(tmp_path / "model", 2, dtype="float64", length=16)
     assert found.passed and len(found.checks) == 8 and "the weights are quantised" in str(found), str(found)
     shutil.copytree(tmp_path / "model", tmp_path / "other")

@@ -29,6 +29,7 @@ import openai
 
 from oslo_models.cli.main import main
 from oslo_models.deploy import EngineError
+from oslo_models.server import command
 from oslo_models.server.app import application
 from oslo_models.server.text import StopAutomaton, StopStrings
 
@@ -157,6 +158,29 @@ def test_completions_endpoint_returns_the_text_of_generate(server: SimpleNamespa
     drawn = [create(model=server.name, prompt="def", temperature=1.5, seed=seed, n=2).choices for seed in (7, 7, 70)]
     assert drawn[0] == drawn[1] != drawn[2] and drawn[0][0].text != drawn[0][1].text
     assert server.client.models.list().data[0].id == server.name
+
+
+def test_unequal_shares_return_the_text_of_generate(checkpoint: Path, whole: Whole) -> None:
+    sizes = ("--tensor-parallel-size", 2, "--tensor-parallel-shares", "3,1", "--port", 0, "--api-key", "secret")
+    with program("-m", "oslo_models", "serve", checkpoint, *sizes, folder=checkpoint, says=" at ") as running:
+        create = client_of(running.url).completions.create
+        prompts = ["def forward(", "import torch"]
+        found = create(model=str(checkpoint), prompt=prompts, max_tokens=8, temperature=0)
+        assert [choice.text for choice in found.choices] == [whole(prompt) for prompt in prompts]
+
+
+def test_shares_reach_the_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of equal shares would be the same."""
+    seen: list[dict[str, Any]] = []
+
+    def load(name: str, **options: Any) -> StubModel:
+        seen.append(options)
+        raise LookupError("loaded")
+
+    monkeypatch.setattr(command.auto.AutoModelForCausalLM, "from_pretrained_with_parallel", load)
+    sizes = ["--tensor-parallel-size", "2", "--tensor-parallel-shares", "3,1"]
+    main(["serve", str(checkpoint), *sizes])
+    assert seen[0]["tensor_parallel_shares"] == [3, 1] and seen[0]["deploy"]
 
 
 def test_streamed_completion_ends_at_a_stop_string(server: SimpleNamespace, whole: Whole) -> None:

@@ -23,8 +23,9 @@ from benchmarks.faulty import (
     start_forked_worker,
     use_server,
 )
-from oslo_models import BertModel, GPT2LMHeadModel
+from oslo_models import BertModel, GPT2LMHeadModel, LlamaForCausalLM
 from oslo_models.deploy import torchrun_executor as torchrun
+from oslo_models.distributed.sharded_tensor import local_tensor
 
 __all__ = ["CONFIG", "LONG", "SENSITIVE", "Collected", "Trouble", "application", "prompt", "server_address"]
 
@@ -157,3 +158,10 @@ class ScoringGPT2(GPT2LMHeadModel):
 
     def scores(self, input_ids: Tensor) -> Tensor:
         return self.lm_head(self.transformer(input_ids).last_hidden_state)
+
+
+class LlamaWithWidth(LlamaForCausalLM):
+    """Tells the size of its shard on rank 0."""
+
+    def mlp_width(self) -> int:
+        return len(local_tensor(self.model.layers[0].mlp.gate_proj.weight))

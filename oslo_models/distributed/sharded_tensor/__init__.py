@@ -13,6 +13,7 @@ of ``state_dict()``) implement torch's protocols:
 Every other function raises outside of the layer, since it would treat the local shard as the full tensor.
 """
 
+from oslo_models.distributed.sharded_tensor import block_states as block_states  # registers its hook
 from oslo_models.distributed.sharded_tensor import handlers as handlers  # fills the tables
 from oslo_models.distributed.sharded_tensor.autograd import without_override
 from oslo_models.distributed.sharded_tensor.sharding import Sharding
