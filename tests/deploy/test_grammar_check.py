@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 pytest.importorskip("llguidance")
+pytest.importorskip("uvicorn")
 
+from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import grammar_check
 from oslo_models.deploy.grammar import Grammar, Vocabulary
+from oslo_models.server.app import application
 
 from support.corpora import tokenizer
+from support.http_server import connect, listening, post_bytes, read_answer
 
 
 def chain(rules: int) -> str:
@@ -142,3 +150,86 @@ def test_a_grammar_that_has_ended_ends_the_text_before_its_least_number_of_token
     while (token := int(processor(ids_BL, scores_BV).argmax())) != 0:
         ids_BL = torch.cat([ids_BL, torch.tensor([[token]])], 1)
     assert ids_BL.shape[1] - 2 >= length and (length == 3 or ids_BL.shape[1] - 2 == 1)
+
+
+# Beside streams of other clients --------------------------------------------------------------------------------------
+
+STANDSTILL = 1.0
+"""Seconds that the stream of another client may stand still."""
+SHRINKING = (8000, 4000, 2000, 1500, 1000, 600, 300, 100)
+
+
+def just_allowed(kind: str, make: Any, vocabulary: Vocabulary) -> Any:
+    """Return the largest of these grammars that is not refused."""
+    for size in SHRINKING:
+        try:
+            Grammar.compiled(kind, make(size), vocabulary)
+        except ValueError:
+            continue
+        return make(size)
+    raise AssertionError(f"no {kind} is allowed")
+
+
+def bounded(count: int) -> dict[str, Any]:
+    """A schema with costly numbers, each within a range of its own."""
+    fields = {f"k{i}": {"type": "integer", "minimum": i * 10**6, "maximum": i * 10**6 + 7654321} for i in range(count)}
+    return {"type": "object", "properties": fields, "required": list(fields)}
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """CPU time of this process and of these."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return time.process_time() + sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+
+
+def longest_standstill(url: str, pids: list[int], bodies: list[bytes]) -> float:
+    """Return the longest gap in the streams of a client, until others have got two answers to each of ``bodies``.
+
+    A gap counts as CPU time if this is less than its wall time, because other processes delay the stream too.
+    """
+    stream = {"prompt": "def", "max_tokens": 300, "temperature": 0, "stream": True, "logit_bias": {"5": 100}}
+    gaps, statuses = list[float](), set[int]()
+
+    def ask(body: bytes) -> None:
+        for _ in range(2):
+            with connect(url, post_bytes("/v1/completions", body)) as client:
+                statuses.add(read_answer(client)[0])
+
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        asking = [threads.submit(ask, body) for body in bodies]
+        while not all(each.done() for each in asking):
+            with connect(url, post_bytes("/v1/completions", json.dumps(stream).encode())) as client:
+                data, last = b"", (time.monotonic(), cpu_seconds(pids))
+                while b"[DONE]" not in data:
+                    more = client.recv(1 << 16)
+                    assert more, "the stream ended early"
+                    data = data[-16:] + more
+                    now = time.monotonic(), cpu_seconds(pids)
+                    gaps.append(min(after - before for after, before in zip(now, last, strict=True)))
+                    last = now
+        for each in asking:
+            each.result()
+    assert len(gaps) > 100 and statuses <= {200, 400}, (len(gaps), statuses)
+    return max(gaps)
+
+
+def test_streams_of_others_go_on_beside_the_most_costly_grammars(vocabulary: Vocabulary, tmp_path: Path) -> None:
+    """The server admits these grammars: they are just below the bounds for their size and their first mask."""
+    schemas = [just_allowed("json", make, vocabulary) for make in (optional, bounded)]
+    asked = [{"structured_outputs": {"json": each}} for each in schemas]
+    options = [f"option {i}" for i in range(4000)]
+    asked += [{"structured_outputs": {"choice": just_allowed("choice", lambda n: options[:n], vocabulary)}}]
+    bodies = [json.dumps({"prompt": "x", "max_tokens": 6, "temperature": 0, **each}).encode() for each in asked]
+    words = tokenizer()
+    sizes = {"n_positions": 1024, "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": len(words)}
+    torch.manual_seed(0)
+    made = GPT2LMHeadModel.from_config_with_parallel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    made.save_pretrained_with_parallel(tmp_path)
+    found = list[float]()
+    with GPT2LMHeadModel.from_pretrained_with_parallel(tmp_path, deploy=True) as model:  # noqa: SIM117
+        with listening(application(model, words)) as url:
+            for _ in range(3):  # the machine may be busy
+                found.append(longest_standstill(url, model._engine.pids, bodies))
+                if found[-1] < STANDSTILL:
+                    return
+    raise AssertionError(f"a stream stood still for {min(found):.2f} s")

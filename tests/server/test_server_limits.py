@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -97,6 +98,39 @@ def test_errors_of_large_bodies_are_small_and_cheap(path: str, body: str) -> Non
     assert json.loads(answer)["error"]["message"]
     for echoed in ("k" * 100, "m" * 100, "s" * 100, "t" * 100, "9" * 100):
         assert echoed.encode() not in answer
+
+
+PROBE_SECONDS = 0.5
+"""Time in which a probe is answered during any single request."""
+
+
+def slowest_probe(url: str, request: bytes) -> float:
+    """Return the seconds of the slowest probe while a request is read and answered.
+
+    A probe counts with the CPU time of this process if this is less, because other processes delay it too.
+    """
+    seconds = list[float]()
+    with connect(url, LIVE) as client, ThreadPoolExecutor(1) as threads:
+        assert read_answer(client)[0] == 200
+        asked = threads.submit(lambda: read_answer(connect(url, request))[0])
+        while not asked.done():
+            began, cpu = time.monotonic(), time.process_time()
+            client.sendall(LIVE)
+            assert read_answer(client)[0] == 200
+            seconds.append(min(time.monotonic() - began, time.process_time() - cpu))
+        assert asked.result() in (400, 404)
+    return max(seconds)
+
+
+@pytest.mark.parametrize(("path", "body"), HOSTILE, ids=[f"{path} {body[:40]}" for path, body in HOSTILE])
+def test_probes_are_answered_during_hostile_requests(path: str, body: str) -> None:
+    found = list[float]()
+    with listening(application(StubModel(), tokenizer())) as url:
+        for _ in range(4):  # the machine may be busy
+            found.append(slowest_probe(url, post_bytes(path, body.encode())))
+            if found[-1] < PROBE_SECONDS:
+                return
+    raise AssertionError(f"a probe took {min(found):.2f} s")
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
