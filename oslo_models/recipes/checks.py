@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,13 @@ def check_training(recipe: Recipe) -> None:
             raise ValueError(f"report_to={tracker}: it is not installed; run pip install {tracker}")
 
 
+_LIBRARIES = {
+    "torchao": re.compile(r"^adamw_torch_[48]bit$"),
+    "bitsandbytes": re.compile(r"bnb|^adamw_8bit$|^(paged_)?(adamw|lion|ademamix)_(8bit|32bit)$|^ademamix"),
+}
+"""Libraries of optimizers, with transformers' names of these optimizers."""
+
+
 def check_optimizer(recipe: Recipe, sizes: Sizes) -> None:
     """Check that the optimizer makes the updates of one process at these sizes, and that its library is there.
 
@@ -102,8 +110,6 @@ def check_optimizer(recipe: Recipe, sizes: Sizes) -> None:
         ValueError: its updates would differ.
         ImportError: its library is missing.
     """
-    from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS, _TORCHAO_OPTIMIZERS
-
     from oslo_models.integrations.training_arguments import optimizer_advice
 
     optim = recipe.training.optim
@@ -111,9 +117,9 @@ def check_optimizer(recipe: Recipe, sizes: Sizes) -> None:
     if advice := optimizer_advice(optim.value, shards, sizes.pipeline):
         given = f"tensor_parallel_size={sizes.tensor}, pipeline_parallel_size={sizes.pipeline}"
         raise ValueError(f"optim={optim.value}: it does not work with {given}: {advice}")
-    for package, names in (("bitsandbytes", _BITSANDBYTES_OPTIMIZERS), ("torchao", _TORCHAO_OPTIMIZERS)):
-        if optim in names and importlib.util.find_spec(package) is None:
-            raise ImportError(f"optim={optim.value}: it needs {package}; run pip install {package}")
+    package = next((package for package, names in _LIBRARIES.items() if names.search(optim.value)), None)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ImportError(f"optim={optim.value}: it needs {package}; run pip install {package}")
 
 
 def model_class(recipe: Recipe) -> tuple[Any, Any]:

@@ -245,3 +245,17 @@ def test_good_recipe_reaches_the_launcher(folder: Path, monkeypatch: pytest.Monk
 def assert_matches(message: str, line: str) -> None:
 
     assert re.search(message, line), line
+
+
+def test_libraries_of_optimizers_are_those_of_transformers() -> None:
+    from transformers import trainer_optimizer
+    from transformers.training_args import OptimizerNames
+
+    from oslo_models.recipes import checks
+
+    own = {
+        name: {each for each in OptimizerNames if expression.search(each.value)}
+        for name, expression in checks._LIBRARIES.items()
+    }
+    assert own["bitsandbytes"] == set(trainer_optimizer._BITSANDBYTES_OPTIMIZERS)
+    assert own["torchao"] == set(trainer_optimizer._TORCHAO_OPTIMIZERS)
