@@ -10,6 +10,7 @@ import random
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -18,6 +19,7 @@ from oslo_models.deploy.busy_polling import has_spare_core
 from oslo_models.deploy.call_checks import SCRIPT, check_importable
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.errors import EngineError
+from oslo_models.deploy.grammar_check import end_grammar_processes
 from oslo_models.deploy.loading import load_workers
 from oslo_models.deploy.messages import Cancel, Ping, Pong, Request, Reused, Stepped
 from oslo_models.deploy.pending_call import PendingCall
@@ -29,6 +31,9 @@ SPIN_SECONDS = 0.005
 """Seconds that a lone caller polls for its answer before it sleeps, if a core is free for it (see `BusyPoll`)."""
 RECEIVER_DELAY = 0.05
 """Seconds until the receiver thread takes over after a caller last received for itself."""
+
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Engines that were started and not closed since. Workers that have died may be restarted."""
 
 
 class Engine:
@@ -104,6 +109,7 @@ class Engine:
                     executor, self.ranks, self._threads, self._make, receive, directory, self.limits
                 )
                 self._executor, self._broken = executor, None
+                _open_engines.add(self)
             except BaseException as error:
                 self._broken = f"it could not be loaded: {error!r}"
                 executor.kill()
@@ -135,21 +141,30 @@ class Engine:
             Exception: `start` or ``restore`` failed. Then there are no workers.
         """
         with self._starting:
-            self.close("it is being restarted")
+            self._end_workers("it is being restarted")
             self._restoring = threading.get_ident()
             try:
                 self.start()
                 restore()
             except BaseException as error:
-                self.close(f"it could not be restored: {error!r}")
+                self._end_workers(f"it could not be restored: {error!r}")
                 raise
             finally:
                 self._restoring = None
 
-    def close(self, why: str = "it was closed") -> None:
-        """End the workers. Pending and later calls raise `EngineError`."""
+    def close(self) -> None:
+        """End the workers. Pending and later calls raise `EngineError`.
+
+        The last engine also ends the processes that compile grammars. They start again when they are needed.
+        """
         if self._pid != os.getpid():  # a forked child: the workers belong to its parent
             return
+        self._end_workers("it was closed")
+        _open_engines.discard(self)
+        if not _open_engines:
+            end_grammar_processes()
+
+    def _end_workers(self, why: str) -> None:
         if (loading := self._loading) is not None:
             self._loading = None
             loading.kill()  # the thread that loads sees the closed connections

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from oslo_models.deploy.fork_server import LENGTH, NUMBER, USABLE, Order
 from oslo_models.deploy.process_copy import ProcessCopy, copy_this_process
+from oslo_models.deploy.worker_output import worker_output
 from oslo_models.locking import locked_property
 from oslo_models.starting import python_module
 
@@ -101,7 +102,7 @@ class ForkServer:
         news.settimeout(ANSWER_SECONDS)
         self._control.settimeout(ANSWER_SECONDS)
         with theirs, open(os.devnull, "wb") as nowhere:
-            output = [descriptor if _is_open(descriptor) else nowhere.fileno() for descriptor in (1, 2)]
+            output = [descriptor if _is_open(descriptor) else nowhere.fileno() for descriptor in worker_output()]
             descriptors = [connection.fileno(), theirs.fileno(), *output]
             socket.send_fds(self._control, [LENGTH.pack(len(body))], descriptors)
             self._control.sendall(body)

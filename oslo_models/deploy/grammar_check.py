@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -84,6 +85,9 @@ def _measure(kind: str, source: Any) -> tuple[int, int, int, int]:
     return len(source.encode()), deepest, rules, source.count("|")
 
 
+_checkers: weakref.WeakSet[GrammarChecker] = weakref.WeakSet()
+
+
 class GrammarChecker:
     """Compiles grammars in another process, one at a time. Starts the process on first use and after it has died.
 
@@ -97,6 +101,7 @@ class GrammarChecker:
         self._vocabulary = [tokenizer, size, list(ends)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        _checkers.add(self)
 
     def compile(self, kind: str, source: Any) -> str:
         """Return the grammar in the format of llguidance.
@@ -153,9 +158,25 @@ class GrammarChecker:
                     pipe.close()  # type: ignore[union-attr]
             self._process = None
 
+    def end(self) -> None:
+        """End the process, also while another thread waits for its answer. Does not wait for that thread."""
+        if (process := self._process) is not None:
+            process.kill()
+        if self._lock.acquire(blocking=False):  # else that thread closes the pipes
+            try:
+                self.close()
+            finally:
+                self._lock.release()
+
     def __del__(self) -> None:
         if not sys.is_finalizing():  # then the process sees its input close
             self.close()
+
+
+def end_grammar_processes() -> None:
+    """End the processes of all checkers. They start again on use."""
+    for checker in list(_checkers):
+        checker.end()
 
 
 def one_line(text: str) -> str:

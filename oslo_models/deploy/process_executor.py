@@ -17,6 +17,7 @@ from oslo_models.deploy.busy_polling import BusyPoll
 from oslo_models.deploy.connection import WorkerConnection
 from oslo_models.deploy.forking import fork_worker
 from oslo_models.deploy.serialization import decode, encode
+from oslo_models.deploy.worker_output import worker_output
 from oslo_models.starting import import_path, python_module
 
 _LAUNCHER_VARIABLES = (
@@ -223,10 +224,14 @@ def start_worker(
         loopback: all workers are on this host, so gloo needs only the loopback interface.
         secret: of the deployment. It is passed in the environment, which only this user can read.
     """
+    # An own descriptor is passed as None, because it may be closed.
+    stdout, stderr = (None if descriptor in (1, 2) else descriptor for descriptor in worker_output())
     return subprocess.Popen(
         python_module("oslo_models.deploy.worker", str(theirs.fileno())),
         env=worker_environment(local_rank, loopback, secret),
         stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
         pass_fds=[theirs.fileno()],
         start_new_session=True,  # Ctrl-C in a terminal is for the application only
     )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import random
+from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 pytest.importorskip("uvicorn")
 
@@ -91,6 +95,71 @@ def test_soak_clients_ask_and_misbehave() -> None:
             client.plain()
         with pytest.raises(soak_clients.WrongAnswerError):
             client.streamed()
+
+
+class AdaptedModel(StubModel):
+    """Generates token 7, or token 8 with the adapter, unless a grammar forbids it.
+
+    Args:
+        ignores: ``"adapter"`` or ``"grammar"``.
+    """
+
+    def __init__(self, ignores: str | None) -> None:
+        super().__init__(vocabulary=211)
+        self.generation_config.eos_token_id, self.ignores = soak_clients.END, ignores
+
+    def set_adapter(self, name: str) -> None:
+        self.token = 7 if self.ignores == "adapter" else 8
+
+    def disable_adapters(self) -> None:
+        self.token = 7
+
+    enable_adapters = can_join = lambda self, *_, **__: True
+
+    def generate(self, input_ids: torch.Tensor, max_new_tokens: int, streamer: Any = None, **rest: Any) -> Any:
+        decoding, out_BL = rest.get("decoding"), input_ids
+        processors = [] if decoding is None or self.ignores == "grammar" else decoding.processors()
+        if streamer is not None:
+            streamer.put(input_ids)
+        for _ in range(max_new_tokens):
+            scores_BV = torch.zeros(1, 211)
+            scores_BV[0, self.token] = 1.0
+            for each in processors:
+                scores_BV = each(out_BL, scores_BV)
+            token = scores_BV.argmax(-1)
+            out_BL = torch.cat((out_BL, token[:, None]), 1)
+            if streamer is not None:
+                streamer.put(token)
+            if token == soak_clients.END:
+                break
+        if streamer is not None:
+            streamer.end()
+        return out_BL
+
+
+@pytest.mark.parametrize("ignores", [None, "adapter", "grammar"])
+def test_soak_clients_use_adapters_and_grammars_and_attack(tmp_path: Path, ignores: str | None) -> None:
+    """Each of these clients accepts the right answer, and notices a server that ignores what it asked for."""
+    pytest.importorskip("llguidance")
+    soak_clients._save_tokenizer(tmp_path, 211)
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    prompt = soak_clients.Prompt([10, 20], [7] * soak_clients.NEW, [7] * 8, [8] * 8)
+    app = application(AdaptedModel(ignores), words, "stub", adapters={soak_clients.ADAPTER: "loaded"})
+    with listening(app) as url:
+        client = soak_clients.Client(int(url.rpartition(":")[2]), "stub", [prompt], {}, 0)
+        client.plain()
+        for kind, noticed in (("adapter", "adapter"), ("structured output", "grammar")):
+            ask = soak_clients.KINDS[kind][0]
+            if ignores == noticed:
+                with pytest.raises(soak_clients.WrongAnswerError):
+                    ask(client)
+            else:
+                ask(client)
+        with pytest.raises(soak_clients.WrongAnswerError, match="status 200"):
+            client._require_refusal("/v1/completions", b'{"prompt": "w5"}')
+        for number in range(6 if ignores is None else 0):
+            client.draw = SimpleNamespace(choice=itemgetter(number))  # each of the bodies
+            client.hostile()
 
 
 def test_rows_of_other_faults_stay(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import GPT2Config
 from oslo_models import GPT2LMHeadModel
 from oslo_models.auto import AutoModelForCausalLM
 from oslo_models.checkpoint import CheckpointError, atomic_commit, open_checkpoint, recover, verify_checkpoint
+from oslo_models.cli.convert import convert
 from oslo_models.cli.main import inspect_checkpoint, main
 from oslo_models.distributed.mesh import ParallelMesh
 
@@ -202,6 +203,27 @@ def test_journals_of_others_are_refused_and_nothing_changes(
         with pytest.raises(OSError, match=r"\.oslo_journal"):
             act()
         assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("prepare", JOURNALS)
+def test_commands_that_read_name_the_journal_and_change_nothing(
+    tmp_path: Path, prepare: Callable[[Path, Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands with an output folder do not begin it."""
+    bad, home, out = tmp_path / "bad", tmp_path / "home", tmp_path / "out"
+    tiny_gpt2().save_pretrained(bad)
+    home.mkdir()
+    (home / "keys").write_text("mine")
+    prepare(bad, home)
+    before = snapshot(tmp_path)
+    commands = [["inspect", bad], ["merge", bad, out], ["verify", bad, "--tensor-parallel-size", 2], ["plan", bad]]
+    for command in commands:
+        assert main([str(each) for each in command]) == 2
+        assert JOURNAL in capsys.readouterr().err, command
+        assert snapshot(tmp_path) == before, command
+    with pytest.raises(OSError, match=r"\.oslo_journal"):  # what each process of the command reshard does
+        convert(bad, out)
+    assert snapshot(tmp_path) == before
 
 
 def test_recovery_does_not_write_through_links_beside_the_journal(tmp_path: Path) -> None:

@@ -391,18 +391,21 @@ def test_a_launcher_that_stands_still_delays_calls_by_seconds_and_its_late_answe
     answers_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its worker was killed. Callers wait for the reason of the worker's end, and for its successor's start."""
-    others: Any = object.__new__(torchrun._LauncherProcesses)
-    ours, theirs = Pipe()
-    others._lock, others._orders, others.loopback = threading.Lock(), {1: ours}, True
-    others._prepare_orders()
-    others._prepare_handshakes()
+    for attempt in range(3):  # the machine may be busy
+        others: Any = object.__new__(torchrun._LauncherProcesses)
+        ours, theirs = Pipe()
+        others._lock, others._orders, others.loopback = threading.Lock(), {1: ours}, True
+        others._prepare_orders()
+        others._prepare_handshakes()
+        executor: Any = object.__new__(process_executor.ProcessExecutor)
+        executor.processes, executor._senders = [torchrun._RemoteProcess(others, 1, 77)], []
+        began = time.monotonic()
+        assert executor.exit_reason(0) == "rank 0 (pid 77) closed its connection"
+        executor.kill()
+        if time.monotonic() - began < 3:
+            break
+        assert attempt < 2, "docs/trust.md promises 3 s"
     others._listener, (name,) = others._listen()
-    executor: Any = object.__new__(process_executor.ProcessExecutor)
-    executor.processes, executor._senders = [torchrun._RemoteProcess(others, 1, 77)], []
-    began = time.monotonic()
-    assert executor.exit_reason(0) == "rank 0 (pid 77) closed its connection"
-    executor.kill()
-    assert time.monotonic() - began < 20  # each of its waits has a bound of seconds, and the machine may be busy
     monkeypatch.setattr(torchrun, "_ANSWER_TIMEOUT", 60.0)
 
     def goes_on() -> None:

@@ -17,6 +17,7 @@ import torch
 from oslo_models.deploy import fork_server, forking, process_copy, process_executor
 
 from support import ROOT, faults
+from support.corpora import tokenizer
 from support.faults import gone
 from support.waiting import wait_until
 
@@ -224,11 +225,15 @@ LAST = """
 import gc, sys, torch
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import fork_server
+from oslo_models.deploy.grammar import Grammar, Vocabulary
 
 fork_server.IDLE_SECONDS = 0.5  # the copy of this process has it too
 ids = torch.tensor([[5, 6, 7]])
 models = [GPT2LMHeadModel.from_pretrained_with_parallel(sys.argv[1], deploy=True) for _ in range(2)]
-print(*[pid for model in models for pid in model._engine.pids], flush=True)
+vocabulary = Vocabulary(sys.argv[2], int(sys.argv[3]), (0,))
+Grammar.compiled("regex", "a+", vocabulary)
+grammars = vocabulary.checker._process.pid
+print(*[pid for model in models for pid in model._engine.pids], grammars, flush=True)
 ends = {"cpu": lambda: models.pop().cpu(), "close": lambda: models.pop().close(), "del": lambda: models.pop() and None}
 for line in sys.stdin:
     kept = ends[line.strip()]()
@@ -239,14 +244,20 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("end", ["cpu", "close", "del"])
 def test_nothing_stays_behind_after_the_last_model(stand: faults.Stand, tmp_path: Path, end: str) -> None:
-    """The fork server ends soon after the last model, and not before; the application goes on."""
+    """The fork server and the process for grammars end soon after the last model, and not before.
+
+    The application goes on.
+    """
+    pytest.importorskip("llguidance")
+    words = tokenizer()
+    of_words = [words.backend_tokenizer.to_str(), str(len(words))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    command = [sys.executable, "-c", LAST, stand.checkpoint]
+    command = [sys.executable, "-c", LAST, stand.checkpoint, *of_words]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with (tmp_path / "log").open("w") as log:
         app = subprocess.Popen(command, env=environment, text=True, stderr=log, **pipes)
     try:
-        pids = [int(pid) for pid in app.stdout.readline().split()]
+        *pids, grammars = [int(pid) for pid in app.stdout.readline().split()]
         server = parent(pids[0])
         assert len(pids) == 2 and parent(pids[1]) == server and parent(server) == app.pid, (
             tmp_path / "log"
@@ -257,9 +268,9 @@ def test_nothing_stays_behind_after_the_last_model(stand: faults.Stand, tmp_path
             if left:
                 assert gone(pids[1:])
                 time.sleep(1.5)
-                assert Path(f"/proc/{server}").exists() and Path(f"/proc/{pids[0]}").exists()
+                assert all(Path(f"/proc/{pid}").exists() for pid in (server, grammars, pids[0]))
         wait_until(lambda: not children(app.pid))
-        assert gone([*pids, server]) and app.poll() is None
+        assert gone([*pids, server, grammars]) and app.poll() is None
     finally:
         app.kill()
         app.wait()

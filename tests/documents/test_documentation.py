@@ -94,6 +94,19 @@ def test_named_modules_exist(page: str) -> None:
     assert [path for path in named if not (ROOT / "oslo_models" / path).is_file()] == []
 
 
+def test_every_boundary_names_tests_that_exist() -> None:
+    """The last cell of a row in the table of boundaries."""
+    text = (ROOT / "docs/trust.md").read_text()
+    _, *rows = [line for line in text.partition("## Boundaries")[2].splitlines() if re.match(r"\| (?!-)", line)]
+    assert len(rows) > 15
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)`", row.rstrip(" |").rpartition(" | ")[2])
+        assert named, f"no test: {row}"
+        assert [path for path in named if not (ROOT / "tests" / path).is_file()] == []
+    named = re.findall(r"`((?:\w+/)*test_\w+\.py)`", text)
+    assert [path for path in named if not (ROOT / "tests" / path).is_file()] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     listed = set(re.findall(r"([\w/-]+\.md)$", navigation, flags=re.M))

@@ -15,6 +15,7 @@ import torch
 
 from oslo_kernels import build
 from oslo_kernels.blending import blend
+from oslo_kernels.kept_timings import KeptTimings
 from oslo_kernels.ngrams import block_repeats_
 
 from support import ROOT
@@ -95,6 +96,26 @@ def test_a_library_that_others_can_write_is_compiled_again(
         os.chown(library, NOBODY, NOBODY)
     build.load.__wrapped__("blending.cpp")
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("how", ["group", "others", "link", pytest.param("owner", marks=as_root)])
+def test_timings_that_others_can_write_are_measured_again(cache: Path, how: str) -> None:
+    found = {8: {"ours": (0.25, 0.5)}}
+    KeptTimings().add("a layer", found)
+    assert KeptTimings().get("a layer") == found
+    (file,) = cache.glob("linear-timings-*.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    if how == "link":
+        file.rename(cache / "other")
+        file.symlink_to(cache / "other")
+    elif how == "owner":
+        os.chown(file, NOBODY, NOBODY)
+    else:
+        file.chmod(0o660 if how == "group" else 0o602)
+    assert KeptTimings().get("a layer") is None
+    KeptTimings().add("another layer", found)  # replaces the file, without the timings of others
+    assert KeptTimings().get("a layer") is None and KeptTimings().get("another layer") == found
+    assert build.is_trusted(file)
 
 
 WRONG = """

@@ -278,6 +278,10 @@ def test_a_log_that_cannot_be_written_holds_up_no_answer_and_no_signal(checkpoin
             dropped = [int(DROPPED.search(get(f"{url}/metrics", host="localhost")[2])[1]) for _ in range(5)]
             assert dropped[-1] > dropped[0] > 0, dropped
             workers = running.workers
+            theirs = {os.readlink(f"/proc/{pid}/fd/{number}") for pid in workers for number in (1, 2)}
+            assert len(theirs) == 1 and theirs.isdisjoint(
+                os.readlink(f"/proc/self/fd/{each}") for each in (writing, full)
+            )
             running.process.send_signal(signal.SIGTERM)
             assert running.process.wait(LIMIT) == 0 and gone(workers), running.lines
     finally:

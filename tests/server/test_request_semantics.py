@@ -120,6 +120,18 @@ def test_the_form_of_results_does_not_depend_on_the_checkpoint(defaults: dict[st
         assert completion(app, **fields) == (200, expected), fields
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_form_of_generated_text_does_not_depend_on_the_checkpoint(beams: int) -> None:
+    words = tokenizer()
+    defaults = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 2}
+    app = application(small_model(words, **{**defaults, "num_beams": 2}), words, "local")
+    expected = new_text(words, small_model(words), "class", 10, num_beams=beams, no_repeat_ngram_size=4)
+    length = len(words("class")["input_ids"]) + 10
+    path = f"/generate_text/class?max_length={length}&num_beams={beams}"
+    status, _, answer = asyncio.run(call(app, "GET", path))
+    assert (status, json.loads(answer)) == (200, {"inputs": "class", "outputs": f"class{expected}"})
+
+
 def test_stop_strings_biases_and_lengths_of_the_checkpoint_apply() -> None:
     words = copy.deepcopy(tokenizer())
     plain = small_model(words)

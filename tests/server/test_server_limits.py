@@ -9,7 +9,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,13 +21,17 @@ import torch
 
 pytest.importorskip("uvicorn")
 
+from oslo_models import GPT2LMHeadModel
+from oslo_models.deploy import forking
 from oslo_models.deploy.decoding import Scored
-from oslo_models.server import command, connections
+from oslo_models.server import command, connections, log_writer
 from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits
 from oslo_models.server.log_writer import LogWriter, log_to_stderr
 
+from support import faults
 from support.corpora import tokenizer
+from support.deployment import Shouts
 from support.http_server import StubModel, call, connect, listening, post_bytes, post_json, read_answer
 
 PATH = "/v1/completions"
@@ -433,6 +440,54 @@ def test_a_server_starts_without_its_log() -> None:
         os.dup2(before, 2)
         os.close(before)
     assert len(dropped) >= 2
+
+
+@contextmanager
+def logging_to(descriptor: int) -> Iterator[list[int]]:
+    """Send the log to ``descriptor``, as the server does. Yield a list with an item for each dropped line."""
+    dropped: list[int] = []
+    before = os.dup(2)
+    os.dup2(descriptor, 2)
+    try:
+        with log_to_stderr(lambda: dropped.append(1), command.log):
+            yield dropped
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_workers_answer_whatever_becomes_of_what_they_write(
+    stand: faults.Stand, is_forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They write megabytes, and the log is a pipe that nobody reads."""
+    monkeypatch.setattr(forking, "is_available", lambda: is_forked)
+    monkeypatch.setattr(log_writer, "MOST_LINES", 100)
+    reading, writing = os.pipe()
+    call = {**stand.prompt(), "max_new_tokens": 5, "do_sample": False}
+    load = GPT2LMHeadModel.from_pretrained_with_parallel
+    with logging_to(writing) as dropped:
+        os.close(writing)
+        with load(stand.checkpoint, tensor_parallel_size=2, deploy=True) as model:
+            found = model.generate(**call, logits_processor=[Shouts()], timeout=60)
+            assert torch.equal(found, stand.whole.generate(**call))
+            model.restart()
+            assert torch.equal(model.generate(**call, logits_processor=[Shouts()], timeout=60), found)
+        assert len(dropped) > 1000
+        os.close(reading)  # lets the log end
+
+
+def test_the_last_words_of_a_worker_are_in_the_log(stand: faults.Stand, tmp_path: Path) -> None:
+    load, last = GPT2LMHeadModel.from_pretrained_with_parallel, [Shouts(exits=True)]
+    with (
+        (tmp_path / "log").open("wb") as file,
+        logging_to(file.fileno()),
+        load(stand.checkpoint, deploy=True) as model,
+        pytest.raises(RuntimeError, match="exit code 3"),
+    ):
+        model.generate(**stand.prompt(), max_new_tokens=5, logits_processor=last, timeout=60)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert "the last words" in lines and "written below Python" in lines
 
 
 def test_a_log_is_written_in_order() -> None:

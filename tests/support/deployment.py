@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,25 @@ class Never(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         scores[:, self.token] = -float("inf")
+        return scores
+
+
+class Shouts(LogitsProcessor):
+    """Writes 1 MB to standard output and error at the first token, and may end the process then."""
+
+    def __init__(self, exits: bool = False) -> None:
+        self.exits, self.count = exits, 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        if not self.count:
+            for stream in (sys.stdout, sys.stderr):
+                for _ in range(10_000):
+                    print("a line that a worker writes" * 4, file=stream)
+            os.write(2, b"written below Python\n" * 10_000)
+        self.count += 1
+        if self.exits:
+            print("the last words", file=sys.stderr)
+            os._exit(3)
         return scores
 
 
