@@ -53,8 +53,6 @@ KINDS = (
 )
 PIXELS = tuple(kind.values for kind in KINDS)
 """Arguments that only towers read."""
-ARGUMENTS = tuple(name for kind in KINDS for name in kind.arguments)
-"""Arguments whose first dimension counts patches or items, unless they are held by row."""
 
 
 def divide_media(
@@ -98,13 +96,13 @@ def divide_media(
 
 
 def items_of_rows(kind: Kind, batch: Mapping[str, Any], config: Any) -> list[int] | None:
-    """Return the number of items of each row, or ``None`` if the batch has none of this kind or holds them by row.
+    """Return the number of items of each row, or ``None`` if the batch has none of this kind, or holds them by row.
 
     Raises:
         ValueError: the items do not fit the placeholder tokens. The message names the argument.
     """
     values = batch.get(kind.values)
-    if not isinstance(values, Tensor) or _token(kind, config) is None or _is_by_row(kind, batch):
+    if not isinstance(values, Tensor) or _is_by_row(kind, batch):
         return None
     placeholders = _placeholders(kind, batch, config)
     tokens = _tokens_of_items(kind, batch, config, sum(placeholders))
@@ -124,11 +122,19 @@ def items_of_rows(kind: Kind, batch: Mapping[str, Any], config: Any) -> list[int
 
 def _is_by_row(kind: Kind, batch: Mapping[str, Any]) -> bool:
     values = batch.get(kind.values)
-    return kind.name == "image" and isinstance(values, Tensor) and values.dim() == 5 and "image_sizes" not in batch
+    return (
+        kind.name == "image" and isinstance(values, Tensor) and values.dim() == 5 and batch.get("image_sizes") is None
+    )
 
 
-def _token(kind: Kind, config: Any) -> int | None:
-    return next((value for name in kind.token if (value := getattr(config, name, None)) is not None), None)
+def _token(kind: Kind, config: Any) -> int:
+    found = next((value for name in kind.token if (value := getattr(config, name, None)) is not None), None)
+    if found is None:
+        raise ValueError(
+            f"{kind.values}: the configuration has no {kind.token[0]}, so the rows of its {kind.name}s are unknown; "
+            "leave it out, or use pipeline_parallel_size=1"
+        )
+    return int(found)
 
 
 def _placeholders(kind: Kind, batch: Mapping[str, Any], config: Any, size: int = 1) -> list[int]:
@@ -139,7 +145,7 @@ def _placeholders(kind: Kind, batch: Mapping[str, Any], config: Any, size: int =
             f"{kind.values} without input_ids: the rows of its {kind.name}s are unknown. Pass input_ids, in which each "
             f"{kind.name} has its placeholder tokens"
         )
-    is_placeholder = ids.eq(_token(kind, config) or 0)
+    is_placeholder = ids.eq(_token(kind, config))
     return list(is_placeholder.sum(-1).view(-1, size).sum(-1).tolist())
 
 

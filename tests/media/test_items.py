@@ -80,7 +80,7 @@ def test_videos_are_divided_beside_images() -> None:
     assert second.keys() == {"pixel_values_videos", "video_grid_thw"}
 
 
-def test_images_held_by_row_follow_it_and_models_without_placeholders_are_left_alone() -> None:
+def test_images_held_by_row_follow_it_and_models_without_placeholders_are_refused() -> None:
     by_row = {"input_ids": ids([[1], []]), "pixel_values": torch.randn(2, 1, 3, 8, 8)}
     names, (first, second) = divide_media(by_row, 2, 1, CONFIG)
     assert names == ("pixel_values",)
@@ -88,7 +88,8 @@ def test_images_held_by_row_follow_it_and_models_without_placeholders_are_left_a
     assert not second
     assert items_of_rows(IMAGE, by_row, CONFIG) is None
     by_image = {"input_ids": ids([[1], [1]]), "pixel_values": torch.randn(2, 3, 8, 8)}
-    assert items_of_rows(IMAGE, by_image, SimpleNamespace()) is None
+    with pytest.raises(ValueError, match="pixel_values: the configuration has no image_token_id"):
+        items_of_rows(IMAGE, by_image, SimpleNamespace())
 
 
 @pytest.mark.parametrize(
