@@ -29,6 +29,11 @@ def half_mlp(name: str) -> Entries:
 class Wav2Vec2BertParallel(Wav2Vec2Parallel):
     """Sharding plan of the Wav2Vec2-BERT family."""
 
+    def _initialized_whole(self) -> list[str]:
+        """Return also the attentions: the range of the biases of relative positions depends on their full shape."""
+        attentions = [name for name, module in self.named_modules() if hasattr(module, "pos_bias_u")]
+        return [*super()._initialized_whole(), *attentions]
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads, each = heads_of(config), ColumnParallel(EvenSplit(config.num_attention_heads))

@@ -78,7 +78,14 @@ FAST: list[Row] = [
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", LOOP, SHARED, {"reuses": True}),
     (f"{PREFIXES}.find", "prompt[:-1]", "prompt", REUSED, LOST, {}),
     (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= 2", LOOP, TOGETHER, {}),
-    (f"{IMAGES}:_digest", "digest.update(x.reshape(-1).view(torch.uint8).numpy())", "pass", SEEN, PIXELS, LLAVA),
+    (
+        f"{IMAGES}:_digest",
+        "digest.update(x.reshape(-1).view(torch.uint8).numpy().data)",
+        "pass",
+        SEEN,
+        PIXELS,
+        LLAVA,
+    ),
 ]
 """Mutants in this process."""
 
@@ -95,7 +102,7 @@ SLOW: list[Row] = [
     ),
     (f"{IMAGES}:PromptImages.chunk_end", "if first < stop < end", "if False", SEEN, HELD, {}),
     (f"{IMAGES}:PromptImages.whole", "if first < length < end", "if False", SEEN, HELD, {}),
-    (f"{RUNNER}.free", "(self.numbers, self._offsets)", "(self.numbers,)", SEEN, BETWEEN_IMAGES, QWEN),
+    (f"{RUNNER}.free", "self._offsets[-1]", "self._offsets[slot]", SEEN, BETWEEN_IMAGES, QWEN),
     (f"{RUNNER}._decode", "if any(map(any, self._offsets))", "if False", SEEN, BETWEEN_IMAGES, QWEN),
     (f"{SCHEDULER}.plan", "begins or images[0] < images[1]", "begins", SEEN, HELD, {}),
     (f"{SCHEDULER}._find_prefix", "prompt.images.whole(length)", "length", SEEN, AT_END, LLAVA),

@@ -121,7 +121,7 @@ def _digest(image: Mapping[str, Any]) -> int:
     for name, value in sorted(image.items()):
         x = torch.as_tensor(value).detach().cpu().contiguous()
         digest.update(f"{name} {x.dtype} {tuple(x.shape)} ".encode())
-        digest.update(x.reshape(-1).view(torch.uint8).numpy())
+        digest.update(x.reshape(-1).view(torch.uint8).numpy().data)
     return -1 - int.from_bytes(digest.digest(), "big")
 
 

@@ -94,8 +94,8 @@ class Step:
         flags = self.idle | self.reset << 1 | self.begins << 2 | self.joins << 3 | self.other << 4 | self.pause << 5
         flags |= self.encodes << 6
         counts = (len(self.leaving), len(self.tokens), len(self.whole), len(self.forgotten))
-        head = (self.consumed, flags, self.number, self.row, *self.images, *counts)
-        head += (self.source, self.reused, self.displaced, self.group)
+        prefix = (self.source, self.reused, self.displaced, self.group)
+        head = (self.consumed, flags, self.number, self.row, *self.images, *counts, *prefix)
         whole = [value for prompt in self.whole for value in prompt]
         data = array("q", (*head, *self.leaving, *self.tokens, *whole, *self.forgotten, *self.chunk)).tobytes()
         return zlib.crc32(data).to_bytes(8, "little") + data
@@ -110,10 +110,12 @@ class Step:
         def take(count: int) -> list[int]:
             return list(islice(values, count))
 
-        consumed, flags, number, row, first, stop, leaving, tokens, whole, gone, *prefix = take(14)
+        consumed, flags, number, row, first, stop, leaving, tokens, whole, gone = take(10)
+        source, reused, displaced, group = take(4)
         lists = (take(leaving), take(tokens), [WholePrompt(*take(3)) for _ in range(whole)])
         forgotten, chunk = take(gone), list(values)
         flag = [bool(flags >> bit & 1) for bit in range(7)]
+        prefix = (source, reused, displaced, group)
         step = cls(consumed, flag[0], flag[1], *lists, chunk, flag[2], flag[3], number, *prefix, flag[4], flag[5])
         step.row, step.encodes, step.images, step.forgotten = row, flag[6], (first, stop), forgotten
         return step

@@ -145,9 +145,9 @@ class StepRunner:
         """Remove the rows in the slots that a step frees."""
         for slot in leaving:
             self.rows.free(slot)
-            for by_slot in (self.numbers, self._offsets):
-                by_slot[slot] = by_slot[-1]
-                by_slot.pop()
+            self.numbers[slot], self._offsets[slot] = self.numbers[-1], self._offsets[-1]
+            self.numbers.pop()
+            self._offsets.pop()
 
     def _decode(self, tokens: Sequence[int]) -> Tensor:
         rows = self.rows
