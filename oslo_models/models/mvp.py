@@ -6,7 +6,7 @@ from typing import Any
 from transformers import MvpConfig
 from transformers.models.mvp import modeling_mvp as hf
 
-from oslo_models.layers.entries import LocalModule, Plan, Replicated, SharedOutput
+from oslo_models.layers.entries import LocalAttributes, Plan, Replicated, SharedOutput
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
@@ -20,7 +20,7 @@ class MvpParallel(BartParallel):
     @classmethod
     def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
         attributes = {"num_heads": heads.local_count, "embed_dim": heads.local_extent}
-        local = LocalModule(attributes, per_head={"attn_prompt": replace(heads, width=1)})
+        local = LocalAttributes(attributes, per_head={"attn_prompt": replace(heads, width=1)})
         return super().block(heads, *attentions) | dict.fromkeys(attentions, local)
 
     @classmethod

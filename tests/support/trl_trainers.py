@@ -6,7 +6,9 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +147,19 @@ def parameters(model: Any) -> dict[str, Any]:
     return adapters.trained_parameters(model) if hasattr(model, "peft_config") else stage_parameters(model)
 
 
+def generate_one_by_one(model: Any, inputs: list[list[int]], generation_config: Any, **ignored: Any) -> dict[int, Any]:
+    """Return the results of `generate_batch` for prompts in plain lists, by `generate` for each."""
+    seeds = torch.randint(2**63 - 1, (len(inputs),)).tolist()
+    outputs = {}
+    for number, (prompt, seed) in enumerate(zip(inputs, seeds, strict=True)):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            ids = torch.tensor([prompt])
+            found = model.eval().generate(ids, generation_config, attention_mask=torch.ones_like(ids))
+        outputs[number] = SimpleNamespace(generated_tokens=found[0, len(prompt) :].tolist())
+    return outputs
+
+
 def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **options: Any) -> Run:
     """Train in one process with the TRL class."""
     import trl
@@ -158,6 +173,8 @@ def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **o
     if kind == "GRPOTrainer":  # TRL loads its reference model from a folder
         model.save_pretrained(folder := f"{args['output_dir']}/reference")
         model.config._name_or_path = folder
+    if args.get("use_transformers_continuous_batching"):
+        model.generate_batch = partial(generate_one_by_one, model)
     trainer = exactly(make_trainer, getattr(trl, kind), model, config, args, rows, **options)
     seen = watch(trainer, STEPS, adapters.trained_parameters if "peft_config" in options else full_parameters)
     exactly(trainer.train)
