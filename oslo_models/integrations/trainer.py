@@ -75,8 +75,8 @@ class ParallelTrainerMixin(_Base):
         if of_trl is not None:
             raise TypeError(
                 f"TRL's {of_trl} reads the weight of the LM head, and this rank has a shard of it: derive "
-                f"{type(self).__name__} from oslo_models.integrations.SFTTrainer, DPOTrainer or GRPOTrainer, which "
-                "support this, in place of ParallelTrainerMixin"
+                f"{type(self).__name__} from oslo_models.integrations.SFTTrainer, DPOTrainer, RewardTrainer, "
+                "GRPOTrainer or RLOOTrainer, which support this, in place of ParallelTrainerMixin"
             )
 
     @property

@@ -26,7 +26,7 @@ class MvpParallel(BartParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        if not config.use_prompt:
+        if not config.use_prompt or "encoder" not in cls.stacks:  # MvpForCausalLM makes no prompts
             return plan
         prompts = {f"{stack}.self_attn_prompt": f"{stack}.layers" for stack in cls.stacks}
         prompts["decoder.cross_attn_prompt"] = "decoder.layers"

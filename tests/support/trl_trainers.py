@@ -23,6 +23,7 @@ from support.reference import TOLERANCE, full_parameters, reference_model
 from support.trainers import SHORT, Run, fresh_accelerate, in_float64, log_differences, watch
 
 NAME = "LlamaForCausalLM"
+REWARDED = ("GRPOTrainer", "RLOOTrainer")
 STEPS = (1, 5)
 ARGUMENTS = {
     **SHORT,
@@ -120,7 +121,7 @@ def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], row
 
     kind = next(each.__name__ for each in cls.__mro__ if each.__module__.startswith("trl."))
     settings = getattr(trl, kind.replace("Trainer", "Config"))(**{**ARGUMENTS, **args})
-    if kind == "GRPOTrainer":
+    if kind in REWARDED:
         options.setdefault("reward_funcs", unlike_words)
     else:
         ordered = {"_get_train_sampler": lambda self, dataset=None: SequentialSampler(dataset)}
@@ -165,12 +166,14 @@ def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **o
     import trl
 
     fresh_accelerate()
-    config = tiny_config()
-    model = reference_model(NAME, config, seed)
-    run = Run(NAME, config, full_parameters(model))
+    config, name = tiny_config(), NAME
+    if kind == "RewardTrainer":
+        config.num_labels, name = 1, "LlamaForSequenceClassification"
+    model = reference_model(name, config, seed)
+    run = Run(name, config, full_parameters(model))
     if kind == "DPOTrainer" and options.get("peft_config") is None and not args.get("precompute_ref_log_probs"):
         options["ref_model"] = copy.deepcopy(model).eval()
-    if kind == "GRPOTrainer":  # TRL loads its reference model from a folder
+    if kind in REWARDED:  # TRL loads its reference model from a folder
         model.save_pretrained(folder := f"{args['output_dir']}/reference")
         model.config._name_or_path = folder
     if args.get("use_transformers_continuous_batching"):
