@@ -17,13 +17,13 @@ from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, 
 from oslo_models.deploy.running_batch.prompt_images import ARGUMENTS, PromptImages, images_of_call
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
-_INDEXED = "its cache holds the keys of an indexer beside those of attention"
+_INDEXED = "its cache holds keys of an indexer beside keys of attention"
 _KINDS = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), ""),
     **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), _INDEXED),
     **dict.fromkeys(
         ("compressed_sparse_attention", "heavily_compressed_attention"),
-        "its cache holds compressed keys beside those of a window",
+        "its cache holds compressed keys beside the keys of a window",
     ),
 }
 """Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
@@ -31,7 +31,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
     "flaubert": "it has no key-value cache",
-    "xlnet": "it predicts with a query of its own, and its cache grows by the prompt",
+    "xlnet": "it predicts with a separate query, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
     "rwkv": _STATES,
     "xlstm": _STATES,
@@ -40,7 +40,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "cpmant": "it is given all tokens in each step, without a mask and positions",
     "gemma3": "the tokens of an image attend to each other in both directions",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
-    "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
+    "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
 _NOT_SETTINGS = {
@@ -108,7 +108,7 @@ class Admission:
         if not all(hasattr(defaults, name) and not name.startswith("_") for name in names):
             return False
         setting = settings_of(kwargs, defaults)
-        if not all(setting(name) in values for name, values in _NEUTRAL.items()):
+        if unsupported_setting(kwargs, defaults) is not None:
             return False
         ids_BL: Any = kwargs.get("input_ids")
         ids_BL = kwargs.get("inputs") if ids_BL is None else ids_BL
@@ -146,12 +146,22 @@ class Admission:
         return rest, tuple(map(tuple, self._images(kwargs, ids_BL, identified=True)))
 
 
+def unsupported_setting(kwargs: Mapping[str, Any], defaults: Any) -> str | None:
+    """Return a setting of `generate` with its value that needs another decoding method, or ``None``.
+
+    Args:
+        kwargs, defaults: as for `Admission.joins`.
+    """
+    setting = settings_of(kwargs, defaults)
+    return next((f"{name}={setting(name)!r}" for name, values in _NEUTRAL.items() if setting(name) not in values), None)
+
+
 def reason_against(config: Any) -> str | None:
     """Return why no call of a model can join; ``None`` if calls can join."""
     if registry.SAME_CLASSES.get(config.model_type, config.model_type) not in registry.ARCHITECTURES:
         return "the running batch was not tested with models of its type"
     if config.is_encoder_decoder:
-        return "it is an encoder-decoder, whose encoder computes a batch at once"
+        return "it is an encoder-decoder, and its encoder computes a batch at once"
     if getattr(config, "is_decoder", True) is False:
         return "it is an encoder: is_decoder=False in its configuration"
     text = config.get_text_config(decoder=True)
