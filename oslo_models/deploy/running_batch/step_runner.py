@@ -145,6 +145,7 @@ class StepRunner:
         """Append copies of a row."""
         self.rows.fork(slot, count)
         self.numbers += [self.numbers[slot]] * count
+        self._offsets += [self._offsets[slot]] * count
 
     def free(self, leaving: Sequence[int]) -> None:
         """Remove the rows in the slots that a step frees."""
