@@ -20,6 +20,7 @@ BY_MEMORY, BY_PRODUCTS = LIMITS = ("limit by memory", "limit by products")
 """The measurements of `benchmarks.limits`, shown among the peers of a row."""
 UNITS = {
     "generation": "tokens/s",
+    "rollouts": "tokens/s",
     "training step": "s",
     "training": "tokens/s",
     "peak memory": "MB",

@@ -311,7 +311,7 @@ def check_refused_outputs(name: str, config: PreTrainedConfig) -> None:
 
 
 @pytest.mark.parametrize("variant", ["llama", "t5"])
-def test_generate_refuses_to_return_what_other_stages_compute(pool: Pool, variant: str) -> None:
+def test_generate_refuses_outputs_of_other_stages(pool: Pool, variant: str) -> None:
     pool.run(2, check_refused_outputs, zoo.lm_head(variant), zoo.config(variant))
 
 
