@@ -197,7 +197,7 @@ def test_host_waits_once_for_each_exchange_of_tokens(pool: Pool) -> None:
     pool.run(2, count_waits, zoo.config("mixtral"))
 
 
-def test_selected_values_are_those_of_nonzero(seed: int) -> None:
+def test_selected_values_are_as_by_nonzero(seed: int) -> None:
     for count in (0, 1, 9):
         values, flags = torch.randint(99, (count,)), torch.rand(count) < 0.5
         assert torch.equal(layer._selected(values, flags, int(flags.sum())), values[flags.nonzero().flatten()])
