@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import GenerationConfig, PreTrainedModel
 
 from oslo_models.contracts import require
@@ -72,12 +72,12 @@ class BatchGeneratingModel(PreTrainedModel):
                 decoding method; or a sequence would be longer than the model allows; on every rank.
         """
         if self.mesh is None:
-            given = (generation_config, continuous_batching_config, record_timestamps, progress_bar, *args)
             if num_return_sequences is not None:
                 raise ValueError(
                     f"num_return_sequences={num_return_sequences} of a full model belongs into generation_config"
                 )
-            return super().generate_batch(inputs, *given, **kwargs)
+            options = (continuous_batching_config, record_timestamps, progress_bar, *args)
+            return super().generate_batch(inputs, generation_config, *options, **kwargs)
         with agree(self.mesh.model, "checking the prompts of generate_batch"):
             given, prompts, copies = _checked(self, inputs, generation_config, num_return_sequences, kwargs)
             length = _longest(self, prompts, settings_of(given, self.generation_config))
