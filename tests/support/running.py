@@ -15,6 +15,7 @@ from torch import Tensor
 from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch import step_runner
 from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.row import Call, prepare
 from oslo_models.deploy.running_batch.sampling import choose_tokens
@@ -80,7 +81,7 @@ def together(
 
     Prompts are computed in chunks, or several together.
     """
-    limits = replace(limits, chunk=rng.choice((limits.chunk, limits.length)))
+    limits, table = replace(limits, chunk=rng.choice((limits.chunk, limits.length))), TokenTable()
     runner, scheduler = StepRunner(model, limits), Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows, 2))
     calls: dict[int, Call] = {}
     results: list[Tensor | None] = [None] * len(given)
@@ -104,7 +105,7 @@ def together(
         logits_BV = runner.run(steps[-1])
         some = rows[: len(steps[-1].tokens)] or rows[len(rows) - steps[-1].joining :]
         assert (logits_BV is None) == (not some)
-        tokens = [] if logits_BV is None else choose_tokens(some, logits_BV)
+        tokens = [] if logits_BV is None else choose_tokens(some, logits_BV, table)
         for index, row in enumerate(some):
             token = tokens[index]
             assert not isinstance(token, Exception)
