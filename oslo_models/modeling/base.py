@@ -26,6 +26,7 @@ from oslo_models.modeling.apply_plan import (
     modules_with_tensors_of_heads,
     plan_over,
 )
+from oslo_models.modeling.attention_choice import check_attention
 from oslo_models.modeling.attention_outputs import AttentionOutputs
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
@@ -145,6 +146,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         self.layouts: dict[str, Layout] = {}
         if mesh is None:
             return
+        check_attention(self)
         self._init_seed = init_seed
         for param in self.parameters():  # XLNet and DeBERTa always create some in float32
             if param.dtype != torch.get_default_dtype():
@@ -259,7 +261,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
                 ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
-                (``pad_token_id``, ...).
+                (``pad_token_id``, ...). Without ``attn_implementation``, models that use torch's attention train with
+                ``"oslo_models_blockwise"`` on a CPU; see the guide on long sequences.
 
         Returns:
             The model in evaluation mode, as in transformers.
