@@ -142,6 +142,7 @@ def _computes(rule: MaskRule, query: Tensor, key: Tensor, value: Tensor, groups:
         and all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in (query, key, value))
         and query.dtype == key.dtype == value.dtype
         and query.is_floating_point()
+        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         and query.shape == (rows, heads * groups, queries, width)
         and key.shape == value.shape == (rows, heads, keys, width)
         and not torch.compiler.is_compiling()
@@ -173,7 +174,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, sums = ctx.saved_tensors
         rule: MaskRule = ctx.rule
-        wide, (_, backward) = _wide(query.dtype), _kernels()
+        wide, (_, backward), grad = _wide(query.dtype), _kernels(), grad.contiguous()
         grads = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (query, key, value)]
         for row, of_row in enumerate(rule.runs):
             q, k, v = _groups(query[row], key[row], value[row])
