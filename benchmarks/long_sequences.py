@@ -54,7 +54,7 @@ def _step(model: Any, given: dict[str, Any]) -> float:
 
 
 def _batch(model: Any, masks: str, batch: int, length: int) -> dict[str, Any]:
-    """Return texts that fill each row, four texts packed into each row, or padding on the first quarter of every other row."""
+    """Return rows filled by one text or four packed texts, or with a quarter of padding in every other row."""
     import torch
 
     given = {"input_ids": tokens(model, batch, length)}

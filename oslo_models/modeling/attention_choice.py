@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from functools import cache
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -36,26 +37,45 @@ class AttentionChoice:
                 config._attn_implementation_internal = BLOCKWISE if training else "sdpa"
 
 
+def check_attention_of_class(cls: type, config: Any) -> None:
+    """Raise ``ValueError`` if `BLOCKWISE` was requested for a class that is known not to support it."""
+    if config._attn_implementation == BLOCKWISE and (reason := _reason_of_class(original_class(cls))) is not None:
+        raise ValueError(_not_available(reason))
+
+
 def check_attention(model: nn.Module) -> None:
     """Raise ``ValueError`` if `BLOCKWISE` was requested for a part that does not support it."""
     for part in _parts(model):
         if part.config._attn_implementation == BLOCKWISE and (reason := unavailable_reason(part)) is not None:
-            raise ValueError(
-                f"attn_implementation={BLOCKWISE!r} is not available: {reason}. Leave the argument out, or pass 'sdpa' "
-                "or 'eager'"
-            )
+            raise ValueError(_not_available(reason))
 
 
 def unavailable_reason(part: PreTrainedModel) -> str | None:
     """Return why a model, or a part with its own configuration, does not support `BLOCKWISE`; ``None`` if it does."""
     cls = original_class(type(part))
+    if (reason := _reason_of_class(cls)) is not None:
+        return reason
+    modules = {base.__module__ for module in part.modules() for base in type(module).__mro__}
+    return _reason_of_modules(cls, modules)
+
+
+def _reason_of_class(cls: Any) -> str | None:
+    """Return the reason of a class of transformers, as far as it is known without a model."""
     if not (cls._supports_sdpa and cls._supports_attention_backend and cls._can_set_attn_implementation()):
         return f"{cls.__name__} does not look up its attention by name"
-    modules = {base.__module__ for module in part.modules() for base in type(module).__mro__}
-    for name in sorted(name for name in modules if name.startswith("transformers.models.")):
-        if _compares_names(name):
+    return _reason_of_modules(cls, {cls.__module__})
+
+
+def _reason_of_modules(cls: Any, modules: set[str]) -> str | None:
+    for name in sorted(modules):
+        if name.startswith("transformers.models.") and _compares_names(name):
             return f"{name.rpartition('.')[2]} of {cls.__name__} has code for the name 'sdpa'"
     return None
+
+
+def _not_available(reason: str) -> str:
+    remedy = "Leave the argument out, or pass 'sdpa' or 'eager'"
+    return f"attn_implementation={BLOCKWISE!r} is not available: {reason}. {remedy}"
 
 
 def _parts(model: nn.Module) -> list[PreTrainedModel]:

@@ -26,7 +26,7 @@ from oslo_models.modeling.apply_plan import (
     modules_with_tensors_of_heads,
     plan_over,
 )
-from oslo_models.modeling.attention_choice import check_attention
+from oslo_models.modeling.attention_choice import check_attention, check_attention_of_class
 from oslo_models.modeling.attention_outputs import AttentionOutputs
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
@@ -142,6 +142,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     ) -> None:
         misplaced = {"blocks_per_stage"} if mesh is None and blocks_per_stage is not None else set()
         refuse_parallel(type(self), misplaced | kwargs.keys())
+        check_attention_of_class(type(self), config)
         super().__init__(config, *args, **kwargs)
         self.layouts: dict[str, Layout] = {}
         if mesh is None:

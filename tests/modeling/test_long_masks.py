@@ -57,7 +57,10 @@ def batch(name: str, config: Any, seed: int, kind: str, length: int = 19) -> dic
 
 
 CASES = [
-    (model_type, kind) for model_type in FAMILIES for kind in (PADDED, PACKED) if (model_type, kind) != ("bert", PACKED)
+    (model_type, kind)
+    for model_type in FAMILIES
+    for kind in (PADDED, PACKED)
+    if (model_type, kind) not in (("bert", PACKED), ("opt", PACKED))
 ]
 
 
@@ -89,7 +92,8 @@ def test_step_matches_transformers_on_two_ranks(pool: Pool, model_type: str, kin
 
 @pytest.mark.parametrize(("fuse", "checkpointing"), [(True, None), (False, True), (False, False), (True, False)])
 def test_step_fused_and_with_checkpointing(pool: Pool, fuse: bool, checkpointing: bool | None, seed: int) -> None:
-    pool.run(2, check_step, step_of("mistral", PADDED, seed), 2, fuse, checkpointing)
+    model_type = "mistral" if checkpointing is None else "gpt2"  # whose recomputation has no casts to float32
+    pool.run(2, check_step, step_of(model_type, PADDED, seed), 2, fuse, checkpointing)
 
 
 def check_zoo(step: Step) -> None:
@@ -99,7 +103,7 @@ def check_zoo(step: Step) -> None:
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(17)
 @pytest.mark.parametrize("model_type", list(zoo.MORE))
 def test_main_class_of_any_type_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     """Masks are right in types that slice, join or change them, too."""
@@ -139,7 +143,7 @@ def test_trainer_matches_transformers(pool: Pool, seed: int, tmp_path: Path) -> 
     name, config = zoo.main_head("mistral"), zoo.config("mistral", sliding_window=5)
     rows = text_rows(config, seed, 20, length=13)
     run = reference_run(name, config, seed, rows, arguments(tmp_path), transformers.Trainer)
-    pool.run(2, check_trainer, run, {"output_dir": tmp_path}, rows)
+    pool.run(2, check_trainer, run, {"output_dir": tmp_path}, rows, env=True)
 
 
 def check_modes(config: Any) -> None:
@@ -184,7 +188,7 @@ def check_generation(name: str, config: Any, weights: Any, given: dict[str, Any]
     with short_blocks() as shapes:
         lines = token_differences(model, given, expected, BEAMS)
     assert not lines, "\n".join(lines)
-    assert {shape[2] for shape in shapes} > {1}
+    assert shapes and all(queries > 1 for _, _, queries, _ in shapes)
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "llama4_text"])
