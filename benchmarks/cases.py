@@ -318,7 +318,7 @@ CASES = {
                 *("mistral-long", (ALONE, OURS_ALONE)),
                 baseline=ALONE,
                 tolerance=1e-3,
-                options={"length": length, "batch": 1, "window": 512, "timed": 3},
+                options={"length": length, "batch": 1, "window": 512, "timed": 1},
                 smoke={"length": 1024, "window": 64, "timed": 1},
             )
             for length in (4096, 8192)

@@ -66,7 +66,7 @@ def decoding_attention(
             return attend(
                 query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, shown, added
             ), None
-    given = {"dropout": dropout, "scaling": scaling, "position_bias": position_bias}
+    given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "position_bias": position_bias}
     return blockwise_attention(module, query, key, value, attention_mask, **given, **kwargs)
 
 

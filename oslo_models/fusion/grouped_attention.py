@@ -50,7 +50,7 @@ def grouped_attention(
     special = any(kwargs.get(name) is not None for name in _UNSUPPORTED)
     per_head = attention_mask is not None and (attention_mask.dim() != 4 or attention_mask.shape[1] != 1)
     if query.shape[2] != 1 or groups == 1 or dropout or special or per_head or query.shape[1] % heads:
-        given = {"dropout": dropout, "scaling": scaling}
+        given: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
         return blockwise_attention(module, query, key, value, attention_mask, **given, **kwargs)
     batch, _, _, width = query.shape
     scores = _product(query.reshape(batch * heads, groups, width), key.flatten(0, 1).transpose(1, 2))

@@ -88,8 +88,8 @@ def blockwise_mask(
 
 def _is_traced() -> bool:
     """Whether values of tensors cannot be read, or operations are observed."""
-    compiler = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return compiler or has_dispatch_mode() or torch._C._are_functorch_transforms_active()
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return traced or has_dispatch_mode() or torch._C._are_functorch_transforms_active()
 
 
 # Attention ------------------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ class LazyMask(Tensor):
     """
 
     rule: MaskRule
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, rule: MaskRule) -> LazyMask:
@@ -164,11 +164,11 @@ class LazyMask(Tensor):
         mask.rule = rule
         return mask
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyMask({', '.join(map(str, self.shape))})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in _SAME:

@@ -24,7 +24,7 @@ class AttentionChoice:
     Parts with another attention implementation keep it, and so do parts for which `unavailable_reason` has a reason.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         parts = _parts(model)
         without = {id(part.config) for part in parts if unavailable_reason(part) is not None}
         configs = {id(part.config): part.config for part in parts if part.config._attn_implementation == "sdpa"}
