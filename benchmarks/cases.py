@@ -17,12 +17,13 @@ ENGINES = ("transformers-compile", "llama.cpp")
 """Peers that generate only."""
 ONE_THREAD = "oslo_models-one-thread"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
+OUR_BATCH = "oslo_models-tp2-batch"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
 SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
-OWN = (OURS_FUSED, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, ONE_THREAD, OUR_DATA, DEPLOYED, *OUR_SERVERS)
+OWN = (OURS_FUSED, OURS, OUR_BATCH, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, ONE_THREAD, OUR_DATA, DEPLOYED, *OUR_SERVERS)
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,13 @@ CASES = {
             tolerance=1e-3,
             options={"batch": 4, "length": 256, "timed": 3, "rank": 16},
             smoke={"batch": 2, "length": 8, "timed": 1},
+        ),
+        Case(
+            *("llama-100m-rollouts", "Llama 100M, 4 groups of 8 completions", measure.rollouts, "llama-100m"),
+            peers=(ALONE, "transformers-batch", OURS, OUR_BATCH),
+            baseline="transformers-batch",
+            options={"prompts": 4, "group": 8, "prompt": 64, "new": 128, "mean": 64, "timed": 3},
+            smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
         ),
         Case(
             *("serve-threads", "Llama 20M, 8 threads x 50 prompts", measure.serve, "llama-20m", (DEPLOYED,)),

@@ -22,6 +22,7 @@ LONG_MASKS = ("causal", "window", "packing", "padding")
 """The masks of a training step on long sequences."""
 UNITS = {
     "generation": "tokens/s",
+    "rollouts": "tokens/s",
     "training step": "s",
     "training": "tokens/s",
     "peak memory": "MB",

@@ -36,6 +36,52 @@ def generate(
     return result
 
 
+def rollouts(
+    peer: Peer,
+    cls: str,
+    checkpoint: Path,
+    tiny: Path,
+    *,
+    prompts: int,
+    group: int,
+    prompt: int,
+    new: int,
+    mean: int,
+    timed: int,
+) -> Result:
+    """Sampled completions in groups, as in reinforcement learning: the median of ``timed`` runs after a warm-up run.
+
+    Tokens after the end of a completion do not count. A peer with a name that ends in ``-batch`` generates in a running
+    batch, and the other peers generate padded rows.
+
+    Args:
+        mean: number of tokens after which a completion ends on average: one in ``mean`` tokens is an end token.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    model = peer.load(cls, checkpoint).eval()
+    ids = tokens(model, prompts, prompt).clamp(min=1).repeat_interleave(group, 0)
+    ends = [*range(0, model.config.vocab_size, mean)]
+    config = GenerationConfig(do_sample=True, max_new_tokens=new, eos_token_id=ends, pad_token_id=0)
+    torch.manual_seed(0)
+
+    def complete() -> int:
+        if peer.name.endswith("-batch"):
+            outputs = model.generate_batch(ids.tolist(), generation_config=config)
+            return sum(len(each.generated_tokens) for each in outputs.values())
+        out = model.generate(ids, config, attention_mask=torch.ones_like(ids))[:, prompt:]
+        is_end = torch.isin(out, torch.tensor(ends))
+        return int((is_end.cumsum(1) - is_end.long() == 0).sum())  # up to the first end, and including it
+
+    rates = []
+    for _ in range(timed + 1):
+        start = time.perf_counter()
+        count = complete()
+        rates.append(count / (time.perf_counter() - start))
+    return Result({"rollouts": statistics.median(rates[1:])})
+
+
 def serve(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, clients: int, requests: int, prompt: int, new: int
 ) -> Result:

@@ -108,7 +108,7 @@ def texts_of(source: str) -> list[str]:
     return [found[name] for name in sorted(found)]
 
 
-def why_not(library: Callable[[], object]) -> str | None:
+def unavailable_reason(library: Callable[[], object]) -> str | None:
     """Return in one line why the function ``library`` cannot compile or load a library, or ``None`` if it can."""
     try:
         library()

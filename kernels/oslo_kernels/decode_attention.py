@@ -2,8 +2,8 @@
 
 Torch's fused attention is made for many queries. For one query, it computes one-row matrix products and softmaxes block
 by block, and takes up to ten times as long as reading the keys and values. The C++ code reads keys and values once for
-all heads that share them, and skips masked keys. It is compiled on first use. `why_not` returns the reason if it cannot
-be compiled.
+all heads that share them, and skips masked keys. It is compiled on first use. If it cannot be compiled,
+`unavailable_reason` says why.
 
 Legend:
     B: rows.
@@ -32,9 +32,9 @@ _ARGUMENTS = struct.Struct("26qd").pack
 
 
 @cache
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why attention is left to torch, or ``None``. Compile the library unless it is cached."""
-    return build.why_not(_library)
+    return build.unavailable_reason(_library)
 
 
 def computes(query: Tensor, key: Tensor, value: Tensor, masks: tuple[Tensor | None, ...]) -> bool:

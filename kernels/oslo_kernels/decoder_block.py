@@ -3,7 +3,7 @@
 Layer by layer, a token costs a thousand small calls of torch, which take as long as reading a hundred million weights
 in 8 bits. The two calls compute the norms, products, rotary positions, attention, activation and residuals of a block
 one after another in C++, in float32, and all-reduce over the ranks of one host through shared memory. The code is
-compiled on first use. `why_not` returns the reason if it cannot be compiled.
+compiled on first use. `unavailable_reason` returns the reason if it cannot be compiled.
 
 Legend:
     B: rows, of one token each.
@@ -146,9 +146,9 @@ def _address(tensor: Tensor | None) -> int:
 
 
 @cache
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why decoder blocks are unavailable, or ``None``. Compile the library unless it is cached."""
-    return build.why_not(_library)
+    return build.unavailable_reason(_library)
 
 
 def begin(block: bytes, x_B1N: Tensor, states: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:

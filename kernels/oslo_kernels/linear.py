@@ -116,17 +116,17 @@ def _is_large(x: Tensor, weight: Tensor) -> bool:
         return False
     if min(weight.shape) < FEWEST_SIDE or (rows := x.numel() // x.shape[-1]) < MOST_TIMED:
         return False
-    return rows * weight.numel() >= LARGE * torch.get_num_threads() and split_product.why_not() is None
+    return rows * weight.numel() >= LARGE * torch.get_num_threads() and split_product.unavailable_reason() is None
 
 
 @cache
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why all products are left to torch, or ``None``. Compile the library unless it is cached."""
-    return build.why_not(_library)
+    return build.unavailable_reason(_library)
 
 
 def ways_of(weight: Tensor, bias: Tensor | None, io: bool) -> tuple[str, ...] | str:
-    """Return the implementations for products with this weight, or why there are none. Compile as `why_not` does.
+    """Return the implementations for products with this weight, or why there are none. Compile on first use.
 
     Args:
         io: whether the weight is ``[in, out]``.
@@ -140,10 +140,10 @@ def ways_of(weight: Tensor, bias: Tensor | None, io: bool) -> tuple[str, ...] | 
         return f"fewer than {FEWEST_OUTPUTS} outputs"
     if dtype is not torch.float32 and _is_native(dtype):
         return f"the processor has instructions for {dtype}, which torch uses"
-    missing = why_not()
+    missing = unavailable_reason()
     ways = (CPP,) * (missing is None)
     if dtype is torch.float32:
-        ways += (ONEDNN,) * has_onednn() + (SPLIT,) * (split_product.why_not() is None)
+        ways += (ONEDNN,) * has_onednn() + (SPLIT,) * (split_product.unavailable_reason() is None)
     return ways or str(missing)
 
 
@@ -173,7 +173,7 @@ def _product(
     way = (CPP if few else None) if faster is None else faster.way(rows, x.dtype)
     if way in MANY:
         return _by(way, x, weight.t() if io else weight, bias)
-    if why_not():
+    if unavailable_reason():
         return plain(x, weight, bias)
     if way == CPP:
         return _of_few_rows(x, weight, bias, rows, inner, outer, io)

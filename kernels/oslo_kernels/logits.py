@@ -1,6 +1,6 @@
 """The two passes of `cross_entropy` over the logits on a CPU, in C++. Torch's operations take ten passes.
 
-They use torch's threads. The code is compiled on first use. `why_not` returns the reason if it cannot be compiled.
+They use torch's threads. The code is compiled on first use. If it cannot be, `unavailable_reason` says why.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ELSEWHERE, IGNORED = -1, -2
 
 
 @cache
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why the C++ passes are unavailable, or ``None``. Compile the library unless it is cached."""
-    return build.why_not(_library)
+    return build.unavailable_reason(_library)
 
 
 def computes(logits_Nv: Tensor) -> bool:
     """Return whether these logits are supported: plain, in float32 or float64, with dense rows on a CPU."""
     usual = type(logits_Nv) is Tensor and logits_Nv.is_cpu and logits_Nv.dtype in (torch.float32, torch.float64)
-    return bool(usual and logits_Nv.numel() and logits_Nv.stride(1) == 1 and why_not() is None)
+    return bool(usual and logits_Nv.numel() and logits_Nv.stride(1) == 1 and unavailable_reason() is None)
 
 
 def statistics(logits_Nv: Tensor, column_N: Tensor) -> Tensor:

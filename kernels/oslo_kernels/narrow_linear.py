@@ -67,8 +67,8 @@ def largest(weight_oi: Tensor) -> Tensor:
 def narrow_linear(x: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` with a narrow weight: ``[..., in]`` to ``[..., out]``, in the dtype of ``x``. Without gradients.
 
-    Up to `MOST_ROWS` rows need the compiled library (`linear.why_not`). For int8, it rounds ``x`` to 16 bits, relative
-    to the largest value of 512 columns of a row. A value that is not finite makes all outputs of its row NaN.
+    Up to `MOST_ROWS` rows need the compiled library (`unavailable_reason`). For int8, it rounds ``x`` to 16 bits,
+    relative to the largest value of 512 columns of a row. A value that is not finite makes all outputs of its row NaN.
     """
     outer, inner = weight.values.shape
     wide = x if x.dtype is torch.float32 else x.float()

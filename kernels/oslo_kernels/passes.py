@@ -1,6 +1,6 @@
 """Norms and rotary positions on a CPU in one pass over memory each way, instead of torch's many passes.
 
-They use torch's threads. The code is compiled on first use. `why_not` returns the reason if it cannot be compiled.
+They use torch's threads. The code is compiled on first use. If it cannot be, `unavailable_reason` says why.
 Double backward is left to torch. For few rows without gradients see `small_operations`.
 """
 
@@ -26,9 +26,9 @@ _NORM, _ROTATION = struct.Struct("11q2d").pack, struct.Struct("28q").pack
 
 
 @cache
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why these operations are unavailable, or ``None``. Compile the library unless it is cached."""
-    return build.why_not(_library)
+    return build.unavailable_reason(_library)
 
 
 def computes(x: Tensor, *others: Tensor) -> bool:

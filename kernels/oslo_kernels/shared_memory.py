@@ -95,7 +95,9 @@ class SharedMemory:
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino) != (device, inode):
             os.close(fd)
-            raise FileNotFoundError(f"process {pid} of this host is not the one that shares its memory")
+            raise FileNotFoundError(
+                f"process {pid} of this host is another process than the one with the shared memory"
+            )
         return SharedMemory(fd, rank, size)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Tensor:

@@ -1,7 +1,7 @@
 """Fused small operations for decoding on a CPU: one call instead of six or more.
 
 Their calls take longer than their computation. They compute without gradients and in one thread, as torch does for
-tensors of this size. The code is compiled on first use. `why_not` returns the reason if it cannot be compiled.
+tensors of this size. The code is compiled on first use. If it cannot be, `unavailable_reason` says why.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NORM, _ROTATION = struct.Struct("6q2d").pack, struct.Struct("26q").pack
 
 
 @cache
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why these operations are unavailable, or ``None``. Compile the library unless it is cached."""
-    return build.why_not(_library)
+    return build.unavailable_reason(_library)
 
 
 def computes(x: Tensor, other: Tensor) -> bool:

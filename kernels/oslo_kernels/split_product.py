@@ -30,11 +30,11 @@ _ARGUMENTS = struct.Struct("14q").pack
 
 
 @cache
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why these products are unavailable, or ``None``. With AMX, compile the library unless it is cached."""
     if "amx_bf16" not in build.processor():
         return "the processor has no units for tiles (AMX)"
-    missing = build.why_not(_library)
+    missing = build.unavailable_reason(_library)
     return "the system does not permit AMX" if missing is None and _library()[2]() else missing
 
 

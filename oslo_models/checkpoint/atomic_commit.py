@@ -216,8 +216,8 @@ def _through(fd: int, path: Path) -> Path:
 
 def _exchanged(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} was exchanged by another process while a checkpoint was saved: nothing of it can be relied on. Save "
-        "to a folder whose parent no other user may write to"
+        f"{path} was exchanged by another process while a checkpoint was saved: do not rely on it. Save to a folder "
+        "in a parent folder that no other user may write to"
     )
 
 

@@ -16,7 +16,7 @@ from oslo_models.starting import launch_command
 
 DESCRIPTION = """\
 Train a small GPT-2 on the sources of Python's standard library, tensor parallel over two processes: each process holds
-half of each layer, and the results are those of one process. Then save it, load it again in plain transformers, and
+half of each layer, and the results equal one process. Then save it, load it again in plain transformers, and
 generate some Python. Takes about two minutes on two CPU cores; needs no GPU and no network."""
 EPILOG = """\
 examples:

@@ -221,7 +221,7 @@ def _add_input_and_output(command: argparse.ArgumentParser) -> None:
         "--format",
         choices=("safetensors", "bin"),
         default=None,
-        help="file format (default: that of save_pretrained_with_parallel)",
+        help="file format (default: as save_pretrained_with_parallel writes)",
     )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 # transformers takes a second to import: the command line asks this file for its options only.
 
 DESCRIPTION = """\
-Turn texts into a binarised dataset: NAME.bin holds the tokens, NAME.idx the position of each document. The format is
-that of Megatron-LM, NeMo and GPT-NeoX; oslo_models.DatasetForCausalLM reads it. Input of any size is streamed and
+Turn texts into a binarised dataset: NAME.bin holds the tokens, NAME.idx the position of each document. The format
+of Megatron-LM, NeMo and GPT-NeoX; oslo_models.DatasetForCausalLM reads it. Input of any size is streamed and
 tokenised on all cores. When the command is interrupted or killed, run it again: it resumes where it stopped.
 
 The ending of an input gives its format:

@@ -37,14 +37,14 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     """
     add = command.add_argument
     add("models", metavar="MODEL", nargs="+", help="a directory, or a name on the hub")
-    adapter = "a LoRA adapter that peft has saved, for requests whose `model` is NAME; can be given several times"
+    adapter = "a LoRA adapter that peft has saved, for requests with `model` NAME; can be given several times"
     add("--adapter", metavar="NAME=PATH", action="append", default=[], help=adapter)
     add("--fuse", action="store_true", help="replace modules by fused ones where they are faster")
     add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as saved)")
     add("--tokenizer", metavar="NAME", help="a directory, or a name on the hub (default: MODEL)")
-    tasks = "what the models do: generate text or embed it (default: by the class that saved the checkpoint)"
+    tasks = "task of the models: generate text or embed it (default: by the class that saved the checkpoint)"
     add("--task", choices=("auto", "generate", "embed"), default="auto", help=tasks)
-    vectors = "vectors of texts: the mean or maximum of all tokens', or that of the first or last (default: as the "
+    vectors = "vectors of texts: mean or maximum over tokens, or first or last token (default: as the "
     vectors += "checkpoint states it, or mean)"
     add("--pooling", choices=("mean", "cls", "last", "max"), help=vectors)
     add("--no-normalize", dest="normalize", action="store_false", help="do not scale vectors of texts to length 1")
@@ -54,7 +54,7 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     sizes: dict[str, Any] = {"metavar": "N", "type": size}
     rows = "answers that are computed together; their memory is allocated at the start (default: 8; on GPUs 64, or as "
     add("--max-batch-size", **sizes, help=rows + "many as fit into 16 GiB)")
-    row = "tokens of such an answer with its prompt; longer ones are computed by themselves (default: that of "
+    row = "tokens of such an answer with its prompt; longer ones are computed by themselves (default: "
     add("--max-batch-length", **sizes, help=row + "--max-length, or 4096)")
     chunk = "tokens of a prompt that are computed between two tokens of the other answers (default: 256; on GPUs 2048)"
     add("--prefill-chunk-size", **sizes, help=chunk)
@@ -113,7 +113,7 @@ def _count(text: str) -> int:
 
 def _add_access(command: argparse.ArgumentParser) -> None:
     keys = command.add_mutually_exclusive_group()
-    keys.add_argument("--api-key-file", metavar="FILE", help="has the keys of which clients need one, one a line")
+    keys.add_argument("--api-key-file", metavar="FILE", help="file with one key a line; clients need one of them")
     keys.add_argument(
         "--api-key",
         metavar="KEY",
@@ -123,8 +123,8 @@ def _add_access(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--allowed-hosts",
         metavar="NAMES",
-        help="names by which clients may call the server, separated by commas; * for all (default: all, but for a "
-        "server on a loopback address the names of that)",
+        help="names by which clients may call the server, separated by commas; * for all (default: all; for a "
+        "server on a loopback address, the names of the loopback address)",
     )
     command.add_argument(
         "--allowed-origins",

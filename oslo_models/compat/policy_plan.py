@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, Replicated, RowParallel
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Plan, Replicated, RowParallel
 from oslo_models.registry import did_you_mean
 from oslo_models.sharding.entry import entry_of
 from oslo_models.sharding.layout import EvenSplit
@@ -147,7 +147,7 @@ class _Block:
             if owner not in layers and self._has(owner, attribute):  # sharded layers set their own sizes
                 owners.setdefault(owner, {})[attribute] = partial(_local_value, self.policy, self.config, key)
         for owner, attributes in owners.items():
-            yield owner, LocalModule(attributes)
+            yield owner, LocalAttributes(attributes)
 
     def _find(self, group: str, layer: Any) -> tuple[str, nn.Module | None]:
         name = layer.weight or layer.bias
@@ -170,7 +170,7 @@ class _Block:
         is_reversed = isinstance(module, Conv1D)
         if isinstance(module, (nn.Linear, Conv1D)) and bool(layer.reversed) != is_reversed:
             raise ValueError(
-                f"{self.name}: {path} is a {type(module).__name__}, whose Layer needs reversed={is_reversed}"
+                f"{self.name}: {path} is a {type(module).__name__}: its Layer needs reversed={is_reversed}"
             )
         transposed, parts = bool(layer.reversed), layer.n_fused or 1
         sharded = 0 if (kind is RowParallel) != transposed else -1

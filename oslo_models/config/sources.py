@@ -105,7 +105,7 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
         section = raw.get(cls.config_class.base_config_key) or next(iter(parts), raw)
         found = section.get("model_type", wanted)
         if wanted not in (found, registry.SAME_CLASSES.get(found)):
-            saved = ", ".join(raw.get("architectures") or ["one of its own classes"])
+            saved = ", ".join(raw.get("architectures") or ["a class of its model type"])
             raise ValueError(f"{directory} is a {found} checkpoint and {cls.__name__} is for {wanted}; use {saved}")
         config_class = cls.config_class if found == wanted else CONFIG_MAPPING[found]
         config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)

@@ -118,7 +118,7 @@ def _contract(original: str, used_by: str, parameters: str = "", is_copied: bool
 
 
 _GENERATION, _CACHES = "transformers.generation", "transformers.cache_utils"
-_TRAINER, _GRPO = "integrations.trainer.ParallelTrainerMixin", "integrations.trl.trainers.GRPOTrainer"
+_TRAINER, _REWARDED = "integrations.trainer.ParallelTrainerMixin", "integrations.trl.trainers._RewardedMixin"
 _LINEARS = (
     "fusion.modules.FusedLinear fusion.lazy_logits.LazyHead deploy.running_batch.head_product._FastLinear "
     "layers.gathered._GatheredColumn layers.gathered._SlicedRow layers.linear.GroupRowParallelLinear "
@@ -210,14 +210,21 @@ CONTRACTS: tuple[Contract, ...] = (
         "integrations.trl.trainers.DPOTrainer",
         "self dataset name batch_size",
     ),
-    _contract("trl.trainer.grpo_trainer.GRPOTrainer._generate", _GRPO, "self"),
-    _contract(
-        "trl.trainer.grpo_trainer.GRPOTrainer._calculate_rewards",
-        _GRPO,
-        "self inputs prompts completions",
+    *(
+        _contract(f"trl.trainer.{kind.lower()}_trainer.{kind}Trainer.{method}", _REWARDED, parameters)
+        for kind in ("GRPO", "RLOO")
+        for method, parameters in (
+            ("_generate", "self"),
+            ("_calculate_rewards", "self inputs prompts completions"),
+            ("_load_optimizer_and_scheduler", "self checkpoint"),
+            ("_save_checkpoint", "self model trial"),
+        )
     ),
-    _contract("trl.trainer.grpo_trainer.GRPOTrainer._load_optimizer_and_scheduler", _GRPO, "self checkpoint"),
-    _contract("trl.trainer.grpo_trainer.GRPOTrainer._save_checkpoint", _GRPO, "self model trial"),
+    _contract(
+        "trl.trainer.rloo_trainer.RLOOTrainer._generate_and_score_completions",
+        "integrations.trl.trainers.RLOOTrainer",
+        "self inputs",
+    ),
     # peft
     _contract(
         "peft.peft_model.PeftModel._get_base_model_class", "modeling.adapters.peft_model.ShardedPeftModel", "self"

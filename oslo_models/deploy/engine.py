@@ -224,7 +224,7 @@ class Engine:
             Exception: a worker raised it. The worker's traceback is its cause.
         """
         if self._pid != os.getpid():
-            raise EngineError("this process was forked from the one that deployed the model; deploy it here")
+            raise EngineError("this process is a fork of the process that deployed the model; deploy it here")
         seed = self._seeds.getrandbits(32) if seed is None else seed
         number = next(self._numbers)
         streams = streamer is not None

@@ -90,8 +90,8 @@ class RayExecutor:
             raise ValueError(
                 f"Ray found no {stages} placements with {count // stages} {resource}s on one host each within "
                 f"{PLACEMENT_TIMEOUT:g} s; "
-                f"the cluster has {ray.cluster_resources().get(resource, 0):g}, of which "
-                f"{ray.available_resources().get(resource, 0):g} are free"
+                f"the cluster has {ray.cluster_resources().get(resource, 0):g}, with "
+                f"{ray.available_resources().get(resource, 0):g} free"
             )
         actor = ray.remote(concurrency_groups={"work": 1, "deliver": 1, "collect": 1})(_Actor)
         for rank in range(count):

@@ -20,7 +20,7 @@ from oslo_models.registry import did_you_mean
 _ELSEWHERE = "the workers hold the weights of a deployed model"
 _FULL_MODEL = "cpu() ends the workers and loads the full model in this process"
 _REFUSED = {
-    f"{_ELSEWHERE}, which cannot be changed here; dtype=, resize_token_embeddings= and the like are for the "
+    f"{_ELSEWHERE}, which cannot be changed here; dtype=, resize_token_embeddings= and similar options are for the "
     f"constructor, and {_FULL_MODEL}": (
         *("load_state_dict", "from_parallelized", "resize_token_embeddings", "resize_position_embeddings"),
         *("half", "float", "double", "bfloat16", "type", "to_empty", "set_input_embeddings", "set_output_embeddings"),

@@ -65,8 +65,8 @@ def require_replicas_in_zero(sharding: Any) -> None:
     if sharding.is_over_replicas:
         raise ValueError(
             f"ZeroRedundancyOptimizer would overwrite the experts of one replica with others: {sharding.name} is "
-            f"sharded over {sharding.axis.size} ranks of several replicas. Give model.expert_parameters() an optimizer "
-            "of their own, and this one the other parameters"
+            f"sharded over {sharding.axis.size} ranks of several replicas. Give model.expert_parameters() a separate "
+            "optimizer, and this one the other parameters"
         )
     group = frame.f_locals["process_group"]
     require_replicas("ZeroRedundancyOptimizer", group, sharding.name, sharding.mesh, sharding.replicas)
@@ -85,7 +85,7 @@ def require_replicas(wrapper: str, group: Any, what: str, mesh: ParallelMesh, re
     if set(ranks) <= set(replicas.ranks):
         return
     raise ValueError(
-        f"{wrapper} over ranks {ranks} would overwrite the shards of one rank with those of another: ranks "
+        f"{wrapper} over ranks {ranks} would overwrite the shards of one rank with other shards: ranks "
         f"{list(mesh.model.ranks)} hold {what} together (tensor_parallel_size={mesh.tp.size}, "
         f"pipeline_parallel_size={mesh.pp.size}), and its replicas are on ranks {list(replicas.ranks)}. "
         + _OVER_REPLICAS.get(wrapper, "Pass their group")
@@ -96,7 +96,7 @@ _OVER_REPLICAS = {
     "DistributedDataParallel": (
         "Wrap it over those: DistributedDataParallel(model.gpu_modules(), "
         "process_group=model.mpu.get_data_parallel_group()). transformers' Trainer and accelerate wrap over all ranks: "
-        "use those of this library, `from oslo_models.integrations import Trainer, Accelerator`, and put "
+        "use the classes of this library, `from oslo_models.integrations import Trainer, Accelerator`, and put "
         "`ParallelTrainerMixin` from there in front of the bases of a Trainer of your own"
     ),
     "ZeroRedundancyOptimizer": "Pass their group: process_group=model.mpu.get_data_parallel_group()",

@@ -100,6 +100,6 @@ def _difference(axis: Axis, fingerprints: list[dict[str, str]]) -> str:
         "tensor-parallel group and all pipeline stages the same batch: "
         "DistributedSampler(dataset, num_replicas=model.mpu.get_data_parallel_world_size(), "
         "rank=model.mpu.get_data_parallel_rank()), with the same seed. transformers' Trainer and accelerate deal "
-        "batches to all ranks: use those of this library, `from oslo_models.integrations import Trainer, Accelerator`, "
-        "and put `ParallelTrainerMixin` from there in front of the bases of a Trainer of your own"
+        "batches to all ranks: use the classes of this library, `from oslo_models.integrations import Trainer, "
+        "Accelerator`, and put `ParallelTrainerMixin` from there in front of the bases of a Trainer of your own"
     )

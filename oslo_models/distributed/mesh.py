@@ -33,8 +33,8 @@ from oslo_models.sharding.shares import rank_count, shares_of
 
 NOT_PICKLABLE = (
     "a parallel model cannot be pickled: its process groups exist on these ranks only. Instead of the model, save its "
-    "weights: model.save_pretrained_with_parallel(directory), or torch.save(model.state_dict(), path) with a path of "
-    "its own on each rank; copy.deepcopy(model) copies it"
+    "weights: model.save_pretrained_with_parallel(directory), or torch.save(model.state_dict(), path) with another "
+    "path on each rank; copy.deepcopy(model) copies it"
 )
 
 

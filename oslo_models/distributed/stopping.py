@@ -64,7 +64,7 @@ class UserErrors:
         if position := int(found[-1]):
             raise OtherRankError(
                 f"a stopping criterion, logits processor or streamer of generate has raised on another rank, "
-                f"{self.axis.ranks[position - 1]}, whose error says why"
+                f"{self.axis.ranks[position - 1]}: its error says why"
             )
         return found[:-1]
 

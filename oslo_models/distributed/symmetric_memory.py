@@ -93,7 +93,7 @@ def _check_socket_path() -> None:
     most = _LONGEST_SOCKET_PATH - len("/symm_mem-") - len(str(1 << 22))  # the largest process id
     if len(folder) > most:
         raise RuntimeError(
-            f"torch makes sockets in the folder of the variable {name}, whose path has {len(folder)} bytes and may "
+            f"torch makes sockets in the folder of the variable {name}. Its path has {len(folder)} bytes and may "
             f"have {most}. Set {name} to a shorter path, such as /tmp, before the processes start"
         )
 

@@ -66,7 +66,7 @@ def _hidden(mask: Tensor) -> Tensor:
     return mask <= torch.finfo(mask.dtype).min / 2
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why the installed apex cannot be used, or ``None``. Its build may lack required kernels."""
     try:
         from apex.normalization import fused_layer_norm

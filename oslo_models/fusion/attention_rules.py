@@ -16,8 +16,8 @@ from oslo_models.fusion.known_layers import (
     ROTARY_LEFT_UNFUSED,
     layer_name,
 )
+from oslo_models.fusion.module_context import ONE_PASS, FusionRule, ModuleContext, mixed, one_pass
 from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, CPURotaryAttention, FusedOlmo2Attention
-from oslo_models.fusion.subjects import ONE_PASS, FusionRule, Subject, mixed, one_pass
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
 from oslo_models.layers.norm import WidthParallelNorm
@@ -30,16 +30,16 @@ _EAGER: dict[str, type] = {"triton": attention.FusedEagerAttention, "apex": apex
 """The fused class for an attention layer's softmax, by backend."""
 
 
-def _bloom_attention(s: Subject) -> Iterator[FusionCandidate]:
+def _bloom_attention(s: ModuleContext) -> Iterator[FusionCandidate]:
     reason = "torch's attention, or with gradients its weights in one pass"
     yield s.on_gpu("attention", reason=reason, triton=attention.FusedBloomAttention)
 
 
-def _is_rotary(s: Subject) -> bool:
+def _is_rotary(s: ModuleContext) -> bool:
     return s.layer in ROTARY_CLASSES and (s.backend == "triton" or s.on_cpu)
 
 
-def _rotary(s: Subject) -> Iterator[FusionCandidate]:
+def _rotary(s: ModuleContext) -> Iterator[FusionCandidate]:
     fused_cls = ROTARY_CLASSES[s.layer]
     if s.on_cpu:
         reason = f"{_ONE_QUERY}; rotary positions: {ONE_PASS}; otherwise {_attention_implementation(s.module)}"
@@ -81,43 +81,43 @@ def _full_norms(layer: Any) -> FullNorms | None:
     return FullNorms(axis, (counts[0], counts[1]), eps, offset, keeps_dtype)
 
 
-def _upcasts(s: Subject) -> bool:
+def _upcasts(s: ModuleContext) -> bool:
     """Return whether GPT-2 computes its eager scores by separate code."""
     return bool(getattr(s.module, "reorder_and_upcast_attn", False))
 
 
-def _can_select(s: Subject) -> bool:
+def _can_select(s: ModuleContext) -> bool:
     """Return whether another attention function may replace the layer's function."""
     return s.layer in CALL_EAGER_ATTENTION - COMPARE_IMPLEMENTATIONS and not _upcasts(s)
 
 
-def _is_eager(s: Subject) -> bool:
+def _is_eager(s: ModuleContext) -> bool:
     return _can_select(s) and s.backend in _EAGER
 
 
-def _eager(s: Subject) -> Iterator[FusionCandidate]:
+def _eager(s: ModuleContext) -> Iterator[FusionCandidate]:
     reason = f"{_attention_implementation(s.module)}; softmax of weights that are made: {one_pass(s.backend)}"
     attributes = {"own_config": s.module.config}
     yield s.candidate("attention", mixed(_EAGER[s.backend], s.cls), reason, attributes=attributes)
 
 
-def _is_cached(s: Subject) -> bool:
+def _is_cached(s: ModuleContext) -> bool:
     sdpa = _can_select(s) and s.on_cpu and s.module.config._attn_implementation in TORCH_ATTENTION
     return sdpa and bool(s.model.can_generate())
 
 
-def _cached(s: Subject) -> Iterator[FusionCandidate]:
+def _cached(s: ModuleContext) -> Iterator[FusionCandidate]:
     reason = f"{_ONE_QUERY}; otherwise {_attention_implementation(s.module)}"
     attributes = {"own_config": s.module.config}
     yield s.candidate("attention", mixed(DecodingAttention, s.cls), reason, attributes=attributes)
 
 
-def _other_attention(s: Subject) -> Iterator[FusionCandidate]:
+def _other_attention(s: ModuleContext) -> Iterator[FusionCandidate]:
     reason = _attention_implementation(s.module)
     if s.layer in ROTARY_LEFT_UNFUSED:
         reason = f"{reason}; left unfused: rotary positions in a forward unlike Llama's"
     elif _upcasts(s):
-        reason = f"{reason}; left unfused: reorder_and_upcast_attn has a softmax of its own"
+        reason = f"{reason}; left unfused: reorder_and_upcast_attn uses another softmax"
     elif s.layer in COMPARE_IMPLEMENTATIONS:
         reason = f"{reason}; left unfused: it hides keys from the implementations that it knows by name"
     yield s.candidate("attention", None, reason)

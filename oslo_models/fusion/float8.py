@@ -192,15 +192,15 @@ def check_float8(recipe: str, device: torch.device, dtype: torch.dtype, weights:
         raise ValueError(f"float8={recipe!r} is none of {', '.join(map(repr, RECIPES))}; None keeps the model's type")
     if weights is not None:
         raise ValueError(f"float8={recipe!r} is for training, and weights={weights!r} cannot be trained: choose one")
-    if why := _why_not(recipe, device, dtype):
+    if why := _unavailable_reason(recipe, device, dtype):
         raise ValueError(f"float8={recipe!r} cannot be used: {why}; leave float8 out")
 
 
-def _why_not(recipe: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _unavailable_reason(recipe: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if not hasattr(torch, "_scaled_mm"):
         return f"torch {torch.__version__} has no product of float8 matrices"
     if device.type == "cpu":
-        return None if dtype == torch.float64 else _why_not_on_cpus(recipe)
+        return None if dtype == torch.float64 else _unavailable_reason_on_cpus(recipe)
     if device.type != "cuda" or torch.version.hip:
         return f"it computes on NVIDIA's GPUs and on CPUs, and the model is on {device}"
     if dtype == torch.float64:
@@ -212,7 +212,7 @@ def _why_not(recipe: str, device: torch.device, dtype: torch.dtype) -> str | Non
 
 
 @cache
-def _why_not_on_cpus(recipe: str) -> str | None:
+def _unavailable_reason_on_cpus(recipe: str) -> str | None:
     """Try one product, since torch does not report the recipes of its CPU kernels."""
     x, scale = torch.ones(16, 16), torch.ones((16, 1) if recipe == "rowwise" else ())
     try:
@@ -254,7 +254,7 @@ def in_float8(
 def _candidate(subject: Any, row_parallel: bool, recipe: str) -> FusionCandidate:
     module: Any = subject.module
     cls: Any = type(module)
-    if why := _why_not_layer(module):
+    if why := _unavailable_reason_of_layer(module):
         return subject.candidate("linear", None, f"left out of float8: {why}")
     axis = module.tp if isinstance(module, _SHARDED) else Axis.alone("tp")
     how = Float8(recipe == "rowwise", axis, row_parallel, isinstance(module, Conv1D))
@@ -262,12 +262,12 @@ def _candidate(subject: Any, row_parallel: bool, recipe: str) -> FusionCandidate
     return subject.candidate("linear", made, f"products in float8, scales {recipe}", attributes={"float8": how})
 
 
-def _why_not_layer(module: Any) -> str | None:
+def _unavailable_reason_of_layer(module: Any) -> str | None:
     cls = type(module)
     if isinstance(module, (GroupRowParallelLinear, KeyValueParallelLinear)):
         return "its heads are on several ranks, each with a part of their gradient"
     if cls not in _PLAIN and not isinstance(module, _SHARDED):
-        return f"{cls.__name__} has a forward pass of its own"
+        return f"{cls.__name__} overrides the forward pass"
     multiple = ALIGNMENT if module.weight.is_cuda else 1
     shapes = _local_shapes(module)
     if odd := [shape for shape in shapes if any(size % multiple or not size for size in shape)]:

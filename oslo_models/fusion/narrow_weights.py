@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels.linear import why_not
+from oslo_kernels.linear import unavailable_reason
 from oslo_kernels.narrow_linear import DTYPES, NarrowWeight, largest, narrow_linear
 from oslo_models.distributed.collectives import MAX, all_reduce
 from oslo_models.distributed.mesh import Axis
@@ -71,7 +71,7 @@ def check_narrow(weights: str, device: torch.device, dtype: torch.dtype, backend
         )
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weights={weights!r} computes in float32, but the model is in {dtype}")
-    if why := why_not():
+    if why := unavailable_reason():
         raise ValueError(f"weights={weights!r} needs a compiled kernel: {why}")
 
 

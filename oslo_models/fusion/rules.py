@@ -42,7 +42,7 @@ from oslo_models.fusion.known_layers import (
     layer_name_of,
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
-from oslo_models.fusion.subjects import ONE_PASS, FusionRule, Subject, mixed, one_pass, subjects
+from oslo_models.fusion.module_context import ONE_PASS, FusionRule, ModuleContext, mixed, module_contexts, one_pass
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.norm import HeadParallelNorm
@@ -55,7 +55,7 @@ def fusion_candidates(model: ShardedModel, backend: str) -> Iterator[FusionCandi
     """Yield the candidates of a model: the model itself for decoding, and all modules that match a rule."""
     yield from _decoding(model)
     changed: dict[FusionRule, str | None] = {}
-    for subject in subjects(model, backend):
+    for subject in module_contexts(model, backend):
         rule = next((rule for rule in RULES if rule.match(subject)), None)
         if rule is not None:
             why = changed[rule] if rule in changed else changed.setdefault(rule, rule.changed())
@@ -91,7 +91,7 @@ _PRODUCTS: dict[Any, type] = {
 """The mixins for sharded linear layers, by the product function of the layer's class."""
 
 
-def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
+def _lm_head(s: ModuleContext) -> Iterator[FusionCandidate]:
     reason = "the loss needs the logits of the full vocabulary" if s.model.loss_needs_full_logits else ""
     if s.cls not in (nn.Linear, VocabParallelHead):
         reason = "the head has its own forward"
@@ -110,12 +110,12 @@ def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
     yield s.candidate("head and cross entropy", cls, "loss without logits (training with labels)", **options)
 
 
-def _linear(s: Subject) -> Iterator[FusionCandidate]:
+def _linear(s: ModuleContext) -> Iterator[FusionCandidate]:
     if (cls := _fused_linear(s)) is not None:
         yield s.candidate("linear", cls, "products", timed=True)
 
 
-def _fused_linear(s: Subject) -> type | None:
+def _fused_linear(s: ModuleContext) -> type | None:
     """Return the fused class of a linear layer on a CPU with possibly faster products of few rows, or ``None``."""
     if s.backend != "torch" or s.model.device.type != "cpu":
         return None
@@ -126,11 +126,11 @@ def _fused_linear(s: Subject) -> type | None:
 # Layers that transformers has changed ---------------------------------------------------------------------------------
 
 
-def _changed(s: Subject) -> tuple[str, str] | None:
+def _changed(s: ModuleContext) -> tuple[str, str] | None:
     return changed_kind(_original_classes(s.cls))
 
 
-def _left_out(s: Subject) -> Iterator[FusionCandidate]:
+def _left_out(s: ModuleContext) -> Iterator[FusionCandidate]:
     operation, changed = _changed(s) or ("", "")
     yield s.candidate(operation, s.cls, "").left_out(changed)
 
@@ -138,15 +138,15 @@ def _left_out(s: Subject) -> Iterator[FusionCandidate]:
 # Activations and norms ------------------------------------------------------------------------------------------------
 
 
-def _gelu_new(s: Subject) -> Iterator[FusionCandidate]:
+def _gelu_new(s: ModuleContext) -> Iterator[FusionCandidate]:
     yield s.candidate("gelu_new", fused.TanhGELU, "one operation instead of eight")
 
 
-def _gelu(s: Subject) -> Iterator[FusionCandidate]:
+def _gelu(s: ModuleContext) -> Iterator[FusionCandidate]:
     yield s.candidate("gelu", None, "is one operation of torch already")
 
 
-def _norm_layer(s: Subject) -> str:
+def _norm_layer(s: ModuleContext) -> str:
     """Return the transformers layer of a norm. Norms that ranks apply to their heads count as the original layer."""
     return layer_name_of(_original_classes(s.cls)) if s.cls.forward is HeadParallelNorm.forward else s.layer
 
@@ -157,7 +157,7 @@ def _original_classes(cls: type) -> tuple[type, ...]:
     return mro[mro.index(HeadParallelNorm) + 1 :] if HeadParallelNorm in mro else mro
 
 
-def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
+def _rms_norm(s: ModuleContext) -> Iterator[FusionCandidate]:
     if s.on_cpu:
         yield s.candidate("root mean square norm", mixed(norms.ON_CPU[_norm_layer(s)], s.cls), ONE_PASS)
     elif s.layer in RMS_NORMS:
@@ -166,7 +166,7 @@ def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
         yield s.on_gpu("root mean square norm", triton=norms.ON_GPU[_norm_layer(s)])
 
 
-def _is_fused_layer_norm(s: Subject) -> bool:
+def _is_fused_layer_norm(s: ModuleContext) -> bool:
     """Triton gains only if the norm also adds the residual; apex has a kernel for every LayerNorm."""
     if s.cls is not nn.LayerNorm or s.module.weight is None:
         return False
@@ -174,7 +174,7 @@ def _is_fused_layer_norm(s: Subject) -> bool:
     return s.backend == "apex" or (s.backend == "triton" and norm == s.name.rpartition(".")[2])
 
 
-def _layer_norm(s: Subject) -> Iterator[FusionCandidate]:
+def _layer_norm(s: ModuleContext) -> Iterator[FusionCandidate]:
     cls = apex.ApexLayerNorm if s.backend == "apex" else norms.FusedLayerNorm
     yield s.candidate("LayerNorm", cls, one_pass(s.backend))
 
@@ -197,7 +197,7 @@ _GATED: dict[str, tuple[type, str]] = {
 """MLPs with a gate: the fused class, and the name of the activation."""
 
 
-def _gate_activation(s: Subject) -> str | None:
+def _gate_activation(s: ModuleContext) -> str | None:
     """Return the name of a gated MLP's activation in `oslo_kernels.gated`, or ``None`` without a kernel."""
     return _activation_name(getattr(s.module, _GATED[s.layer][1])) if s.layer in _GATED else None
 
@@ -209,7 +209,7 @@ def _activation_name(activation: Any) -> str | None:
     return {"tanh": "gelu_tanh", "none": "gelu"}.get(_form(activation) or "")
 
 
-def _gated(s: Subject) -> Iterator[FusionCandidate]:
+def _gated(s: ModuleContext) -> Iterator[FusionCandidate]:
     activation = _gate_activation(s)
     operation = "SwiGLU" if activation == "silu" else "GeGLU"
     yield s.on_gpu(operation, attributes={"gate_activation": activation}, triton=_GATED[s.layer][0])
@@ -233,22 +233,22 @@ def _form(activation: Any) -> str | None:
     return "none" if isinstance(activation, GELUActivation) else None
 
 
-def _gelu_form(s: Subject) -> str | None:
+def _gelu_form(s: ModuleContext) -> str | None:
     """Return the GeLU form of an MLP that begins with a linear layer."""
     return _form(getattr(s.module, _MLPS[s.layer][1])) if s.layer in _MLPS else None
 
 
-def _gelu_mlp(s: Subject) -> Iterator[FusionCandidate]:
+def _gelu_mlp(s: ModuleContext) -> Iterator[FusionCandidate]:
     attributes = {"parts": _MLPS[s.layer], "approximate": _gelu_form(s)}
     yield s.on_gpu("bias and GeLU", attributes=attributes, triton=mlps.FusedGELUMLP)
 
 
-def _has_experts(s: Subject) -> bool:
+def _has_experts(s: ModuleContext) -> bool:
     """Return whether a module stacks experts in transformers' layout and leaves the products to transformers."""
     return hasattr(s.module, "is_concatenated") and hasattr(s.module, "down_proj")
 
 
-def _experts(s: Subject) -> Iterator[FusionCandidate]:
+def _experts(s: ModuleContext) -> Iterator[FusionCandidate]:
     if s.model.device.type != "cpu":
         yield s.candidate("experts", None, "computed by grouped products already")
     elif getattr(s.module, "has_post_expert_norm", False):  # since transformers 5.23
@@ -277,7 +277,7 @@ _BLOCKS: dict[str, tuple[type, str]] = {
 """Modules that add a residual: the fused class, and the name of the LayerNorm (if any) that adds the residual."""
 
 
-def _residual(s: Subject) -> Iterator[FusionCandidate]:
+def _residual(s: ModuleContext) -> Iterator[FusionCandidate]:
     attributes = None
     if s.layer in LLAMA_BLOCKS | PHI3_BLOCKS | GEMMA2_BLOCKS:
         norm = s.module.pre_feedforward_layernorm if s.layer in GEMMA2_BLOCKS else s.module.post_attention_layernorm
@@ -295,9 +295,9 @@ _DECODING = {*LLAMA_BLOCKS, "gpt2.GPT2Block"}
 """Blocks with C++ support for single tokens."""
 
 
-def _block_form(s: Subject) -> decoder_layers.BlockForm | None:
+def _block_form(s: ModuleContext) -> decoder_layers.BlockForm | None:
     """Return the layer names of a block, or ``None`` if one of the layers is unknown."""
-    if s.layer not in _DECODING or not s.on_cpu or decoder_block.why_not() or not s.model.can_generate():
+    if s.layer not in _DECODING or not s.on_cpu or decoder_block.unavailable_reason() or not s.model.can_generate():
         return None
     form = decoder_layers.form_of(s.module)
     mlp = None if form is None else getattr(s.module, form.mlp)
@@ -312,7 +312,7 @@ def _mlp_activation(mlp: Any) -> str | None:
     return name if name in decoder_block.ACTIVATIONS else None
 
 
-def _decoding_block(s: Subject) -> Iterator[FusionCandidate]:
+def _decoding_block(s: ModuleContext) -> Iterator[FusionCandidate]:
     form = _block_form(s)
     assert form is not None
     activation = _mlp_activation(getattr(s.module, form.mlp))
@@ -324,7 +324,7 @@ def _decoding_block(s: Subject) -> Iterator[FusionCandidate]:
 _ONE_TOKEN = "one token per row, without gradients, in two calls in C++"
 
 
-def _following_norm(s: Subject) -> tuple[nn.Module, ...]:
+def _following_norm(s: ModuleContext) -> tuple[nn.Module, ...]:
     """Return the first norm of the next block, or the norm after the last block. Empty if another stage has it."""
     around, _, index = s.name.rpartition(".")
     blocks = s.model.get_submodule(around)
@@ -335,7 +335,7 @@ def _following_norm(s: Subject) -> tuple[nn.Module, ...]:
     return (norm,) if isinstance(norm, nn.Module) and layer_name(norm) in norms.ON_GPU else ()
 
 
-def _bloom_mlp(s: Subject) -> Iterator[FusionCandidate]:
+def _bloom_mlp(s: ModuleContext) -> Iterator[FusionCandidate]:
     yield s.on_gpu("residual", reason=f"dropout and residual: {one_pass(s.backend)}", triton=fused.FusedBloomMLP)
 
 

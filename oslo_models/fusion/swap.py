@@ -165,4 +165,6 @@ def _why_no_apex(device: torch.device) -> str | None:
         return "NVIDIA's apex is not installed (it is not on PyPI: build it from https://github.com/NVIDIA/apex)"
     if PathFinder.find_spec("transformer", list(spec.submodule_search_locations or ())) is None:
         return f"the apex at {spec.origin} is another package than NVIDIA's: it has no apex.transformer"
-    return apex.why_not() if device.type == "cuda" else f"apex computes on GPUs, and the model is on {device}"
+    return (
+        apex.unavailable_reason() if device.type == "cuda" else f"apex computes on GPUs, and the model is on {device}"
+    )

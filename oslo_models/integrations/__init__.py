@@ -1,7 +1,7 @@
 """transformers' Trainer, TRL's trainers and accelerate's Accelerator for models sharded over ranks.
 
 >>> from oslo_models.integrations import Trainer, Seq2SeqTrainer, ParallelTrainerMixin, Accelerator
->>> from oslo_models.integrations import SFTTrainer, DPOTrainer, GRPOTrainer
+>>> from oslo_models.integrations import SFTTrainer, DPOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ _MODULES = {
     "DPOTrainer": "oslo_models.integrations.trl.trainers",
     "GRPOTrainer": "oslo_models.integrations.trl.trainers",
     "ParallelTrainerMixin": "oslo_models.integrations.trainer",
+    "RLOOTrainer": "oslo_models.integrations.trl.trainers",
+    "RewardTrainer": "oslo_models.integrations.trl.trainers",
     "SFTTrainer": "oslo_models.integrations.trl.trainers",
     "Seq2SeqTrainer": "oslo_models.integrations.trainer",
     "Trainer": "oslo_models.integrations.trainer",

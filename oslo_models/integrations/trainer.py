@@ -74,9 +74,9 @@ class ParallelTrainerMixin(_Base):
         of_trl = next((cls.__name__ for cls in type(self).__mro__ if cls.__module__.partition(".")[0] == "trl"), None)
         if of_trl is not None:
             raise TypeError(
-                f"TRL's {of_trl} reads the weight of the LM head, of which this rank has a shard: derive "
-                f"{type(self).__name__} from oslo_models.integrations.SFTTrainer, DPOTrainer or GRPOTrainer, which "
-                "support this, in place of ParallelTrainerMixin"
+                f"TRL's {of_trl} reads the weight of the LM head, and this rank has a shard of it: derive "
+                f"{type(self).__name__} from oslo_models.integrations.SFTTrainer, DPOTrainer, RewardTrainer, "
+                "GRPOTrainer or RLOOTrainer, which support this, in place of ParallelTrainerMixin"
             )
 
     @property

@@ -104,8 +104,8 @@ def optimizer_advice(optim: str, shards: int, stages: int) -> str:
         return ""
     if "8bit" in optim or "4bit" in optim:
         return (
-            "it quantises its states in blocks, and the blocks of a shard are not those of one process; "
-            f"{instead}, whose states have the dtype of the weights: two bytes with dtype=bfloat16"
+            "it quantises its states in blocks, and the blocks of a shard differ from one process; "
+            f"{instead}: its states have the dtype of the weights, two bytes with dtype=bfloat16"
         )
     matrices = "optimizers=(model.matrix_optimizer(...), None)"
     return f"it needs full matrices, and each rank has a shard; {instead}, or {matrices}"

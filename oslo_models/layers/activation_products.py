@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.layers.activation_rules import aligned, elementwise, functions, positive, register
-from oslo_models.layers.sharded_activation import Mark, ShardedActivation
+from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
 
 
 def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -27,7 +27,7 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(dims, (list, tuple)) or any(isinstance(dim, bool) for dim in dims):
         return NotImplemented
     dims = {positive(x, dim) for dim in dims}
-    if x.mark.dim in dims or any(isinstance(arg, Tensor) for arg in (*args[2:], *kwargs.values())):
+    if x.spec.dim in dims or any(isinstance(arg, Tensor) for arg in (*args[2:], *kwargs.values())):
         return NotImplemented
     result = func(x.local(), *args[1:], **kwargs)
     if isinstance(result, tuple):
@@ -36,8 +36,8 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _reduced(x: ShardedActivation, result: Tensor, dims: set[int]) -> ShardedActivation:
-    gone = 0 if result.dim() == x.dim() else sum(dim < x.mark.dim for dim in dims)
-    return x.with_local(result, Mark(x.mark.dim - gone, x.mark.units, x.mark.parts))
+    gone = 0 if result.dim() == x.dim() else sum(dim < x.spec.dim for dim in dims)
+    return x.with_local(result, ShardSpec(x.spec.dim - gone, x.spec.units, x.spec.parts))
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,7 +46,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = names if func is F.layer_norm else (*names, "eps")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given.pop("input")
-    if not isinstance(x, ShardedActivation) or x.mark.dim >= x.dim() - len(given["normalized_shape"]):
+    if not isinstance(x, ShardedActivation) or x.spec.dim >= x.dim() - len(given["normalized_shape"]):
         return NotImplemented
     if any(isinstance(value, ShardedActivation) for value in given.values()):
         return NotImplemented
@@ -69,26 +69,26 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) != 2 or kwargs or min(arg.dim() for arg in args) < 2:
         return NotImplemented
     a, b = args
-    batched = [x for x in args if isinstance(x, ShardedActivation) and x.mark.dim - x.dim() <= -3]
+    batched = [x for x in args if isinstance(x, ShardedActivation) and x.spec.dim - x.dim() <= -3]
     if batched:
         return _batched(func, batched[0], (a, b))
-    if isinstance(a, ShardedActivation) and a.mark.dim == a.dim() - 2 and not isinstance(b, ShardedActivation):
+    if isinstance(a, ShardedActivation) and a.spec.dim == a.dim() - 2 and not isinstance(b, ShardedActivation):
         result, like, end = func(a.local(), a.copy_of(b)), a, 2
-    elif isinstance(b, ShardedActivation) and b.mark.dim == b.dim() - 1 and not isinstance(a, ShardedActivation):
+    elif isinstance(b, ShardedActivation) and b.spec.dim == b.dim() - 1 and not isinstance(a, ShardedActivation):
         result, like, end = func(b.copy_of(a), b.local()), b, 1
     else:
         return NotImplemented
-    return like.with_local(result, Mark(result.dim() - end, like.mark.units, like.mark.parts))
+    return like.with_local(result, ShardSpec(result.dim() - end, like.spec.units, like.spec.parts))
 
 
 def _batched(func: Any, like: ShardedActivation, operands: Sequence[Any], **options: Any) -> Any:
     """Compute a function of batched matrices. A batch dimension (heads) is sharded as in ``like``."""
-    negative_dim = like.mark.dim - like.dim()
+    negative_dim = like.spec.dim - like.dim()
     local = [aligned(like, x, negative_dim) for x in operands]
     if any(x is NotImplemented for x in local):
         return NotImplemented
     result = func(*local, **options)
-    made = like.with_local(result, Mark(result.dim() + negative_dim, like.mark.units, like.mark.parts))
+    made = like.with_local(result, ShardSpec(result.dim() + negative_dim, like.spec.units, like.spec.parts))
     for x in operands:
         if isinstance(x, ShardedActivation):
             made.sources |= x.sources
@@ -98,7 +98,7 @@ def _batched(func: Any, like: ShardedActivation, operands: Sequence[Any], **opti
 def _baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) != 3 or "out" in kwargs:
         return NotImplemented
-    batched = [x for x in args if isinstance(x, ShardedActivation) and x.mark.dim - x.dim() == -3]
+    batched = [x for x in args if isinstance(x, ShardedActivation) and x.spec.dim - x.dim() == -3]
     return _batched(func, batched[0], args, **kwargs) if batched else NotImplemented
 
 
@@ -106,16 +106,16 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     query, key, value, mask = (given.pop(name, None) for name in names[:4])
-    if not isinstance(query, ShardedActivation) or query.dim() != 4 or query.mark.dim != 1:
+    if not isinstance(query, ShardedActivation) or query.dim() != 4 or query.spec.dim != 1:
         return NotImplemented
     heads = query.full_shape[1]
     for other in (key, value):
         if other.shape[1] != heads and not (
-            isinstance(other, ShardedActivation) and other.mark == query.mark and given.get("enable_gqa")
+            isinstance(other, ShardedActivation) and other.spec == query.spec and given.get("enable_gqa")
         ):
             if query.observer is not None and isinstance(other, ShardedActivation):
-                query.observer.propose(query.sources, units=gcd(query.mark.units, other.mark.units))
-                query.observer.propose(other.sources, units=gcd(query.mark.units, other.mark.units))
+                query.observer.propose(query.sources, units=gcd(query.spec.units, other.spec.units))
+                query.observer.propose(other.sources, units=gcd(query.spec.units, other.spec.units))
             return NotImplemented
     if not given.get("dropout_p"):
         return _batched(func, query, (query, key, value, mask), **given)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oslo_models.layers.sharded_activation import RULES, Mark, Rule, ShardedActivation
+from oslo_models.layers.sharded_activation import RULES, Rule, ShardedActivation, ShardSpec
 
 
 def functions(names: Iterable[str]) -> list[Any]:
@@ -55,17 +55,17 @@ def aligned(like: ShardedActivation, x: Any, negative_dim: int) -> Any:
     if not isinstance(x, Tensor):
         return x
     if isinstance(x, ShardedActivation):
-        same_dim = x.mark.dim - x.dim() == negative_dim
-        if same_dim and (x.mark.units, x.mark.parts) == (like.mark.units, like.mark.parts):
+        same_dim = x.spec.dim - x.dim() == negative_dim
+        if same_dim and (x.spec.units, x.spec.parts) == (like.spec.units, like.spec.parts):
             return x.local()
-        if same_dim and x.observer is not None and x.mark.parts == like.mark.parts:
-            common = gcd(x.mark.units, like.mark.units)
+        if same_dim and x.observer is not None and x.spec.parts == like.spec.parts:
+            common = gcd(x.spec.units, like.spec.units)
             x.observer.propose(x.sources, units=common)
             x.observer.propose(like.sources, units=common)
         x = x.full("an operand that is sharded otherwise")
     if x.dim() < -negative_dim or x.shape[negative_dim] == 1:
         return like.copy_of(x)
-    if x.shape[negative_dim] != like.full_shape[like.mark.dim]:
+    if x.shape[negative_dim] != like.full_shape[like.spec.dim]:
         return NotImplemented
     return like.slice_of(x, x.dim() + negative_dim)
 
@@ -80,15 +80,15 @@ def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     changes = func in _CHANGING or kwargs.get("inplace")
     if changes and args[0] is not like:
         return NotImplemented
-    negative_dim = like.mark.dim - like.dim()
+    negative_dim = like.spec.dim - like.dim()
     operands = [like.local() if arg is like else aligned(like, arg, negative_dim) for arg in given]
     if any(operand is NotImplemented for operand in operands):
         return NotImplemented
     result = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
     if changes:
         return like
-    mark = Mark(result.dim() + negative_dim, like.mark.units, like.mark.parts)
-    made = like.with_local(result, mark)
+    spec = ShardSpec(result.dim() + negative_dim, like.spec.units, like.spec.parts)
+    made = like.with_local(result, spec)
     for arg in given:
         if isinstance(arg, ShardedActivation):
             made.sources |= arg.sources
@@ -114,7 +114,7 @@ def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return x
     local = x.local()
     mask = func(torch.ones(x.full_shape, dtype=local.dtype, device=local.device), given["p"], True)
-    return x.with_local(local * x.slice_of(mask, x.mark.dim))
+    return x.with_local(local * x.slice_of(mask, x.spec.dim))
 
 
 _UNARY = (

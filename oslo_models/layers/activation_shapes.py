@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oslo_models.layers.activation_rules import aligned, functions, positive, register
-from oslo_models.layers.sharded_activation import Mark, ShardedActivation
+from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
 
 
 def _shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
@@ -76,18 +76,18 @@ def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _reshaped(x: ShardedActivation, sizes: list[int]) -> Any:
     """Compute ``x.reshape(sizes)``. Elements keep their order, so products of sizes locate the sharded dimension."""
-    shape, mark = list(x.full_shape), x.mark
+    shape, spec = list(x.full_shape), x.spec
     if prod(shape) == 0:
         return NotImplemented
     if -1 in sizes:
         sizes = [-prod(shape) // prod(sizes) if size == -1 else size for size in sizes]
     if prod(sizes) != prod(shape):
         return NotImplemented  # torch raises its error
-    old, new = next(group for group in _groups(shape, sizes) if mark.dim in group[0])
+    old, new = next(group for group in _groups(shape, sizes) if spec.dim in group[0])
     if not new:
         return NotImplemented
-    parts = prod(shape[old.start : mark.dim]) * mark.parts
-    inner = prod(shape[mark.dim : old.stop]) // mark.parts
+    parts = prod(shape[old.start : spec.dim]) * spec.parts
+    inner = prod(shape[spec.dim : old.stop]) // spec.parts
     before, dim = 1, new.start
     while dim < new.stop - 1 and before * sizes[dim] <= parts and parts % (before * sizes[dim]) == 0:
         if before == parts and sizes[dim] > 1:
@@ -98,14 +98,14 @@ def _reshaped(x: ShardedActivation, sizes: list[int]) -> Any:
         return NotImplemented
     parts //= before
     slots = sizes[dim] // parts
-    if slots % mark.units:
+    if slots % spec.units:
         if x.observer is not None:
-            x.observer.propose(x.sources, units=gcd(slots, mark.units))
+            x.observer.propose(x.sources, units=gcd(slots, spec.units))
         return NotImplemented
     local = x.local()
-    own = local.shape[mark.dim] // mark.parts * (inner // (shape[mark.dim] // mark.parts))
+    own = local.shape[spec.dim] // spec.parts * (inner // (shape[spec.dim] // spec.parts))
     target = [*sizes[:dim], parts * (slots * own // inner), *sizes[dim + 1 :]]
-    return x.with_local(local.reshape(target), Mark(dim, mark.units, parts), sizes[dim])
+    return x.with_local(local.reshape(target), ShardSpec(dim, spec.units, parts), sizes[dim])
 
 
 def _groups(old: list[int], new: list[int]) -> Iterable[tuple[range, range]]:
@@ -127,27 +127,27 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     numbered = torch.empty([2 + dim for dim in range(x.dim())], device="meta")
     order = [size - 2 for size in func(numbered, *args[1:], **kwargs).shape]
-    mark = Mark(order.index(x.mark.dim), x.mark.units, x.mark.parts)
-    return x.with_local(func(x.local(), *args[1:], **kwargs), mark)
+    spec = ShardSpec(order.index(x.spec.dim), x.spec.units, x.spec.parts)
+    return x.with_local(func(x.local(), *args[1:], **kwargs), spec)
 
 
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, sizes = args[0], _integers([*args[1:], *kwargs.values()])
     if sizes is None:
         return NotImplemented
-    dim = len(sizes) - x.dim() + x.mark.dim
+    dim = len(sizes) - x.dim() + x.spec.dim
     sizes[dim] = -1
-    return x.with_local(x.local().expand(sizes), Mark(dim, x.mark.units, x.mark.parts))
+    return x.with_local(x.local().expand(sizes), ShardSpec(dim, x.spec.units, x.spec.parts))
 
 
 def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, counts = args[0], _integers([*args[1:], *kwargs.values()])
     if counts is None:
         return NotImplemented
-    dim = len(counts) - x.dim() + x.mark.dim
+    dim = len(counts) - x.dim() + x.spec.dim
     if counts[dim] != 1:
         return NotImplemented
-    return x.with_local(x.local().repeat(counts), Mark(dim, x.mark.units, x.mark.parts))
+    return x.with_local(x.local().repeat(counts), ShardSpec(dim, x.spec.units, x.spec.parts))
 
 
 def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,7 +155,7 @@ def _repeat_interleave(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     x, repeats, dim = given["input"], given["repeats"], given.get("dim")
     if not isinstance(x, ShardedActivation) or not isinstance(repeats, int) or dim is None:
         return NotImplemented
-    full = x.full_shape[x.mark.dim] * (repeats if positive(x, dim) == x.mark.dim else 1)
+    full = x.full_shape[x.spec.dim] * (repeats if positive(x, dim) == x.spec.dim else 1)
     return x.with_local(x.local().repeat_interleave(repeats, dim), None, full)
 
 
@@ -180,25 +180,25 @@ register(_repeat_interleave, [Tensor.repeat_interleave, torch.repeat_interleave]
 
 def _piece(x: ShardedActivation, start: int, stop: int) -> Any:
     """Compute ``x.narrow`` along the sharded dimension. Whole parts stay sharded."""
-    size = x.full_shape[x.mark.dim]
-    inner, local_inner = size // x.mark.parts, x.local().shape[x.mark.dim] // x.mark.parts
+    size = x.full_shape[x.spec.dim]
+    inner, local_inner = size // x.spec.parts, x.local().shape[x.spec.dim] // x.spec.parts
     if (start, stop) == (0, size):
         return x
     if start % inner or stop % inner or start >= stop:
         count = size // max(stop - start, 1)
-        if x.observer is not None and x.mark.parts == 1 and count * (stop - start) == size:
+        if x.observer is not None and x.spec.parts == 1 and count * (stop - start) == size:
             x.observer.propose(x.sources, parts=count)
         return NotImplemented
     first, parts = start // inner, (stop - start) // inner
-    local = x.local().narrow(x.mark.dim, first * local_inner, parts * local_inner)
-    return x.with_local(local, Mark(x.mark.dim, x.mark.units, parts), stop - start)
+    local = x.local().narrow(x.spec.dim, first * local_inner, parts * local_inner)
+    return x.with_local(local, ShardSpec(x.spec.dim, x.spec.units, parts), stop - start)
 
 
 def _chunks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute ``chunk`` and ``split``."""
     x = args[0]
     dim = positive(x, args[2] if len(args) > 2 else kwargs.get("dim", 0))
-    if dim != x.mark.dim:
+    if dim != x.spec.dim:
         return tuple(x.with_local(piece) for piece in func(x.local(), *args[1:], **kwargs))
     numbers = torch.empty(x.full_shape[dim], device="meta")
     given = {key: value for key, value in kwargs.items() if key != "dim"}
@@ -218,12 +218,12 @@ def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _without(x: ShardedActivation, dim: int, index: int) -> Any:
     """Compute ``x.select(dim, index)``."""
-    if dim == x.mark.dim:
-        if x.observer is not None and x.mark.parts == 1:
+    if dim == x.spec.dim:
+        if x.observer is not None and x.spec.parts == 1:
             x.observer.propose(x.sources, parts=x.full_shape[dim])
         return NotImplemented
-    mark = Mark(x.mark.dim - (dim < x.mark.dim), x.mark.units, x.mark.parts)
-    return x.with_local(x.local().select(dim, index), mark)
+    spec = ShardSpec(x.spec.dim - (dim < x.spec.dim), x.spec.units, x.spec.parts)
+    return x.with_local(x.local().select(dim, index), spec)
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,7 +235,7 @@ def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, start, length = args if len(args) == 4 else (args[0], *(kwargs.get(k) for k in ("dim", "start", "length")))
     if not all(isinstance(value, int) for value in (dim, start, length)):
         return NotImplemented
-    if positive(x, dim) == x.mark.dim:
+    if positive(x, dim) == x.spec.dim:
         return _piece(x, start, start + length)
     return x.with_local(x.local().narrow(dim, start, length))
 
@@ -255,7 +255,7 @@ def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     index[place : place + 1] = [slice(None)] * (x.dim() - used)
     dim, new_dim = 0, 0
     for position, each in enumerate(index):
-        if each is not None and dim == x.mark.dim:
+        if each is not None and dim == x.spec.dim:
             if isinstance(each, int):
                 return _without(x, dim, each)
             start, stop, step = each.indices(x.full_shape[dim])
@@ -266,14 +266,14 @@ def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             break
         dim += each is not None
         new_dim += not isinstance(each, int)
-    mark = Mark(new_dim, x.mark.units, x.mark.parts)
-    return x.with_local(x.local()[tuple(index)], mark)
+    spec = ShardSpec(new_dim, x.spec.units, x.spec.parts)
+    return x.with_local(x.local()[tuple(index)], spec)
 
 
 def _index_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = {**dict(zip(("input", "dim", "index"), args, strict=False)), **kwargs}
     x = given["input"]
-    if not isinstance(x, ShardedActivation) or positive(x, given["dim"]) == x.mark.dim:
+    if not isinstance(x, ShardedActivation) or positive(x, given["dim"]) == x.spec.dim:
         return NotImplemented
     return x.with_local(x.local().index_select(given["dim"], given["index"]))
 
@@ -285,10 +285,10 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     like = next(piece for piece in pieces if isinstance(piece, ShardedActivation))
     pieces = [piece for piece in pieces if piece.shape != (0,)]
-    if positive(like, dim) == like.mark.dim or any(piece.dim() != like.dim() for piece in pieces):
+    if positive(like, dim) == like.spec.dim or any(piece.dim() != like.dim() for piece in pieces):
         return NotImplemented
-    local = [aligned(like, piece, like.mark.dim - like.dim()) for piece in pieces]
-    if any(piece is NotImplemented for piece in local) or len({piece.shape[like.mark.dim] for piece in local}) > 1:
+    local = [aligned(like, piece, like.spec.dim - like.dim()) for piece in pieces]
+    if any(piece is NotImplemented for piece in local) or len({piece.shape[like.spec.dim] for piece in local}) > 1:
         return NotImplemented
     made = like.with_local(torch.cat(local, dim))
     for piece in pieces:

@@ -2,7 +2,7 @@
 
 from oslo_models.layers.experts import Experts
 from oslo_models.layers.linear import ColumnParallel, InnerRowParallel, RowParallel
-from oslo_models.layers.local_module import LocalModule
+from oslo_models.layers.local_attributes import LocalAttributes
 from oslo_models.layers.norm import GroupWidthNorm, HeadNorm, WidthNorm
 from oslo_models.layers.state_space import StateSpace
 from oslo_models.layers.summed import SharedOutput, SummedModule
@@ -18,7 +18,7 @@ __all__ = [
     "GroupWidthNorm",
     "HeadNorm",
     "InnerRowParallel",
-    "LocalModule",
+    "LocalAttributes",
     "LocalValue",
     "Norm",
     "PipelineRules",

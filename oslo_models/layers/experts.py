@@ -196,7 +196,7 @@ class ParallelExperts(ShardedModule):
             if any(odd) and not (all(odd) and layout.shape[-1] % unit):  # else all ranks raise torch's error
                 raise ValueError(
                     f"tensor_parallel_size={self.tp.size} shards the experts' {name} {layout.shape} to rows of {rows} "
-                    f"elements, of which grouped products take multiples of {unit} in {dtype}: use fewer ranks, "
+                    f"elements, and grouped products take multiples of {unit} in {dtype}: use fewer ranks, "
                     'expert_parallel_size, or experts_implementation="eager"'
                 )
 

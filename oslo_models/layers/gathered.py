@@ -20,7 +20,7 @@ from oslo_models.layers import activation_products, activation_shapes  # noqa: F
 from oslo_models.layers.full_weights import full_weight, is_model_code, reads_shards
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.linear import ColumnParallel, RowParallel, add_bias
-from oslo_models.layers.sharded_activation import Mark, ShardedActivation
+from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
 from oslo_models.layers.vocab_parallel import VocabParallel, VocabParallelEmbedding
 from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout
@@ -162,8 +162,8 @@ class _GatheredColumn(DerivedLayer):
         with layer_context(self.weight):
             local = self.product(copy_to(self.tp, x), self.weight, self.bias)
         size = layout.shape[layout.dim]
-        mark = Mark(local.dim() - 1, self.entry.split(size, n).count, self.entry.parts)
-        activation = ShardedActivation.from_local(local, self.tp, mark, size)
+        spec = ShardSpec(local.dim() - 1, self.entry.split(size, n).count, self.entry.parts)
+        activation = ShardedActivation.from_local(local, self.tp, spec, size)
         return activation if self.entry.is_lazy(n) and not torch.compiler.is_compiling() else activation.full()
 
 
@@ -191,7 +191,7 @@ class _SlicedRow(DerivedLayer):
         if layout.dim is None:
             return self.product(x.full() if isinstance(x, ShardedActivation) else x, self.weight, self.bias)
         split = self.entry.split(layout.shape[layout.dim], self.tp.size)
-        if isinstance(x, ShardedActivation) and x.mark == Mark(x.dim() - 1, split.count):
+        if isinstance(x, ShardedActivation) and x.spec == ShardSpec(x.dim() - 1, split.count):
             x = x.local()
         else:
             x = x.full() if isinstance(x, ShardedActivation) else x

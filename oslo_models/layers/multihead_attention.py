@@ -15,7 +15,7 @@ from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.gathered import DerivedLayer
 from oslo_models.layers.kinds import shards
-from oslo_models.layers.sharded_activation import Mark, ShardedActivation
+from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
 from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout
 
@@ -75,8 +75,8 @@ class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
         q, k, v, mask = self._with_added_keys(own, mask)
         context, weights = self._attend(q, k, v, mask, need_weights)
         heads = self.entry.heads
-        mark = Mark(2, heads.count)
-        output = self.out_proj(ShardedActivation.from_local(context, self.tp, mark, self.embed_dim))
+        spec = ShardSpec(2, heads.count)
+        output = self.out_proj(ShardedActivation.from_local(context, self.tp, spec, self.embed_dim))
         if weights is not None and average_attn_weights:
             weights = reduce_from(self.tp, weights.sum(1)) / heads.count
         elif weights is not None:

@@ -25,7 +25,7 @@ RULES: dict[Any, Rule] = {}
 
 
 @dataclass(frozen=True)
-class Mark:
+class ShardSpec:
     """How an activation is sharded.
 
     Attributes:
@@ -59,14 +59,14 @@ class ShardedActivation(Tensor):
 
     Attributes:
         tp: axis over which it is sharded.
-        mark: how it is sharded.
+        spec: how it is sharded.
         full_shape: shape of the full tensor.
         sources: names of the layers that it was computed from, if ``observer`` is set.
         observer: observer of this activation, or ``None``.
     """
 
     tp: Axis
-    mark: Mark
+    spec: ShardSpec
     full_shape: torch.Size
     sources: frozenset[str]
     observer: Observer | None
@@ -76,7 +76,7 @@ class ShardedActivation(Tensor):
         cls,
         local: Tensor,
         tp: Axis,
-        mark: Mark,
+        spec: ShardSpec,
         full_size: int,
         sources: frozenset[str] = frozenset(),
         observer: Observer | None = None,
@@ -86,13 +86,13 @@ class ShardedActivation(Tensor):
         Args:
             local: local shard.
             tp: axis over which it is sharded.
-            mark: how it is sharded.
+            spec: how it is sharded.
             full_size: full size of the sharded dimension.
             sources, observer: see the class.
         """
         made = local.as_subclass(cls)
-        made.tp, made.mark, made.sources, made.observer = tp, mark, sources, observer
-        made.full_shape = torch.Size((*local.shape[: mark.dim], full_size, *local.shape[mark.dim + 1 :]))
+        made.tp, made.spec, made.sources, made.observer = tp, spec, sources, observer
+        made.full_shape = torch.Size((*local.shape[: spec.dim], full_size, *local.shape[spec.dim + 1 :]))
         return made
 
     def local(self) -> Tensor:
@@ -104,31 +104,33 @@ class ShardedActivation(Tensor):
         """Gather the full tensor on every rank. A collective."""
         if self.observer is not None:
             self.observer.gathered(self.sources, why)
-        dim, sizes = self.mark.dim, self.mark.sizes(self.full_shape[self.mark.dim], self.tp.size)
-        if self.tp.size == 1 or self.mark.parts == 1:
+        dim, sizes = self.spec.dim, self.spec.sizes(self.full_shape[self.spec.dim], self.tp.size)
+        if self.tp.size == 1 or self.spec.parts == 1:
             return gather_from(self.tp, self.local(), dim, sizes)
-        return gather_from(self.tp, self.local().unflatten(dim, (self.mark.parts, -1)), dim + 1, sizes).flatten(
+        return gather_from(self.tp, self.local().unflatten(dim, (self.spec.parts, -1)), dim + 1, sizes).flatten(
             dim, dim + 1
         )
 
-    def with_local(self, local: Tensor, mark: Mark | None = None, full_size: int | None = None) -> ShardedActivation:
+    def with_local(
+        self, local: Tensor, spec: ShardSpec | None = None, full_size: int | None = None
+    ) -> ShardedActivation:
         """Return the result of an operation on this activation.
 
         Args:
             local: local shard of the result.
-            mark: how the result is sharded. Default: like this activation.
+            spec: how the result is sharded. Default: like this activation.
             full_size: full size of the sharded dimension. Default: unchanged.
         """
-        mark = mark or self.mark
-        size = self.full_shape[self.mark.dim] if full_size is None else full_size
-        return self.from_local(local, self.tp, mark, size, self.sources, self.observer)
+        spec = spec or self.spec
+        size = self.full_shape[self.spec.dim] if full_size is None else full_size
+        return self.from_local(local, self.tp, spec, size, self.sources, self.observer)
 
     def slice_of(self, x: Tensor, dim: int) -> Tensor:
         """Return the local shard of a full tensor ``x``: shard its dimension ``dim`` like this activation."""
-        sizes = self.mark.sizes(x.shape[dim], self.tp.size)
-        if self.tp.size == 1 or self.mark.parts == 1:
+        sizes = self.spec.sizes(x.shape[dim], self.tp.size)
+        if self.tp.size == 1 or self.spec.parts == 1:
             return scatter_to(self.tp, x, dim, sizes)
-        return scatter_to(self.tp, x.unflatten(dim, (self.mark.parts, -1)), dim + 1, sizes).flatten(dim, dim + 1)
+        return scatter_to(self.tp, x.unflatten(dim, (self.spec.parts, -1)), dim + 1, sizes).flatten(dim, dim + 1)
 
     def copy_of(self, x: Tensor) -> Tensor:
         """Return a full tensor ``x`` that every rank uses in full. Its gradient is all-reduced."""
@@ -177,7 +179,7 @@ def _on_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     result = func(*args, **kwargs)
     for activation, made, version in given:
         if made._version != version:
-            activation.local().copy_(activation.slice_of(made, activation.mark.dim))
+            activation.local().copy_(activation.slice_of(made, activation.spec.dim))
             if result is made:
                 result = activation
     return result

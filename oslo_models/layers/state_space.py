@@ -14,17 +14,17 @@ import torch
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.function_overrides import override_attributes
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, become, shards
-from oslo_models.layers.local_module import LocalModule, set_local_attributes
+from oslo_models.layers.local_attributes import LocalAttributes, set_local_attributes
 from oslo_models.layers.replicated_grads import SumReplicatedGrad
 from oslo_models.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
-class StateSpace(LocalModule):
+class StateSpace(LocalAttributes):
     """State-space mixer, sharded over its heads. Parameters of a group are replicated on the ranks with its heads.
 
     Args:
-        attributes: see `LocalModule`.
+        attributes: see `LocalAttributes`.
         convolution: name of the convolution. Its parameters have separate entries.
         scales: name of a buffer ``[..., features]`` that scales the outputs of ``in_proj``. Empty without this buffer.
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
-from oslo_models.layers.local_module import LocalModule, localize
+from oslo_models.layers.local_attributes import LocalAttributes, localize
 from oslo_models.sharding.entry import Replicated
 
 
 @dataclass(frozen=True)
-class SummedModule(LocalModule):
+class SummedModule(LocalAttributes):
     """Module with a partial sum as output on each rank. Its sharded parameters have separate entries.
 
     Inputs are replicated, such as the hidden states and router weights of experts.

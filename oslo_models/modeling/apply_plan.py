@@ -13,7 +13,7 @@ from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.layers.gathered import DerivedLayer
 from oslo_models.layers.kinds import ShardingContext, shard_module
 from oslo_models.layers.linear import ColumnParallel
-from oslo_models.layers.local_module import LocalModule
+from oslo_models.layers.local_attributes import LocalAttributes
 from oslo_models.modeling.quantizing import shard_of
 from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.sharding.layout import Layout
@@ -118,9 +118,9 @@ def expert_parameters(model: nn.Module, plan: Plan, prefix: str) -> set[str]:
 
 
 def modules_with_tensors_of_heads(model: nn.Module, plan: Plan, prefix: str) -> list[str]:
-    """Return the names of `LocalModule` entries with parameters or sharded buffers, in a model or a pipeline stage."""
+    """Return the names of `LocalAttributes` entries with parameters or sharded buffers, in a model or stage."""
     entries = _named_entries(model, plan, prefix, {})
-    modules = {key: _find(model, key) for key, entry in entries.items() if isinstance(entry, LocalModule)}
+    modules = {key: _find(model, key) for key, entry in entries.items() if isinstance(entry, LocalAttributes)}
     return [
         key
         for key, module in modules.items()

@@ -28,6 +28,7 @@ from oslo_models.modeling.apply_plan import (
 )
 from oslo_models.modeling.attention_choice import check_attention, check_attention_of_class
 from oslo_models.modeling.attention_outputs import AttentionOutputs
+from oslo_models.modeling.batch_generation import BatchGeneratingModel
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.derived.report import ShardingReport, report_of_layouts
@@ -55,7 +56,9 @@ from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Entries, Plan
 
 
-class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedModel, CountableModel):
+class ParallelModel(
+    AdaptableModel, BatchGeneratingModel, FusableModel, TrainableModel, ParallelizedModel, CountableModel
+):
     """The parallel base class of a model class. The second base is the transformers class of the same name.
 
     An architecture defines a `plan`, and each of its classes defines a `head_plan`. The constructors

@@ -13,7 +13,7 @@ from oslo_models.layers.entries import (
     GroupWidthNorm,
     HeadNorm,
     InnerRowParallel,
-    LocalModule,
+    LocalAttributes,
     LocalValue,
     Norm,
     Plan,
@@ -156,7 +156,7 @@ def replicated_attention(plan: Plan, additional: Collection[str] = ()) -> Plan:
     entries = {
         name: Replicated() if "attention." in name and not isinstance(entry, Norm) else entry
         for name, entry in block.items()
-        if not isinstance(entry, LocalModule)
+        if not isinstance(entry, LocalAttributes)
     }
     for name in block:
         if name.endswith(".self.query"):

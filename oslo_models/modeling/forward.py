@@ -69,8 +69,8 @@ def _refuse_transforms(model: ParallelModelInternals) -> None:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         raise RuntimeError(
             f"transforms of torch.func (grad, vmap, jvp, ...) and forward-mode differentiation do not reach the other "
-            f"ranks of a {type(model).__name__} that is sharded: use loss.backward() or torch.autograd.grad, whose "
-            "gradients of every order are exact, or one process"
+            f"ranks of a {type(model).__name__} that is sharded: use loss.backward() or torch.autograd.grad (their "
+            "gradients of every order are exact), or one process"
         )
 
 

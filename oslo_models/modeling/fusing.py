@@ -177,13 +177,13 @@ class FusableModel(PreTrainedModel):
         return fusion.report()
 
     def _fusion_candidates(self, backend: str, float8: str | None = None) -> Iterable[FusionCandidate]:
-        from oslo_models.fusion import rules, subjects  # they import several transformers architectures
+        from oslo_models.fusion import module_context, rules  # they import several transformers architectures
 
         found = rules.fusion_candidates(self, backend)
         if float8 is None:
             return found
         entries = entries_of_blocks(self, self.plan(self.config), self._prefix())
-        return in_float8(self, found, subjects.subjects(self, backend), entries, float8)
+        return in_float8(self, found, module_context.module_contexts(self, backend), entries, float8)
 
     def fused_adamw(self, **options: Any) -> torch.optim.AdamW:
         """Return torch's fused ``AdamW`` for this rank's parameters. It reads them in one pass instead of a dozen.
@@ -224,8 +224,8 @@ class FusableModel(PreTrainedModel):
         """
         if self.mesh is not None and self.mesh.model.size > 1:
             raise RuntimeError(
-                "transformers' continuous batching (generate_batch, init_continuous_batching) does not run on a "
-                f"sharded {type(self).__name__}: call generate with padded prompts, or load it with deploy=True, whose "
+                "transformers' manager of continuous batching (init_continuous_batching) does not run on a sharded "
+                f"{type(self).__name__}: call generate_batch for a list of prompts, or load it with deploy=True: its "
                 "calls of generate join one running batch"
             )
         return super().init_continuous_batching(*args, **kwargs)

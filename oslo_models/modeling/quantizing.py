@@ -102,7 +102,7 @@ def refuse_layers_of_libraries(model: nn.Module) -> None:
         library = type(module).__module__.partition(".")[0]
         if library in libraries:
             raise ValueError(
-                f"{name} is a layer of {library} ({type(module).__name__}), whose weights are not sharded: "
+                f"{name} is a layer of {library} ({type(module).__name__}), and its weights are not sharded: "
                 "model.dequantize() makes plain weights of them, which torchao's quantize_() can quantise again "
                 "before or after sharding; or load the checkpoint with from_pretrained_with_parallel(dequantize=True)"
             )

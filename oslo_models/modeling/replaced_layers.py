@@ -69,8 +69,8 @@ def _require_no_parameters(path: str, module: nn.Module) -> None:
     own = [name for name, param in module.named_parameters() if param not in known]
     if own and inner and not isinstance(inner[0], VocabParallelEmbedding):
         raise RuntimeError(
-            f"{path} is now a {type(module).__module__}.{type(module).__qualname__} with parameters of its own "
-            f"({own[0]}) around a sharded layer, whose features are divided over the ranks: their results would stay "
+            f"{path} is now a {type(module).__module__}.{type(module).__qualname__} with own parameters "
+            f"({own[0]}) around a sharded layer. Its features are divided over the ranks, so the results would stay "
             "separate on each rank. Use an adapter of peft (get_peft_model), wrap a whole block, or use "
             "tensor_parallel_size=1 (pipeline stages may remain)"
         )

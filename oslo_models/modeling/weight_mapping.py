@@ -240,7 +240,7 @@ class WeightMapping:
             lines = [self._describe_split_mismatch(reader, source, name) for name, source, _ in mismatched]
             return checkpoint.CheckpointError(
                 f"the split files in {reader.directory} do not fit the configuration of the model. Without "
-                f"{checkpoint.MANIFEST}, nothing but the configuration says how they were sharded: load them with the "
+                f"{checkpoint.MANIFEST}, only the configuration says how they were sharded: load them with the "
                 "config.json that they were saved with, or save the model again where it can be loaded:\n  "
                 + "\n  ".join(lines)
             )

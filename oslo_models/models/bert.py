@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 from transformers import BertConfig
 from transformers.models.bert import modeling_bert as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.layers.entries import (
+    ColumnParallel,
+    LocalAttributes,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
@@ -28,7 +36,7 @@ class BertParallel(ParallelModel):
         }
         crossed = getattr(config, "add_cross_attention", False)
         for attention in ("attention", "crossattention") if crossed else ("attention",):
-            block |= {f"{attention}.self": LocalModule({"all_head_size": heads.local_extent})}
+            block |= {f"{attention}.self": LocalAttributes({"all_head_size": heads.local_extent})}
             block |= qkv(f"{attention}.self", heads, QUERY_KEY_VALUE)
             block |= {f"{attention}.output.dense": RowParallel(heads), f"{attention}.output.LayerNorm": Norm()}
         tables = {f"embeddings.{name}_embeddings": Replicated() for name in cls.added_embeddings}

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import BigBirdPegasusConfig
 from transformers.models.bigbird_pegasus import modeling_bigbird_pegasus as hf
 
-from oslo_models.layers.entries import LocalModule, Plan, Replicated, RowParallel
+from oslo_models.layers.entries import LocalAttributes, Plan, Replicated, RowParallel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
@@ -33,7 +33,7 @@ class BigBirdPegasusParallel(BartParallel):
         if replicated:
             attention = dict.fromkeys(attention, Replicated())
         else:
-            attention["self_attn.self"] = LocalModule({"all_head_size": heads.local_extent})
+            attention["self_attn.self"] = LocalAttributes({"all_head_size": heads.local_extent})
         rest = {name: entry for name, entry in block.items() if not name.startswith("self_attn.")}
         return replace(
             plan,

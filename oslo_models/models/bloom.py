@@ -5,7 +5,7 @@ from typing import Any
 from transformers import BloomConfig
 from transformers.models.bloom import modeling_bloom as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
@@ -21,8 +21,8 @@ class BloomParallel(ParallelModel):
         # With slow_but_exact, BLOOM sums the products of slices in order. Here, the ranks are the slices.
         local = {"num_heads": heads.local_count, "pretraining_tp": lambda n, rank: 1}
         block = {
-            "self_attention": LocalModule(local, per_head={"alibi": heads}),
-            "mlp": LocalModule({"pretraining_tp": lambda n, rank: 1}),
+            "self_attention": LocalAttributes(local, per_head={"alibi": heads}),
+            "mlp": LocalAttributes({"pretraining_tp": lambda n, rank: 1}),
             "input_layernorm": Norm(),
             "self_attention.query_key_value": ColumnParallel(EvenSplit(config.n_head, 3 * heads.width)),
             "self_attention.dense": RowParallel(heads),

@@ -65,7 +65,7 @@ class BltParallel(ParallelModel):
             blocks=blocks,
             head={"local_decoder.norm": Norm()},
             optional=("global_transformer.token_embedding_projection",),
-        ).with_rules(single_stage_reason="bytes, patches and the patcher each go through blocks of their own")
+        ).with_rules(single_stage_reason="bytes, patches and the patcher each go through separate blocks")
 
     def _initialized_whole(self) -> list[str]:
         """Add the MLPs: transformers scales their initial weights by the width of the full MLP."""

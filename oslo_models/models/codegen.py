@@ -5,7 +5,7 @@ from typing import Any
 from transformers import CodeGenConfig
 from transformers.models.codegen import modeling_codegen as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
@@ -28,7 +28,7 @@ class CodeGenParallel(ParallelModel):
         }
         block = {
             "ln_1": Norm(),
-            "attn": LocalModule(counted),
+            "attn": LocalAttributes(counted),
             "attn.qkv_proj": ColumnParallel(*[heads] * 12),
             "attn.out_proj": RowParallel(*[heads] * 4),
             "mlp.fc_in": ColumnParallel(),

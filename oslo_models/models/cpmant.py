@@ -10,7 +10,15 @@ from typing import Any
 from transformers import CpmAntConfig
 from transformers.models.cpmant import modeling_cpmant as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.layers.entries import (
+    ColumnParallel,
+    LocalAttributes,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD
@@ -32,7 +40,7 @@ class CpmAntParallel(ParallelModel):
             blocks={
                 "encoder.layers": {
                     "self_att.layernorm_before_attention": Norm(),
-                    attention: LocalModule({"num_heads": heads.local_count}),
+                    attention: LocalAttributes({"num_heads": heads.local_count}),
                     **qkv(attention, heads, ("project_q", "project_k", "project_v")),
                     f"{attention}.attention_out": RowParallel(heads),
                     "ffn.layernorm_before_ffn": Norm(),

@@ -13,7 +13,7 @@ from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.entries import (
     ColumnParallel,
-    LocalModule,
+    LocalAttributes,
     LocalValue,
     Norm,
     Plan,
@@ -37,7 +37,7 @@ class RoutedExperts(SummedModule):
     Its parameters have separate entries, with an `ExpertWidth` for each expert.
 
     Args:
-        attributes: see `LocalModule`. Values count ranks within the group that shares the width of an expert.
+        attributes: see `LocalAttributes`. Values count ranks within the group that shares the width of an expert.
         groups: number of groups of consecutive ranks over which the experts are divided.
     """
 
@@ -94,7 +94,7 @@ class DbrxParallel(ParallelModel):
         matrices = ColumnParallel(*(ExpertWidth(width, expert=number, experts=count) for number in range(count)))
         block = {
             "norm_attn_norm.norm_1": Norm(),
-            "norm_attn_norm.attn": LocalModule(local),
+            "norm_attn_norm.attn": LocalAttributes(local),
             "norm_attn_norm.attn.Wqkv": ColumnParallel(heads.query, heads.key_value, heads.key_value),
             "norm_attn_norm.attn.out_proj": RowParallel(heads.query),
             "norm_attn_norm.norm_2": Norm(),

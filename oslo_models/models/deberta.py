@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DebertaConfig
 from transformers.models.deberta import modeling_deberta as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, Replicated
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Plan, Replicated
 from oslo_models.layers.kinds import ShardingContext, shards
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
@@ -55,7 +55,7 @@ class DebertaParallel(BertParallel):
         rest = {name: entry for name, entry in block.items() if not name.startswith("attention.self.")}
         own: dict[str, Replicated] = {f"attention.self.{name}": entry for name, entry in cls.projections(heads).items()}
         local = {
-            "attention.self": LocalModule({"num_attention_heads": heads.local_count}),
+            "attention.self": LocalAttributes({"num_attention_heads": heads.local_count}),
             "attention.self.pos_dropout": ReplicatedDropout(),
         }
         tables = ("position_embeddings", "token_type_embeddings", "embed_proj", "rel_embeddings")

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as hf
 
 from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.sharded_tensor import layer_context
-from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Norm, Replicated, RowParallel
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalAttributes, Norm, Replicated, RowParallel
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.linear import SharesOutput
 from oslo_models.modeling.blocks import mixture_of_experts
@@ -70,7 +70,7 @@ class DeepseekV2Parallel(LlamaParallel):
         count = config.num_attention_heads
         query = EvenSplit(count, config.qk_nope_head_dim + config.qk_rope_head_dim)
         return {
-            "self_attn": LocalModule({"num_heads": query.local_count}),
+            "self_attn": LocalAttributes({"num_heads": query.local_count}),
             "self_attn.q_proj": ColumnParallel(query),
             "self_attn.q_a_proj": Replicated(),
             "self_attn.q_a_layernorm": Norm(),

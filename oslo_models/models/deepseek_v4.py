@@ -17,7 +17,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
-    LocalModule,
+    LocalAttributes,
     Norm,
     Plan,
     Replicated,
@@ -75,7 +75,7 @@ class DeepseekV4Parallel(LlamaParallel):
         query, groups = heads.query, replace(heads, head_dim=config.o_lora_rank).key_value
         counts = dict.fromkeys(("num_heads", "num_key_value_groups"), query.local_count)  # with one key for all heads
         return {
-            "self_attn": LocalModule({**counts, "config.o_groups": groups.local_count}),
+            "self_attn": LocalAttributes({**counts, "config.o_groups": groups.local_count}),
             "self_attn.q_a_proj": Replicated(),
             "self_attn.q_a_norm": Norm(),
             "self_attn.q_b_proj": ColumnParallel(query),
@@ -83,7 +83,7 @@ class DeepseekV4Parallel(LlamaParallel):
             "self_attn.kv_norm": SharedOutput(),
             "self_attn.compressor": SharedOutput(),
             "self_attn.sinks": attention_sinks(heads),
-            "self_attn.o_a_proj": LocalModule({"n_groups": groups.local_count}),
+            "self_attn.o_a_proj": LocalAttributes({"n_groups": groups.local_count}),
             "self_attn.o_a_proj.weight": GroupedHeadsProjection(heads),
             "self_attn.o_b_proj": RowParallel(groups),
         }

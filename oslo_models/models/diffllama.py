@@ -6,7 +6,7 @@ from typing import Any
 from transformers import DiffLlamaConfig
 from transformers.models.diffllama import modeling_diffllama as hf
 
-from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalAttributes, Replicated, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
@@ -24,7 +24,7 @@ class DiffLlamaParallel(LlamaParallel):
         pairs = replace(heads, query_heads=heads.query_heads // 2, kv_heads=heads.kv_heads // 2)
         weights = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
         return {
-            "self_attn": LocalModule({"num_key_value_groups": pairs.local_ratio}, shared=weights),
+            "self_attn": LocalAttributes({"num_key_value_groups": pairs.local_ratio}, shared=weights),
             **{f"self_attn.{name}": Replicated() for name in weights},
             "self_attn.q_proj": ColumnParallel(pairs.query, pairs.query),
             "self_attn.k_proj": ColumnParallel(pairs.key_value, pairs.key_value),

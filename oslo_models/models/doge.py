@@ -19,7 +19,7 @@ from oslo_models.distributed.autograd_collectives import copy_to, gather_from, r
 from oslo_models.layers.entries import ColumnParallel, Entries, InnerRowParallel, Plan, Replicated
 from oslo_models.layers.function_overrides import FunctionOverrides
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
-from oslo_models.layers.local_module import LocalModule, localize
+from oslo_models.layers.local_attributes import LocalAttributes, localize
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
@@ -27,7 +27,7 @@ from oslo_models.sharding.layout import GroupedHeads
 
 
 @dataclass(frozen=True)
-class VectorExperts(LocalModule):
+class VectorExperts(LocalAttributes):
     """Mixture of experts with one pair of vectors per expert and one feature between them. Ranks shard each vector.
 
     The vectors are rows of two embeddings ``down_embed`` and ``up_embed``, which have separate entries.

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import FalconConfig
 from transformers.models.falcon import modeling_falcon as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import GroupedHeads
@@ -26,7 +26,7 @@ class FalconParallel(ParallelModel):
         norms = ("input_layernorm", "post_attention_layernorm", "ln_attn", "ln_mlp")
         block = {
             **{name: Norm() for name in norms},
-            "self_attention": LocalModule(
+            "self_attention": LocalAttributes(
                 {"num_heads": heads.query.local_count, "num_kv_heads": heads.key_value.local_count},
                 per_head={"alibi": heads.query, "attention_mask": heads.query},
             ),

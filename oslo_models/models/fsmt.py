@@ -7,7 +7,7 @@ from transformers import FSMTConfig
 from transformers.models.fsmt import modeling_fsmt as hf
 from transformers.models.fsmt.modeling_fsmt import PretrainedFSMTModel
 
-from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import LocalAttributes, Plan, Replicated, VocabParallel
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
 
@@ -22,7 +22,7 @@ class FSMTParallel(BartParallel):
 
     @classmethod
     def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
-        local = LocalModule({"num_heads": heads.local_count}, width=heads)
+        local = LocalAttributes({"num_heads": heads.local_count}, width=heads)
         return super().block(heads, *attentions) | dict.fromkeys(attentions, local)
 
     @classmethod

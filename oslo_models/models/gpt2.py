@@ -6,7 +6,15 @@ from transformers import GPT2Config
 from transformers.models.gpt2 import modeling_gpt2 as hf
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.layers.entries import (
+    ColumnParallel,
+    LocalAttributes,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
@@ -18,7 +26,7 @@ class GPT2Parallel(ParallelModel):
     @classmethod
     def plan(cls, config: GPT2Config) -> Plan:
         heads = heads_of(config)
-        local = LocalModule({"split_size": heads.local_extent, "num_heads": heads.local_count})
+        local = LocalAttributes({"split_size": heads.local_extent, "num_heads": heads.local_count})
         block = {
             "ln_1": Norm(),
             "attn": local,

@@ -5,7 +5,15 @@ from typing import Any
 from transformers import GPTBigCodeConfig
 from transformers.models.gpt_bigcode import modeling_gpt_bigcode as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.layers.entries import (
+    ColumnParallel,
+    LocalAttributes,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, SCORE
 from oslo_models.sharding.layout import GroupedHeads
@@ -26,7 +34,7 @@ class GPTBigCodeParallel(ParallelModel):
         }
         block = {
             "ln_1": Norm(),
-            "attn": LocalModule(local),
+            "attn": LocalAttributes(local),
             "attn.c_attn": one if config.multi_query else ColumnParallel(*heads.interleaved),
             "attn.c_proj": RowParallel(heads.query),
             "ln_2": Norm(),

@@ -11,7 +11,15 @@ from transformers.models.gpt_neo.modeling_gpt_neo import (
     GPTNeoSelfAttention,
 )
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.layers.entries import (
+    ColumnParallel,
+    LocalAttributes,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
@@ -25,7 +33,7 @@ class GPTNeoParallel(ParallelModel):
         heads = heads_of(config)
         block = {
             "ln_1": Norm(),
-            "attn.attention": LocalModule({"num_heads": heads.local_count}),
+            "attn.attention": LocalAttributes({"num_heads": heads.local_count}),
             **qkv("attn.attention", heads),
             "attn.attention.out_proj": RowParallel(heads),
             "ln_2": Norm(),

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import GPTNeoXJapaneseConfig
 from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as hf
 
-from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import LocalAttributes, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.models.gpt_neox import GPTNeoXParallel
 
@@ -18,7 +18,7 @@ class GPTNeoXJapaneseParallel(GPTNeoXParallel):
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
         attention = {
-            "attention": LocalModule({"num_attention_heads": heads_of(config).local_count}),
+            "attention": LocalAttributes({"num_attention_heads": heads_of(config).local_count}),
             "attention.dense_bias": Replicated(),
         }
         blocks = {"layers": {**plan.blocks["layers"], **attention}}

@@ -6,7 +6,7 @@ from transformers import GPTJConfig
 from transformers.models.gptj import modeling_gptj as hf
 from transformers.models.gptj.modeling_gptj import GPTJMLP, GPTJAttention, GPTJBlock
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
@@ -20,7 +20,7 @@ class GPTJParallel(ParallelModel):
         heads = heads_of(config)
         block = {
             "ln_1": Norm(),
-            "attn": LocalModule({"num_attention_heads": heads.local_count}),
+            "attn": LocalAttributes({"num_attention_heads": heads.local_count}),
             **qkv("attn", heads),
             "attn.out_proj": RowParallel(heads),
             "mlp.fc_in": ColumnParallel(),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from transformers import Inkling2TextConfig
 from transformers.models.inkling2 import modeling_inkling2 as hf
 
-from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, Replicated
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalAttributes, Plan, Replicated
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.inkling_text import FILTERED, InklingParallel
@@ -59,7 +59,7 @@ class Inkling2Parallel(InklingParallel):
         entries = {
             **super().attention(config, heads),
             "self_attn.gate_proj": ColumnParallel(heads.query),
-            "self_attn.rel_logits_proj": LocalModule({"num_heads": heads.query.local_count}, shared=("proj",)),
+            "self_attn.rel_logits_proj": LocalAttributes({"num_heads": heads.query.local_count}, shared=("proj",)),
             "self_attn.sink_proj": of_heads,
             "self_attn.q_l2_clip.scale": of_heads,
             "self_attn.rel_l2_clip.scale": of_heads,
@@ -71,7 +71,7 @@ class Inkling2Parallel(InklingParallel):
         plan, heads = super().plan(config), cls.heads(config)
         taps = replace(heads, head_dim=config.conv_kernel_size)
         made: Entries = {
-            **dict.fromkeys(FILTERED, LocalModule({"num_heads": heads.key_value.local_count})),
+            **dict.fromkeys(FILTERED, LocalAttributes({"num_heads": heads.key_value.local_count})),
             **{f"{name}.static_weight": ColumnParallel(heads.key_value, dim=1) for name in FILTERED},
             **{f"{name}.weight_proj": ColumnParallel(taps.key_value) for name in FILTERED},
         }

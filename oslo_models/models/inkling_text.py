@@ -17,7 +17,7 @@ from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     Experts,
-    LocalModule,
+    LocalAttributes,
     Norm,
     Plan,
     Replicated,
@@ -36,11 +36,11 @@ NORM = "embed_tokens.embed_norm" if hasattr(hf, "InklingNormedEmbedding") else "
 
 
 @dataclass(frozen=True)
-class ShortConvolution(LocalModule):
+class ShortConvolution(LocalAttributes):
     """Module that reads the filters of its depthwise convolution and applies them to a sharded activation directly.
 
     Args:
-        attributes: see `LocalModule`.
+        attributes: see `LocalAttributes`.
         convolution: name of the convolution. Its parameters have separate entries.
     """
 
@@ -78,7 +78,7 @@ class InklingParallel(LlamaParallel):
         return {
             **super().attention(config, heads),
             "self_attn.r_proj": ColumnParallel(replace(heads, head_dim=config.d_rel).query),
-            "self_attn.rel_logits_proj": LocalModule(shared=("proj",)),
+            "self_attn.rel_logits_proj": LocalAttributes(shared=("proj",)),
             "self_attn.rel_logits_proj.proj": Replicated(),
             **dict.fromkeys(FILTERED, ShortConvolution()),
             **{f"{name}.conv1d.weight": ColumnParallel(heads.key_value) for name in FILTERED},

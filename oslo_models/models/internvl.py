@@ -7,7 +7,7 @@ from transformers.models.internvl import modeling_internvl as hf
 
 from oslo_models.layers.entries import (
     ColumnParallel,
-    LocalModule,
+    LocalAttributes,
     Norm,
     Plan,
     Replicated,
@@ -27,7 +27,7 @@ class InternVLVisionModel(ParallelModel, hf.InternVLVisionModel):
         heads = heads_of(config)
         block: dict[str, Replicated] = {
             "layernorm_before": Norm(),
-            "attention": LocalModule({"num_heads": heads.local_count, "embed_dim": heads.local_extent}),
+            "attention": LocalAttributes({"num_heads": heads.local_count, "embed_dim": heads.local_extent}),
             **qkv("attention", heads),
             "attention.projection_layer": RowParallel(heads),
             "lambda_1": Replicated(),

@@ -12,7 +12,7 @@ from transformers.models.jetmoe import modeling_jetmoe as hf
 
 from oslo_models.distributed.autograd_collectives import reduce_from
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalAttributes, Replicated, RowParallel
 from oslo_models.layers.kinds import shards
 from oslo_models.layers.local_experts import LocalExperts
 from oslo_models.modeling.heads import LM_HEAD, SCORE
@@ -121,7 +121,7 @@ class JetMoeParallel(LlamaParallel):
         experts = "self_attention.experts"
         return {
             "self_attention.kv_proj": ColumnParallel(own, own),
-            experts: LocalModule({"hidden_size": own.local_extent}),
+            experts: LocalAttributes({"hidden_size": own.local_extent}),
             f"{experts}.router": Replicated(),
             f"{experts}.input_linear": ColumnParallel(own, dim=1),
             f"{experts}.output_linear": RowParallel(own),

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import KimiLinearConfig
 from transformers.models.kimi_linear import modeling_kimi_linear as hf
 
-from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, Replicated, RowParallel
+from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalAttributes, Plan, Replicated, RowParallel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.deepseek_v2 import DeepseekV2Parallel
@@ -23,10 +23,10 @@ class KimiLinearParallel(DeepseekV2Parallel):
         """Return the plan entries of a gated delta rule."""
         heads, each = EvenSplit(config.linear_num_heads, config.linear_head_dim), EvenSplit(config.linear_num_heads)
         return {
-            "self_attn": LocalModule({"qkv_dim": heads.local_extent}),
+            "self_attn": LocalAttributes({"qkv_dim": heads.local_extent}),
             **qkv("self_attn", heads),
             "self_attn.conv1d.weight": ColumnParallel(heads, heads, heads),  # one filter per channel
-            "self_attn.forget_gate": LocalModule({"num_heads": each.local_count}),
+            "self_attn.forget_gate": LocalAttributes({"num_heads": each.local_count}),
             "self_attn.forget_gate.dt_bias": ColumnParallel(heads),
             **cls.gates(heads, each),
             "self_attn.b_proj": ColumnParallel(each),

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import LEDConfig
 from transformers.models.led import modeling_led as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Plan, RowParallel
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
 
@@ -21,7 +21,7 @@ class LEDParallel(BartParallel):
         heads, own = (cls.heads(config, stack) for stack in cls.stacks)
         inner = "self_attn.longformer_self_attn"
         encoder = {
-            inner: LocalModule({"num_heads": heads.local_count}, width=heads),
+            inner: LocalAttributes({"num_heads": heads.local_count}, width=heads),
             **{
                 f"{inner}.{name}{kind}": ColumnParallel(heads)
                 for name in ("query", "key", "value")
@@ -30,7 +30,7 @@ class LEDParallel(BartParallel):
             "self_attn.output": RowParallel(heads),
             **{name: entry for name, entry in encoder.items() if not name.startswith("self_attn.")},
         }
-        local = LocalModule({"num_heads": own.local_count}, width=own)
+        local = LocalAttributes({"num_heads": own.local_count}, width=own)
         decoder = {**decoder, "self_attn": local, "encoder_attn": local}
         return replace(plan, blocks={"encoder.layers": encoder, "decoder.layers": decoder})
 

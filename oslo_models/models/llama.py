@@ -12,7 +12,7 @@ from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     HeadNorm,
-    LocalModule,
+    LocalAttributes,
     LocalValue,
     Norm,
     Plan,
@@ -62,7 +62,7 @@ class LlamaParallel(ParallelModel):
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
         """Return the plan entries of an attention layer."""
         return {
-            "self_attn": LocalModule(cls.local_attributes(heads)),
+            "self_attn": LocalAttributes(cls.local_attributes(heads)),
             "self_attn.q_proj": ColumnParallel(heads.query),
             "self_attn.k_proj": ColumnParallel(heads.key_value),
             "self_attn.v_proj": ColumnParallel(heads.key_value),

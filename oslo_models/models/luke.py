@@ -6,7 +6,7 @@ from typing import Any
 from transformers import LukeConfig
 from transformers.models.luke import modeling_luke as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
@@ -38,7 +38,7 @@ class LukeParallel(BertParallel):
             blocks={
                 "encoder.layer": {
                     **block,
-                    "attention.self": LocalModule(
+                    "attention.self": LocalAttributes(
                         {"all_head_size": heads.local_extent, "num_attention_heads": heads.local_count}
                     ),
                     **dict.fromkeys(QUERIES, ColumnParallel(heads)),

@@ -9,7 +9,7 @@ from transformers.models.lxmert import modeling_lxmert as hf
 from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
-    LocalModule,
+    LocalAttributes,
     Norm,
     Plan,
     Replicated,
@@ -41,7 +41,7 @@ class LxmertParallel(BertParallel):
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
         heads = heads_of(config)
-        local = LocalModule({"head_size": heads.local_extent})
+        local = LocalAttributes({"head_size": heads.local_extent})
         (layer,) = plan.blocks.values()
         layer = {**layer, "attention.self": local}
         crossing: dict[str, Replicated] = {}

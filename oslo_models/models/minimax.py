@@ -9,7 +9,7 @@ from typing import Any
 from transformers import MiniMaxConfig
 from transformers.models.minimax import modeling_minimax as hf
 
-from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, RowParallel, WidthNorm
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalAttributes, Plan, RowParallel, WidthNorm
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.mixtral import MixtralParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
@@ -24,7 +24,7 @@ class MiniMaxParallel(MixtralParallel):
         count = {"num_attention_heads": each.local_count}
         return {
             **super().attention(config, heads),
-            "self_attn": LocalModule({**cls.local_attributes(heads), **count}),
+            "self_attn": LocalAttributes({**cls.local_attributes(heads), **count}),
             **cls.lightning_attention(each, EvenSplit(each.count, heads.head_dim)),
         }
 

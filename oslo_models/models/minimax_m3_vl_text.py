@@ -11,7 +11,7 @@ from typing import Any
 from transformers import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as hf
 
-from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalModule, Plan, Replicated
+from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalAttributes, Plan, Replicated
 from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.qwen3 import Qwen3Parallel
@@ -36,7 +36,7 @@ class MiniMaxM3VLParallel(Qwen3Parallel):
         """
         count = {"num_heads": heads.key_value.local_count, "config.num_attention_heads": heads.query.local_count}
         return {
-            "self_attn.indexer": LocalModule(count),
+            "self_attn.indexer": LocalAttributes(count),
             "self_attn.indexer.q_proj": ColumnParallel(heads.key_value),
             "self_attn.indexer.q_norm": HeadNorm(),
             "self_attn.indexer.k_proj": Replicated(),

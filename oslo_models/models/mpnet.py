@@ -6,7 +6,7 @@ from typing import Any
 from transformers import MPNetConfig
 from transformers.models.mpnet import modeling_mpnet as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Norm, Plan, RowParallel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
@@ -25,7 +25,7 @@ class MPNetParallel(BertParallel):
         (block,) = plan.blocks.values()
         mlp = {name: entry for name, entry in block.items() if not name.startswith("attention.")}
         attention = {
-            "attention.attn": LocalModule({"all_head_size": heads.local_extent}),
+            "attention.attn": LocalAttributes({"all_head_size": heads.local_extent}),
             **qkv("attention.attn", heads, "qkv"),
             "attention.attn.o": RowParallel(heads),
         }

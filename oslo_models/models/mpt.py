@@ -5,7 +5,7 @@ from typing import Any
 from transformers import MptConfig
 from transformers.models.mpt import modeling_mpt as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
@@ -19,7 +19,7 @@ class MptParallel(ParallelModel):
         heads = heads_of(config)
         block = {
             "norm_1": Norm(),
-            "attn": LocalModule({"n_heads": heads.local_count}, per_head={"position_bias": heads}),
+            "attn": LocalAttributes({"n_heads": heads.local_count}, per_head={"position_bias": heads}),
             "attn.Wqkv": ColumnParallel(heads, heads, heads),
             "attn.out_proj": RowParallel(heads),
             "norm_2": Norm(),

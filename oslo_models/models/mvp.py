@@ -6,7 +6,7 @@ from typing import Any
 from transformers import MvpConfig
 from transformers.models.mvp import modeling_mvp as hf
 
-from oslo_models.layers.entries import LocalModule, Plan, Replicated, SharedOutput
+from oslo_models.layers.entries import LocalAttributes, Plan, Replicated, SharedOutput
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
@@ -20,13 +20,13 @@ class MvpParallel(BartParallel):
     @classmethod
     def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
         attributes = {"num_heads": heads.local_count, "embed_dim": heads.local_extent}
-        local = LocalModule(attributes, per_head={"attn_prompt": replace(heads, width=1)})
+        local = LocalAttributes(attributes, per_head={"attn_prompt": replace(heads, width=1)})
         return super().block(heads, *attentions) | dict.fromkeys(attentions, local)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        if not config.use_prompt:
+        if not config.use_prompt or "encoder" not in cls.stacks:  # MvpForCausalLM makes no prompts
             return plan
         prompts = {f"{stack}.self_attn_prompt": f"{stack}.layers" for stack in cls.stacks}
         prompts["decoder.cross_attn_prompt"] = "decoder.layers"

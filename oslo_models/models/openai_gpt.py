@@ -7,7 +7,15 @@ from transformers import initialization as init
 from transformers.models.openai import modeling_openai as hf
 from transformers.pytorch_utils import Conv1D
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.layers.entries import (
+    ColumnParallel,
+    LocalAttributes,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import LM_HEAD, SCORE
@@ -26,7 +34,7 @@ class OpenAIGPTParallel(ParallelModel):
     def plan(cls, config: Any) -> Plan:
         heads = heads_of(config)
         block = {
-            "attn": LocalModule({"split_size": heads.local_extent, "n_head": heads.local_count}),
+            "attn": LocalAttributes({"split_size": heads.local_extent, "n_head": heads.local_count}),
             "attn.c_attn": ColumnParallel(heads, heads, heads, transposed=True),
             "attn.c_proj": RowParallel(heads, transposed=True),
             "ln_1": Norm(),

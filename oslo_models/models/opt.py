@@ -5,7 +5,7 @@ from typing import Any
 from transformers import OPTConfig
 from transformers.models.opt import modeling_opt as hf
 
-from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import LocalAttributes, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import bart_block, heads_of
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
@@ -17,7 +17,7 @@ class OPTParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = heads_of(config)
-        block = {"self_attn": LocalModule({"num_heads": heads.local_count}), **bart_block(heads, "self_attn")}
+        block = {"self_attn": LocalAttributes({"num_heads": heads.local_count}), **bart_block(heads, "self_attn")}
         embed = {"embed_tokens": VocabParallel(), "embed_positions": Replicated(), "project_in": Replicated()}
         head = {"final_layer_norm": Norm(), "project_out": Replicated()}
         return Plan(

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PersimmonConfig
 from transformers.models.persimmon import modeling_persimmon as hf
 
-from oslo_models.layers.entries import ColumnParallel, HeadNorm, LocalModule, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, HeadNorm, LocalAttributes, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import LM_HEAD, SCORE
@@ -21,7 +21,7 @@ class PersimmonParallel(ParallelModel):
         norms = {f"self_attn.{side}_layernorm": HeadNorm() for side in "qk"} if config.qk_layernorm else {}
         block = {
             "input_layernorm": Norm(),
-            "self_attn": LocalModule({"num_heads": heads.local_count}),
+            "self_attn": LocalAttributes({"num_heads": heads.local_count}),
             "self_attn.query_key_value": ColumnParallel(EvenSplit(heads.count, 3 * heads.width)),
             **norms,
             "self_attn.dense": RowParallel(heads),

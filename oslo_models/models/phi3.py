@@ -5,7 +5,7 @@ from typing import Any
 from transformers import Phi3Config
 from transformers.models.phi3 import modeling_phi3 as hf
 
-from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, RowParallel
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalAttributes, RowParallel
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
@@ -22,7 +22,7 @@ class Phi3Parallel(LlamaParallel):
         qkv = ColumnParallel(heads.query, heads.key_value, heads.key_value)
         local = {**cls.local_attributes(heads), "config.num_attention_heads": heads.query.local_count}
         return {
-            "self_attn": LocalModule(local),
+            "self_attn": LocalAttributes(local),
             "self_attn.qkv_proj": qkv,
             "self_attn.o_proj": RowParallel(heads.query),
         }

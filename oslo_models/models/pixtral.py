@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PixtralVisionConfig
 from transformers.models.pixtral import modeling_pixtral as hf
 
-from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, RowParallel
+from oslo_models.layers.entries import LocalAttributes, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import gated_mlp, heads_of, qkv
 
@@ -18,7 +18,7 @@ class PixtralParallel(ParallelModel):
         heads = heads_of(config)
         block = {
             "attention_norm": Norm(),
-            "attention": LocalModule({"num_heads": heads.local_count}),
+            "attention": LocalAttributes({"num_heads": heads.local_count}),
             **qkv("attention", heads),
             "attention.o_proj": RowParallel(heads),
             "ffn_norm": Norm(),

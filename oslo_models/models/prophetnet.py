@@ -10,7 +10,15 @@ from typing import Any, ClassVar
 from transformers import ProphetNetConfig
 from transformers.models.prophetnet import modeling_prophetnet as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.layers.entries import (
+    ColumnParallel,
+    LocalAttributes,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD
@@ -47,7 +55,7 @@ class ProphetNetParallel(ParallelModel):
                 count = getattr(config, f"num_{stack}_attention_heads")
                 heads = EvenSplit(count, config.hidden_size // count)
                 block |= {
-                    sharded: LocalModule(
+                    sharded: LocalAttributes(
                         {"num_attn_heads": heads.local_count}, per_head={"attention_mask": heads}, width=heads
                     ),
                     **qkv(sharded, heads, ("query_proj", "key_proj", "value_proj")),

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from transformers import Qwen2VLConfig, Qwen2VLTextConfig
 from transformers.models.qwen2_vl import modeling_qwen2_vl as hf
 
-from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Norm, Plan, Replicated, RowParallel
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalAttributes, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
@@ -32,7 +32,7 @@ class QwenEncoderParallel(ParallelModel):
         heads = EvenSplit(config.num_heads, width // config.num_heads)
         block = {
             "norm1": Norm(),
-            "attn": LocalModule({"num_heads": heads.local_count}),
+            "attn": LocalAttributes({"num_heads": heads.local_count}),
             "attn.qkv": ColumnParallel(heads, heads, heads),
             "attn.proj": RowParallel(heads),
             "norm2": Norm(),

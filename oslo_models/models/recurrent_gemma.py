@@ -10,7 +10,7 @@ from transformers.models.recurrent_gemma import modeling_recurrent_gemma as hf
 from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
-    LocalModule,
+    LocalAttributes,
     Norm,
     Plan,
     RowParallel,
@@ -41,10 +41,10 @@ class RecurrentGemmaParallel(ParallelModel):
             ),
             "temporal_block.linear_y": ColumnParallel(channels),
             "temporal_block.linear_x": ColumnParallel(channels),
-            conv: LocalModule({"groups": channels.local_extent}),
+            conv: LocalAttributes({"groups": channels.local_extent}),
             f"{conv}.weight": ColumnParallel(channels),  # one filter per channel
             f"{conv}.bias": ColumnParallel(channels),
-            unit: LocalModule({"num_attention_heads": gates.local_count}),
+            unit: LocalAttributes({"num_attention_heads": gates.local_count}),
             f"{unit}.recurrent_param": ColumnParallel(channels),
             **{f"{unit}.{name}": ColumnParallel(gates) for name in weights},
             "temporal_block.linear_out": RowParallel(channels),

@@ -12,7 +12,7 @@ from oslo_models.distributed.rng import default_generator
 from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
-    LocalModule,
+    LocalAttributes,
     Norm,
     Plan,
     Replicated,
@@ -73,7 +73,7 @@ class ReformerParallel(ParallelModel):
         heads = EvenSplit(config.num_attention_heads, config.attention_head_size)
         projections = [f"attention.self_attention.{name}" for name in ("query", "key", "query_key", "value")]
         block: dict[str, Replicated] = {name: ColumnParallel(heads) for name in projections}
-        block["attention.self_attention"] = LocalModule({"num_attention_heads": heads.local_count})
+        block["attention.self_attention"] = LocalAttributes({"num_attention_heads": heads.local_count})
         block |= {name: Norm() for name in ("attention.layer_norm", "feed_forward.layer_norm")}
         block |= {"attention.output.dense": RowParallel(heads), "feed_forward.dense.dense": ColumnParallel()}
         return Plan(

@@ -15,13 +15,13 @@ from transformers.models.rwkv import modeling_rwkv as hf
 from oslo_models.distributed.autograd_collectives import gather_from
 from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
-from oslo_models.layers.local_module import LocalModule, set_local_attributes
+from oslo_models.layers.local_attributes import LocalAttributes, set_local_attributes
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.sharding.layout import EvenSplit
 
 
 @dataclass(frozen=True)
-class RecurrentState(LocalModule):
+class RecurrentState(LocalAttributes):
     """Recurrent mixer that takes its states as arguments: tensors ``[rows, heads, ...]`` with an entry for every head.
 
     The forward takes hidden states and a list of states or ``None``. It returns its output and the new states.

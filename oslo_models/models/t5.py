@@ -10,7 +10,7 @@ from transformers.models.t5 import modeling_t5 as hf
 from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
-    LocalModule,
+    LocalAttributes,
     Norm,
     Plan,
     Replicated,
@@ -42,7 +42,7 @@ class T5Parallel(ParallelModel):
         bias = "layer.0.SelfAttention.relative_attention_bias"
 
         def attention(path: str) -> dict[str, Replicated]:
-            local = LocalModule({"n_heads": heads.local_count})
+            local = LocalAttributes({"n_heads": heads.local_count})
             return {path: local, **qkv(path, heads, "qkv"), f"{path}.o": RowParallel(heads)}
 
         def block(layers: int) -> dict[str, Replicated]:

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import TrOCRConfig
 from transformers.models.trocr import modeling_trocr as hf
 
-from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import LocalAttributes, Plan, Replicated, VocabParallel
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
 
@@ -18,7 +18,7 @@ class TrOCRParallel(BartParallel):
 
     @classmethod
     def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
-        local = LocalModule({"num_heads": heads.local_count}, width=heads)
+        local = LocalAttributes({"num_heads": heads.local_count}, width=heads)
         return super().block(heads, *attentions) | dict.fromkeys(attentions, local)
 
     @classmethod

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from transformers import WhisperConfig
 from transformers.models.whisper import modeling_whisper as hf
 
-from oslo_models.layers.entries import LocalModule, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import LocalAttributes, Plan, Replicated, VocabParallel
 from oslo_models.models.bart import BartParallel
 from oslo_models.models.wav2vec2 import WEIGHTED_SUM
 from oslo_models.sharding.layout import EvenSplit
@@ -31,7 +31,7 @@ class WhisperParallel(BartParallel):
 
     @classmethod
     def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
-        local = LocalModule({"num_heads": heads.local_count})
+        local = LocalAttributes({"num_heads": heads.local_count})
         return super().block(heads, *attentions) | dict.fromkeys(attentions, local)
 
     @classmethod

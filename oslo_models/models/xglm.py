@@ -5,7 +5,7 @@ from typing import Any
 from transformers import XGLMConfig
 from transformers.models.xglm import modeling_xglm as hf
 
-from oslo_models.layers.entries import LocalModule, Norm, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import LocalAttributes, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import bart_block
 from oslo_models.modeling.heads import LM_HEAD
@@ -18,7 +18,7 @@ class XGLMParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = EvenSplit(config.attention_heads, config.d_model // config.attention_heads)
-        local = LocalModule({"num_heads": heads.local_count, "embed_dim": heads.local_extent})
+        local = LocalAttributes({"num_heads": heads.local_count, "embed_dim": heads.local_extent})
         attentions = ("self_attn", "encoder_attn") if config.add_cross_attention else ("self_attn",)
         block = {**bart_block(heads, *attentions), **dict.fromkeys(attentions, local)}
         return Plan(

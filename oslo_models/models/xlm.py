@@ -5,7 +5,15 @@ from typing import Any
 from transformers import XLMConfig
 from transformers.models.xlm import modeling_xlm as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.layers.entries import (
+    ColumnParallel,
+    LocalAttributes,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
@@ -26,7 +34,7 @@ class XLMParallel(ParallelModel):
             },
             blocks={
                 "attentions": {
-                    "": LocalModule({"n_heads": heads.local_count}),
+                    "": LocalAttributes({"n_heads": heads.local_count}),
                     **{f"{name}_lin": ColumnParallel(heads) for name in "qkv"},
                     "out_lin": RowParallel(heads),
                 },

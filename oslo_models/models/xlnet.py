@@ -25,7 +25,7 @@ from oslo_models.layers.entries import (
     VocabParallel,
 )
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
-from oslo_models.layers.local_module import set_local_attributes
+from oslo_models.layers.local_attributes import set_local_attributes
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
 from oslo_models.sharding.layout import EvenSplit, Layout
@@ -39,7 +39,7 @@ class EinsumHeads(Replicated):
 
     Args:
         heads: the split of the heads, of width 1.
-        attributes: see `LocalModule`.
+        attributes: see `LocalAttributes`.
     """
 
     heads: EvenSplit

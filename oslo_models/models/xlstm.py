@@ -7,7 +7,7 @@ from typing import Any
 from transformers import xLSTMConfig
 from transformers.models.xlstm import modeling_xlstm as hf
 
-from oslo_models.layers.entries import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Norm, Plan, RowParallel, VocabParallel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.rwkv import RecurrentParallel, RecurrentState
 from oslo_models.sharding.layout import EvenSplit
@@ -31,7 +31,7 @@ class xLSTMParallel(RecurrentParallel):  # noqa: N801  as transformers writes it
             "norm_mlstm": Norm(),
             "mlstm_layer": RecurrentState(local, heads=heads),
             **{f"mlstm_layer.{name}": ColumnParallel(split) for name, split in projections.items()},
-            "mlstm_layer.multihead_norm": LocalModule({"num_heads": heads.local_count}),
+            "mlstm_layer.multihead_norm": LocalAttributes({"num_heads": heads.local_count}),
             **{f"mlstm_layer.multihead_norm.{name}": ColumnParallel(values) for name in ("weight", "bias")},
             "mlstm_layer.out_proj": RowParallel(values),
             "norm_ffn": Norm(),

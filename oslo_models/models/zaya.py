@@ -15,10 +15,10 @@ from transformers import ZayaConfig
 from transformers.models.zaya import modeling_zaya as hf
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
-from oslo_models.layers.entries import ColumnParallel, Entries, LocalModule, Plan, Replicated, RowParallel
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalAttributes, Plan, Replicated, RowParallel
 from oslo_models.layers.function_overrides import FunctionOverrides
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
-from oslo_models.layers.local_module import localize
+from oslo_models.layers.local_attributes import localize
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
@@ -26,7 +26,7 @@ from oslo_models.sharding.layout import GroupedHeads, Window
 
 
 @dataclass(frozen=True)
-class GroupMeans(LocalModule):
+class GroupMeans(LocalAttributes):
     """Module that takes the mean over all query heads of each key-value head, across ranks.
 
     Args:
@@ -90,9 +90,9 @@ class ZayaParallel(LlamaParallel):
             **cls.convolution("conv_qk_grouped", each, filters),
         }
         return {
-            "self_attn": LocalModule(local),
+            "self_attn": LocalAttributes(local),
             **{f"self_attn.qkv_proj.{name}".rstrip("."): entry for name, entry in projections.items()},
-            "self_attn.qk_norm": LocalModule(),
+            "self_attn.qk_norm": LocalAttributes(),
             "self_attn.qk_norm.temp": ColumnParallel(each.key_value),
             "self_attn.o_proj": RowParallel(query),
         }
@@ -104,7 +104,7 @@ class ZayaParallel(LlamaParallel):
         def count(n: int, rank: int) -> int:
             return groups.query.local_extent(n, rank) + groups.key_value.local_extent(n, rank)
 
-        return {name: LocalModule({"groups": count}), f"{name}.weight": filters, f"{name}.bias": filters}
+        return {name: LocalAttributes({"groups": count}), f"{name}.weight": filters, f"{name}.bias": filters}
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -113,7 +113,7 @@ class ZayaParallel(LlamaParallel):
         return replace(
             plan,
             embed={**plan.embed, **scaled},
-        ).with_rules(single_stage_reason="routers pass states on to those of the next blocks")
+        ).with_rules(single_stage_reason="routers pass states on to the routers of the next blocks")
 
 
 class ZayaModel(ZayaParallel, hf.ZayaModel):

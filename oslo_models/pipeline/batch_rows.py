@@ -87,7 +87,7 @@ def _check(name: str, x: Tensor, rows: int) -> None:
     count = x.shape[_row_dim(name, x)]
     if x.dim() == 1 and count == rows and not _OF_EACH_ROW.search(name):
         raise ValueError(
-            f"{shape}: it is not known whether its elements are those of the {rows} rows. Pass it with shape "
+            f"{shape}: it is not known whether its elements belong to the {rows} rows. Pass it with shape "
             f"({rows}, 1), or call model.set_micro_batch_size({rows}) for one micro-batch"
         )
     if x.dim() > 1 and count not in (1, rows):

@@ -65,8 +65,8 @@ def _check(engine: Any) -> None:
     unsupported = {
         f"ZeRO stage {stage}": (
             stage >= 2,
-            "ZeRO stage 2 and 3 reduce and free gradients after every micro-batch, before those of the batch are "
-            'complete and summed over the stages; set "zero_optimization": {"stage": 1} or 0, or '
+            "ZeRO stage 2 and 3 reduce and free gradients after every micro-batch, before the gradients of the batch "
+            'are complete and summed over the stages; set "zero_optimization": {"stage": 1} or 0, or '
             "pipeline_parallel_size=1",
         ),
         "overlap_comm": (

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers.utils import ModelOutput
+
+from oslo_models.pipeline.sharded_model import ShardedModel
 
 _MEAN_LOSSES = {
     *(F.cross_entropy, F.nll_loss, F.ctc_loss),
@@ -29,6 +34,15 @@ def asks_for_loss(batch: Mapping[str, Any], more: Collection[str] = ()) -> bool:
     positions = ("start_positions", "end_positions")
     names = (name for name in batch if "label" in name or name in positions or name in more)
     return any(batch[name] is not None and batch[name] is not False for name in names)
+
+
+def computes_loss(model: ShardedModel) -> bool:
+    """Return whether the forward of a model can compute a loss. Some base models accept labels and ignore them."""
+    if model.base_model is not model:
+        return True
+    output = inspect.unwrap(type(model).forward).__annotations__.get("return")
+    kinds = [each for each in get_args(output) or (output,) if isinstance(each, type) and issubclass(each, ModelOutput)]
+    return not kinds or any("loss" in {each.name for each in fields(kind)} for kind in kinds)
 
 
 class _FullBatchReplay:

@@ -21,7 +21,7 @@ from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.media.items import KINDS, PIXELS, divide_media
 from oslo_models.pipeline.batch_rows import count_rows, divide_rows
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
-from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, asks_for_loss
+from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, asks_for_loss, computes_loss
 from oslo_models.pipeline.schedule import Schedule
 from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.pipeline.shared_outputs import SharedOutputs
@@ -142,7 +142,7 @@ class Pipeline:
         micro_batches = self._micro_batches(batch)
         self.runner.check(micro_batches[0])
         name, loss = type(self.model).__name__, None
-        has_loss = asks_for_loss(batch, self.model.loss_inputs)
+        has_loss = asks_for_loss(batch, self.model.loss_inputs) and computes_loss(self.model)
         if has_loss and len(micro_batches) > 1:
             if not self.model.loss_is_mean:
                 raise ValueError(

@@ -219,7 +219,7 @@ class StageRunner:
                 receiver.arrived = None
                 raise RuntimeError(
                     f"the hidden states of the previous pipeline stage were not read on stage {self.stage.index}: the "
-                    f"{type(receiver).__name__} in whose place they arrive was replaced; replace embeddings on the "
+                    f"{type(receiver).__name__} that receives them was replaced; replace embeddings on the "
                     "first stage only, if model.stage.index == 0"
                 )
 

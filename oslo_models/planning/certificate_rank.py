@@ -121,7 +121,7 @@ def _files(merged: Path, plain: Path) -> tuple[str, bool, str]:
     wrong = sorted(name for name in names if not _same(merged / name, plain / name))
     if wrong:
         return "merged files", False, f"differ from the files of plain transformers: {', '.join(wrong)}"
-    return "merged files", True, f"{len(names)} files equal those of plain transformers byte for byte"
+    return "merged files", True, f"{len(names)} files equal the files of plain transformers byte for byte"
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -180,7 +180,7 @@ def _reload(keys: ApiKeys | None, args: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         log.error("the keys were not replaced: %s", error)
     else:
-        log.warning("the keys were replaced by those in %s", args.api_key_file)
+        log.warning("the keys were replaced by the keys in %s", args.api_key_file)
 
 
 def _config(app: Any, args: argparse.Namespace) -> uvicorn.Config:

@@ -88,7 +88,7 @@ def invalid_fields(error: RequestValidationError | ValidationError) -> tuple[str
     """Describe the invalid fields of a body. Return the message and the name of the first field."""
     count = error.error_count() if isinstance(error, ValidationError) else 1
     if count > PROBLEMS:  # rendering many problems takes long
-        return f"the body has {count} problems; its lists and objects are not those of this request", None
+        return f"the body has {count} problems; its lists and objects do not belong to this request", None
     options = {"include_url": False, "include_context": False, "include_input": False}
     raw = error.errors(**options) if isinstance(error, ValidationError) else error.errors()
     found = [_invalid_field(each) for each in raw]

@@ -158,7 +158,9 @@ class Guard:
             name = re.sub(r":\d*$", "", origin.partition("://")[2]).strip("[]").lower()
             foreign = name not in ({host} if self._hosts is None else self._hosts)
         if foreign:
-            message = "pages of other sites may not use a server without a key; --allowed-hosts names those that may"
+            message = (
+                "pages of other sites may not use a server without a key; --allowed-hosts names the sites that may"
+            )
             raise RequestError(403, message, "foreign_origin")
 
     def _too_long(self) -> RequestError:

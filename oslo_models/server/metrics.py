@@ -24,7 +24,7 @@ _HELP = {
     "worker_restarts_total": "Restarts of the workers of a model that had died, by model.",
     "dropped_log_lines_total": "Lines of the log that could not be written.",
     "calls_in_flight": "Answers that are computed or wait.",
-    "calls_waiting": "Those of them whose computation has not begun, as far as that is known.",
+    "calls_waiting": "Answers in flight that no worker has begun, as far as is known.",
     "calls_limit": "Answers that may be in flight.",
 }
 _Labels = tuple[tuple[str, str], ...]

@@ -81,7 +81,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise ValueError(f"tools: those of type {tool.get('type')!r} are not supported by this server; functions are")
+        raise ValueError(f"tools of type {tool.get('type')!r} are not supported by this server; functions are")
     return {"type": "function", "function": {key: tool[key] for key in tool if key not in ("type", "strict")}}
 
 

@@ -26,7 +26,7 @@ def main() -> int:
         description="Compare tiny models of random weights with plain transformers, on CPUs and without network. "
         "Takes up to two minutes.",
     )
-    parser.add_argument("--only", metavar="TEXT", default="", help="run the features whose names contain this text")
+    parser.add_argument("--only", metavar="TEXT", default="", help="run the features with this text in their names")
     chosen = [feature for feature in FEATURES if parser.parse_args().only in feature.name]
     if not chosen:
         parser.error(f"--only matches none of: {', '.join(feature.name for feature in FEATURES)}")

@@ -138,7 +138,7 @@ def test_limits_are_of_our_runs_and_no_peer_to_compare_with() -> None:
     assert table._ratio(cells) == "1 x transformers"
 
 
-def test_limits_are_those_of_this_process() -> None:
+def test_limits_apply_to_this_process() -> None:
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
     model = GPT2LMHeadModel(config)
     weights = sum(param.nbytes for param in model.parameters())

@@ -64,7 +64,7 @@ def test_checkouts_are_those_commits_and_are_removed(tmp_path: Path) -> None:
         pass
 
 
-def test_compare_command_refuses_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_command_refuses_unknown_cases_and_few_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in ((["a", "b", "--only", "x"], "no case x"), (["--help"], "bootstrap of the median")):
         with pytest.raises(SystemExit):
             compare.main(arguments)

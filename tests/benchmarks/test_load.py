@@ -33,7 +33,7 @@ def test_arrivals_are_a_poisson_process_and_lengths_keep_their_bounds(seed: int)
     assert [each.words for each in load.draw(5, 9.0, (3, 300), (2, 9), seed)] == [each.words for each in asked[:5]]
 
 
-def test_percentiles_and_figures_count_what_was_answered() -> None:
+def test_percentiles_and_figures_count_answers() -> None:
     hundred = [float(i) for i in range(1, 101)]
     assert serving.percentile([3.0, 1.0, 2.0], 50) == 2.0 and serving.percentile(hundred, 99) == 99
     good = load.Asked(0, ["a"], 3, [0.5, 0.6, 0.9], 3)

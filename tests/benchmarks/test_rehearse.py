@@ -58,7 +58,7 @@ def test_dry_run_has_no_failures_and_writes_rows_only(tmp_path: Path, warm_launc
     assert report.record(tmp_path) == 1, "figures of a dry run are not for the documentation"
 
 
-def test_whatever_a_case_does_is_a_row(tmp_path: Path) -> None:
+def test_every_outcome_of_a_case_is_a_row(tmp_path: Path) -> None:
     names = ("raises", "crashes", "leaves_a_process", "recompiles")
     rows = run([*(case(name) for name in names), case("hangs")], tmp_path)
     of = {name: [row for row in rows if row["case"] == name] for name in (*names, "hangs")}

@@ -32,7 +32,7 @@ from support.pool import Pool
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "10KB"])
-def test_merged_files_equal_those_of_transformers(tmp_path: Path, max_shard_size: str) -> None:
+def test_merged_files_equal_the_files_of_transformers(tmp_path: Path, max_shard_size: str) -> None:
     reference = tiny_gpt2()
     reference.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_size)
     state = reference.state_dict()

@@ -107,7 +107,7 @@ def test_arguments_of_saving(pool: Pool, checkpoint: tuple[Path, dict[str, Tenso
 
 
 @pytest.mark.parametrize("save", ["save_pretrained_with_parallel", "save_parallelized"])
-def test_one_process_saves_what_transformers_loads(
+def test_one_process_saves_files_for_transformers(
     checkpoint: tuple[Path, dict[str, Tensor]], tmp_path: Path, save: str
 ) -> None:
     full, expected = checkpoint

@@ -83,7 +83,7 @@ def sharding(report: Any) -> Report:
     return {row.name: row.sharding for row in report}
 
 
-def test_a_report_says_what_is_sharded_how() -> None:
+def test_a_report_names_the_sharding_of_each_module() -> None:
     model, inputs = derived_models.plain("nanogpt", 0)
     report = oslo_models.tensor_parallel(model, ["cpu"] * 2, inputs=inputs).sharding_report()
     assert sharding(report) == {
@@ -265,7 +265,7 @@ class Scale(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("way", range(9))
-def test_what_no_rule_knows_is_computed_in_full(way: int, seed: int) -> None:
+def test_unknown_functions_are_computed_in_full(way: int, seed: int) -> None:
     torch.manual_seed(seed)
     model, inputs = Surprises(way).double(), torch.randn(5, 6).double()
     other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 3, inputs=inputs)

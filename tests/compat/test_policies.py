@@ -13,7 +13,7 @@ import transformers as hf
 import oslo_models
 from oslo_models import AllReduceLinear, Layer
 from oslo_models.compat.policy_plan import PlanOfPolicies
-from oslo_models.sharding.plan import LocalModule
+from oslo_models.sharding.plan import LocalAttributes
 
 from support import zoo
 from support.own_models import NoteAttention, NoteConfig, NoteForCausalLM
@@ -106,7 +106,7 @@ def test_the_plan_of_a_policy() -> None:
     block = made.blocks["transformer.h"]
     assert [split.count for split in block["attn.c_attn"].splits] == [6, 6, 6]  # type: ignore[attr-defined]
     attention = block["attn"]
-    assert isinstance(attention, LocalModule) and attention.attributes["num_heads"](3, 0) == 2
+    assert isinstance(attention, LocalAttributes) and attention.attributes["num_heads"](3, 0) == 2
     assert type(block["ln_1"]).__name__ == "Replicated" == type(made.embed["transformer.wte"]).__name__
     assert made.max_ranks() == 6
 
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no sum": (policy(LouderPolicy, attn_out=lambda: [linear("attention.out")]), "give AllReduceLinear or"),
     "reversed": (
         policy(NotePolicy, mlp_in=lambda: [linear("up", reversed=True)]),
-        "up is a Linear, whose Layer needs reversed=False",
+        "up is a Linear: its Layer needs reversed=False",
     ),
     "fused": (policy(NotePolicy, mlp_in=lambda: [linear("up", n_fused=5)]), "n_fused=5 does not divide the 73"),
     "empty": (policy(NotePolicy, mlp_in=lambda: [Layer()]), "a Layer of mlp_in has neither weight nor bias"),

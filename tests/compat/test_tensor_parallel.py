@@ -372,7 +372,7 @@ def test_gpus_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> N
             oslo_models.tensor_parallel(model, given)
 
 
-def test_num_parameters_over_devices_is_that_of_the_full_model() -> None:
+def test_num_parameters_over_devices_equals_the_full_model() -> None:
     model = hf.GPT2LMHeadModel(zoo.config("gpt2"))
     for sharded in (False, True):
         parallel = oslo_models.tensor_parallel(model, ["cpu"] * 2, sharded=sharded)

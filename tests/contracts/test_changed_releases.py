@@ -153,7 +153,7 @@ def test_changed_generation_is_left_to_transformers(monkeypatch: Patch) -> None:
         assert tokens_of(model) == fused
 
 
-def test_what_cannot_step_aside_raises(monkeypatch: Patch) -> None:
+def test_code_that_cannot_step_aside_raises(monkeypatch: Patch) -> None:
     checks._required.cache_clear()
     monkeypatch.setattr(torch.nn.Module, "_apply", lambda self, function: self)
     with pytest.raises(contracts.ContractError, match=r"torch .* changed the parameters of Module\._apply: .*pipeline"):
@@ -295,7 +295,7 @@ def check_wide(sizes: dict[str, int], variant: str) -> None:
     assert not any("not checked" in row.reason or "left unfused" in row.reason for row in model.fusion_report())
 
 
-@pytest.mark.skipif(decoder_block.why_not() is not None, reason="needs a C++ compiler")
+@pytest.mark.skipif(decoder_block.unavailable_reason() is not None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("variant", WIDE)
 def test_blocks_are_cut_for_the_check_only(pool: Pool, variant: str, ranks: int) -> None:
@@ -413,7 +413,7 @@ def release_with(path: Path, edit: Callable[[str], str]) -> Path:
     return path
 
 
-def test_the_command_names_what_a_release_changes(tmp_path: Path) -> None:
+def test_the_command_names_the_changes_of_a_release(tmp_path: Path) -> None:
     from oslo_models.contracts import __main__ as command
 
     same = Sources("transformers", release_with(tmp_path / "same", lambda source: source))

@@ -144,7 +144,7 @@ def test_byte_order_marks_are_no_text(tmp_path: Path) -> None:
                 read(tmp_path / f"b{ending}", on_error="skip")
 
 
-def test_line_breaks_of_a_text_are_those_of_python(tmp_path: Path) -> None:
+def test_line_breaks_of_a_text_equal_python(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("a\r\nb\rc\n\n\r\n\x0b d\u2028e\x85f\r".encode())
     with path.open(encoding="utf-8") as file:

@@ -40,7 +40,7 @@ FORGOTTEN, LOST = (
 )
 ENDS_FIRST = "test_row_that_ends_first_changes_places_with_the_last"
 NUCLEUS = (f"{BATCH}.nucleus:Nucleus.__call__", "deploy/test_nucleus.py", "test_bits_of_equal_and_special_values")
-SIMULATED = "test_what_is_reused_is_what_the_prompt_begins_with"
+SIMULATED = "test_reused_tokens_are_a_prefix_of_the_prompt"
 STAGE_FAILS = "test_stage_that_fails_ends_the_calls_and_no_others"
 KEPT = "test_logits_stay_on_the_last_stage"
 CHUNKS, TOGETHER = {"chunk": 4, "groups": 1}, "test_short_prompts_are_computed_together"

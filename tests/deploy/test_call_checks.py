@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_workers_cannot_compute_is_refused_before_it_is_sent(
+def test_calls_that_workers_cannot_compute_are_refused_before_sending(
     model: Any, seed: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for each in (Own, own_prefixes):  # as if this were the script

@@ -318,7 +318,7 @@ def test_objects_of_ranks_are_unpickled_only_with_their_signature(pool: Pool, tm
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_handshake_ends_in_time_whatever_trickles_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_ends_in_time_beside_trickling_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "TIMEOUT", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connected = socket.create_connection(listener.getsockname())
@@ -357,7 +357,7 @@ def test_strangers_do_not_keep_a_process_with_the_secret_waiting(monkeypatch: py
 
 
 @pytest.mark.parametrize("starts", [True, False])
-def test_a_worker_whose_launcher_answers_before_it_is_authenticated(
+def test_a_worker_ends_if_its_launcher_answers_before_authentication(
     monkeypatch: pytest.MonkeyPatch, starts: bool
 ) -> None:
     check = handshake.require_same_user

@@ -212,7 +212,7 @@ with GPT2LMHeadModel.from_pretrained_with_parallel(sys.argv[1], deploy=True) as 
 """
 
 
-def test_an_application_whose_stderr_became_a_pipe_deploys(stand: faults.Stand, tmp_path: Path) -> None:
+def test_an_application_with_stderr_as_a_pipe_deploys(stand: faults.Stand, tmp_path: Path) -> None:
     stand.model.save_pretrained_with_parallel(tmp_path / "model")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     with (tmp_path / "log").open("w") as log:

@@ -104,7 +104,7 @@ def never(ids: Tensor, scores: Any) -> Tensor:
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_may_have_a_state_is_prepared_each_time(prepared: Prepared, options: dict[str, Any]) -> None:
+def test_processors_with_states_are_prepared_each_time(prepared: Prepared, options: dict[str, Any]) -> None:
     assert prepared([[1, 2, 3]], **options) == prepared([[1, 2, 3]], **options) == 1
 
 

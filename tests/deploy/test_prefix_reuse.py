@@ -68,7 +68,7 @@ CALLS = st.lists(st.tuples(TOKENS, TOKENS, st.integers(0, 12), st.integers(0, 25
 
 
 @given(CALLS, st.integers(1, 4), st.integers(1, 3))
-def test_what_is_reused_is_what_the_prompt_begins_with(calls: list[Any], slots: int, least: int) -> None:
+def test_reused_tokens_are_a_prefix_of_the_prompt(calls: list[Any], slots: int, least: int) -> None:
     """Rows join, leave, are cancelled or displaced. No cached prefix of ``least`` tokens or more is recomputed."""
     scheduler, follower = Scheduler(slots, 3, Prefixes(slots, least)), Slots(slots)
     arrivals = [(when, Row(number, prompt, answer)) for number, (prompt, answer, when, _) in enumerate(calls)]
@@ -128,7 +128,7 @@ SIZES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_deployed_model_counts_what_it_reuses(tmp_path: Path, seed: int, sizes: dict[str, Any]) -> None:
+def test_deployed_model_counts_reused_tokens(tmp_path: Path, seed: int, sizes: dict[str, Any]) -> None:
     """It reuses prefixes also after idle times, with unchanged tokens, but not after an adapter or ``fuse``."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     torch.manual_seed(seed)

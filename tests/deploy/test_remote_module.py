@@ -89,7 +89,7 @@ def tokens(seed: int, rows: int = 2, length: int = 7) -> Tensor:
     return torch.randint(3, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def test_attributes_are_those_of_the_full_model(pair: Deployed) -> None:
+def test_attributes_equal_the_full_model(pair: Deployed) -> None:
     model, full = pair.model, pair.full
     assert model.config.to_dict() == {**full.config.to_dict(), "_name_or_path": str(pair.folder)}
     assert model.name_or_path == model.config.name_or_path == str(pair.folder)
@@ -189,7 +189,7 @@ def test_unknown_attributes_get_a_hint(deployed: OnTwoWorkers) -> None:
 
 
 @pytest.mark.parametrize("name", ["modules", "half", "gradient_checkpointing_enable", "register_forward_hook", "apply"])
-def test_what_would_act_on_a_module_of_nothing_is_refused(deployed: OnTwoWorkers, name: str) -> None:
+def test_methods_that_change_the_empty_module_are_refused(deployed: OnTwoWorkers, name: str) -> None:
     with pytest.raises(RuntimeError, match=f"{name}: .*cpu\\(\\) ends the workers"):
         getattr(deployed["gpt2"].model, name)()
 

@@ -244,7 +244,7 @@ def ask(model: Any, call: dict[str, Any], expected: torch.Tensor) -> None:
     assert found.tolist() == expected.tolist(), call
 
 
-def test_threads_get_what_they_would_get_alone(served: Any, seed: int) -> None:
+def test_threads_get_the_answers_of_a_single_thread(served: Any, seed: int) -> None:
     """Mix greedy and sampled calls, streamed or not, with calls that cannot join: beams, forwards, two sampled rows."""
     model, whole = served
     calls, batch = running.requests(random.Random(seed), 20), prompt(seed)

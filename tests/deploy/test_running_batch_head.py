@@ -35,7 +35,7 @@ def always(patch: Patch) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 65])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("by_mkl", [False, True])
-def test_product_is_that_of_a_linear_layer(
+def test_product_equals_a_linear_layer(
     seed: int, rows: int, bias: bool, by_mkl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_product, "_is_for_mkl", lambda *args: by_mkl)
@@ -69,7 +69,7 @@ def test_head_is_lent_another_class(seed: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("rows", [2, 5, 30])
-def test_fused_head_keeps_what_was_timed_and_leaves_the_rest(seed: int, rows: int) -> None:
+def test_fused_head_keeps_timed_calls_and_leaves_the_rest(seed: int, rows: int) -> None:
     model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed).eval()
     hidden = torch.randn(rows, 1, model.config.hidden_size)
     with faster_at({4, 8}), torch.no_grad():

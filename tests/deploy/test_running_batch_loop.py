@@ -492,14 +492,14 @@ def test_failed_forward_leaves_no_prefixes(pair: Any, seed: int, monkeypatch: py
         ({"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}, False),
     ],
 )
-def test_models_whose_positions_depend_on_the_longest_row_do_not_join(rope: Any, expected: bool) -> None:
+def test_models_with_positions_by_the_longest_row_do_not_join(rope: Any, expected: bool) -> None:
     config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, num_hidden_layers=1)
     config.rope_parameters = rope
     assert (reason_against(config) is None) is expected
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("per_loop", True), ("last_loop", False)])
-def test_models_whose_loops_read_the_cache_of_the_last_loop_do_not_join(mode: str, expected: bool) -> None:
+def test_models_with_loops_over_one_cache_do_not_join(mode: str, expected: bool) -> None:
     """An option of Dory."""
     config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, num_hidden_layers=1)
     config.recurrent_kv_cache_mode = mode

@@ -543,7 +543,7 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "gpt2", "llama"])
-def test_what_a_graph_reads_lives_as_long_as_the_graph(variant: str, tmp_path: Path, seed: int) -> None:
+def test_inputs_of_a_graph_live_as_long_as_the_graph(variant: str, tmp_path: Path, seed: int) -> None:
     """A graph stores addresses only: it keeps neither the computation nor its earlier tensors alive."""
     cls: Any = registry.find(zoo.lm_head(variant))
     model = cls.from_config_with_parallel(zoo.config(variant), seed=seed % 1000).eval()

@@ -67,7 +67,7 @@ def test_device_without_local_rank_is_the_current_one(
 
 
 @pytest.mark.parametrize(("count", "index"), [(4, 3), (2, 1), (1, 0)])
-def test_device_with_local_rank_is_that_of_the_launcher(
+def test_device_with_local_rank_is_the_one_of_the_launcher(
     gpus: dict[str, int], count: int, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if each process sees fewer GPUs than the number of ranks."""

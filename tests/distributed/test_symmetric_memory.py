@@ -188,7 +188,7 @@ def test_long_folder_for_sockets_is_refused(name: str, monkeypatch: pytest.Monke
     monkeypatch.setenv(name, "/" + 89 * "a")
     assert SymmetricMemory(CPU)._buffer == "memory"
     monkeypatch.setenv(name, "/" + 90 * "a")
-    with pytest.raises(RuntimeError, match=rf"the variable {name}, whose path has 91 bytes and may have 90"):
+    with pytest.raises(RuntimeError, match=rf"the variable {name}. Its path has 91 bytes and may have 90"):
         SymmetricMemory(CPU)
 
 

@@ -53,7 +53,7 @@ def test_the_code_runs(page: str, hub: Path, tmp_path: Path, pool: Pool, warm: N
 
 
 @pytest.mark.parametrize("page", names(PAGES))
-def test_every_block_runs_or_says_why_not(page: str) -> None:
+def test_every_block_runs_or_gives_a_reason(page: str) -> None:
     assert read_page(ROOT / page).unmarked == [], "line numbers of blocks without a comment `not run: <why>`"
 
 

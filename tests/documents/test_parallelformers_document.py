@@ -97,7 +97,9 @@ def test_parallelformers_document_runs_as_printed(pool: Pool, hub: Any, monkeypa
     assert all(torch.equal(weights[name], tensor) for name, tensor in half.state_dict().items())
 
 
-def test_arguments_of_processes_mean_what_they_say(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_processes_have_their_documented_meaning(
+    pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All arguments of the original, in its order; the workers meet at the given address and port."""
     model, port = hub().eval(), free_port()
     ids = torch.tensor([[5, 6, 7]])

@@ -169,7 +169,7 @@ def clip_where_one_stage_has_no_gradients(run: Run) -> tuple[float, int]:
     return float(accelerator.clip_grad_norm_(model.parameters(), 0.5)), sum(param.numel() for param in params)
 
 
-def test_norm_where_one_stage_has_no_gradients_is_that_of_the_other(pool: Pool, seed: int) -> None:
+def test_norm_without_gradients_on_one_stage_equals_the_other(pool: Pool, seed: int) -> None:
     config = pipelines.config("gpt2")
     run = Run(NAME, config, trainers.full_parameters(trainers.reference_model(NAME, config, seed)))
     (first, count), (second, _) = pool.run(2, clip_where_one_stage_has_no_gradients, run, env=True)

@@ -48,7 +48,7 @@ def check(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", ["gpt2", "llama"])
-def test_averaged_weights_are_those_of_one_process(pool: Pool, variant: str, kind: str, seed: int) -> None:
+def test_averaged_weights_equal_one_process(pool: Pool, variant: str, kind: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = reference_model(name, config, seed)
     weights, batches = full_parameters(model), [zoo.batch(name, config, seed + i) for i in range(3)]

@@ -198,7 +198,7 @@ def check_like_eager(config: PreTrainedConfig, batch: dict[str, Tensor], seed: i
 
 
 @pytest.mark.zoo
-def test_compiled_dropout_is_that_of_the_model(pool: Pool, seed: int) -> None:
+def test_compiled_dropout_equals_the_model(pool: Pool, seed: int) -> None:
     config = zoo.config("llama", dropout=0.3, use_cache=False)
     pool.run(2, check_like_eager, config, zoo.batch(zoo.lm_head("llama"), config, seed), seed, lifted_casts)
 

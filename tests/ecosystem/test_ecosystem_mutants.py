@@ -22,9 +22,9 @@ CLIPS, DCP = (
     "test_torch_distributed_checkpoint_goes_on_at_other_sizes",
 )
 LORA, SAVED = "test_lora_trains_as_on_one_process", "test_adapters_are_saved_byte_for_byte_as_by_peft"
-REFUSES, MISUSE = "test_what_does_not_work_is_refused_by_name", "test_misuse_is_refused_on_every_rank"
+REFUSES, MISUSE = "test_unsupported_calls_are_refused_by_name", "test_misuse_is_refused_on_every_rank"
 REPLICAS, PROMPTS = "test_replicas_are_the_processes", "test_prompts_train_as_on_one_process"
-TORCHAO = "test_what_torchao_cannot_do_with_shards_is_refused"
+TORCHAO = "test_unsupported_calls_of_torchao_on_shards_are_refused"
 UNSUITABLE = "test_unsuitable_arguments_are_refused_before_training"
 SHARDS = {"size": "tensor_parallel_size"}
 PICKLED = "test_pickling_a_parallel_model_is_refused"
@@ -184,7 +184,7 @@ SLOW: dict[str, list[Row]] = {
             "modeling.forward:_refuse_outputs_of_blocks",
             'value("return_dict_in_generate")',
             "False",
-            "test_generate_refuses_to_return_what_other_stages_compute",
+            "test_generate_refuses_outputs_of_other_stages",
             {"variant": "llama"},
         ),
     ],
@@ -344,7 +344,7 @@ SLOW: dict[str, list[Row]] = {
             "modeling.counting:CountableModel.num_parameters",
             "prod(self.layouts[name].shape) if name in self.layouts else param.numel()",
             "param.numel()",
-            "test_num_parameters_is_that_of_the_full_model",
+            "test_num_parameters_equals_the_full_model",
             {"variant": "llama", "sizes": (2, 1)},
         ),
     ],
@@ -377,7 +377,7 @@ SLOW: dict[str, list[Row]] = {
             f"{ACCELERATOR}:Accelerator.clip_grad_norm_",
             "model is None or",
             "True or",
-            "test_norm_where_one_stage_has_no_gradients_is_that_of_the_other",
+            "test_norm_without_gradients_on_one_stage_equals_the_other",
             {},
         ),
         (
@@ -416,7 +416,7 @@ SLOW: dict[str, list[Row]] = {
             "integrations.stages:EvaluationStages.__call__",
             "if not _has_gaps(value)",
             "if True",
-            "test_predictions_of_stages_leave_out_what_the_last_stage_lacks",
+            "test_predictions_of_stages_leave_out_fields_of_other_stages",
             {},
         ),
         (
@@ -626,7 +626,7 @@ SLOW: dict[str, list[Row]] = {
             "compat.tensor_parallel.adapters:shard_with_adapters",
             "if tuner.merged:",
             "if False:",
-            "test_what_threads_do_not_support_is_refused",
+            "test_options_without_support_for_threads_are_refused",
             {},
         ),
         (

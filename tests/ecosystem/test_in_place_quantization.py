@@ -100,7 +100,7 @@ def test_float8_training_is_refused(pool: Pool, seed: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_float8_layers_compute_what_those_of_torchao_do(recipe: str, seed: int) -> None:
+def test_float8_layers_equal_torchao(recipe: str, seed: int) -> None:
     """Output and gradients are bitwise equal."""
     pytest.importorskip("torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -175,7 +175,7 @@ CONFIGS = {
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_torchao_shards_are_those_of_one_process(pool: Pool, tmp_path: Path, seed: int, kind: str) -> None:
+def test_torchao_shards_equal_one_process(pool: Pool, tmp_path: Path, seed: int, kind: str) -> None:
     ao = pytest.importorskip("torchao.quantization")
     config = transformers.TorchAoConfig(CONFIGS[kind](ao))
     torch.manual_seed(seed)
@@ -221,7 +221,7 @@ def _refuse(directory: Path, config: Any, seed: int) -> None:
         cls.from_config_with_parallel(quantized.llama_config(), 3, quantization_config=config)
 
 
-def test_what_torchao_cannot_do_with_shards_is_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
+def test_unsupported_calls_of_torchao_on_shards_are_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
     ao = pytest.importorskip("torchao.quantization")
     LlamaForCausalLM(quantized.llama_config()).save_pretrained(tmp_path / "plain")
     config = transformers.TorchAoConfig(ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(16)))

@@ -348,7 +348,7 @@ def refuse(config: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_does_not_work_is_refused_by_name(pool: Pool, kind: str) -> None:
+def test_unsupported_calls_are_refused_by_name(pool: Pool, kind: str) -> None:
     make, message = REFUSED[kind]
     pool.run(2, refuse, make(), message)
 

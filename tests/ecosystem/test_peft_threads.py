@@ -144,7 +144,7 @@ def test_models_that_have_adapters_are_sharded_with_them(seed: int, wrapped: boo
         assert {name.replace(f"parts.{rank}.", "") for name in part} == trained
 
 
-def test_what_threads_do_not_support_is_refused(seed: int) -> None:
+def test_options_without_support_for_threads_are_refused(seed: int) -> None:
     full: Any = reference_model("LlamaForCausalLM", zoo.config("llama"), seed)
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match=r"prompts do not work .*LoRA or IA3.*distributed=True"):

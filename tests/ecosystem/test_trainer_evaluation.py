@@ -121,7 +121,7 @@ def predict_on_ranks(run: Run, pp: int, args: dict[str, Any], rows: trainers.Row
     assert numpy.abs(predictions - expected).max() < TOLERANCE
 
 
-def test_predictions_of_stages_leave_out_what_the_last_stage_lacks(pool: Pool, tmp_path: Path, seed: int) -> None:
+def test_predictions_of_stages_leave_out_fields_of_other_stages(pool: Pool, tmp_path: Path, seed: int) -> None:
     config = pipelines.config("gpt2", output_hidden_states=True)
     rows, args = trainers.text_rows(config, seed, 4), {"output_dir": str(tmp_path)}
     run = Run("GPT2LMHeadModel", config, {})

@@ -16,6 +16,8 @@ COLUMNS = {
     "SFTTrainer": ("prompt", "completion"),
     "DPOTrainer": ("prompt", "chosen", "rejected"),
     "GRPOTrainer": ("prompt",),
+    "RLOOTrainer": ("prompt",),
+    "RewardTrainer": ("prompt", "chosen", "rejected"),
 }
 
 
@@ -43,6 +45,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "DPO, weighted": ("DPOTrainer", {"use_weighting": True, "beta": 0.5, "gradient_accumulation_steps": 2}),
     "DPO, precomputed": ("DPOTrainer", {"precompute_ref_log_probs": True, "beta": 0.5}),
     "DPO, synchronized": ("DPOTrainer", {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.5}),
+    "reward": ("RewardTrainer", {"center_rewards_coefficient": 0.1, "gradient_accumulation_steps": 2}),
 }
 
 
@@ -84,10 +87,15 @@ def test_adapters(pool: Pool, kind: str, tp: int, dp: int, tmp_path: Path, seed:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("more", [{}, {"num_iterations": 2, "steps_per_generation": 2}], ids=["once", "again"])
-def test_sampled_completions(pool: Pool, more: dict[str, int], tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"num_iterations": 2, "steps_per_generation": 2}, {"use_transformers_continuous_batching": True}],
+    ids=["once", "again", "batch"],
+)
+@pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer"])
+def test_sampled_completions(pool: Pool, kind: str, more: dict[str, Any], tmp_path: Path, seed: int) -> None:
     """Ranks sample the same tokens as one process from the same random state."""
-    compare(pool, "GRPOTrainer", 2, 1, seed, tmp_path, args={**SAMPLED, **more})
+    compare(pool, kind, 2, 1, seed, tmp_path, args={**SAMPLED, **more})
 
 
 @pytest.mark.zoo
@@ -127,7 +135,7 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_work_is_refused_by_name(pool: Pool, what: str, tmp_path: Path, seed: int) -> None:
+def test_unsupported_calls_are_refused_by_name(pool: Pool, what: str, tmp_path: Path, seed: int) -> None:
     kind, pp, args, message = REFUSED[what]
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS[kind])
     args = {"output_dir": str(tmp_path), **args}

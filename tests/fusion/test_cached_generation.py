@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 from oslo_models import registry
 from oslo_models.cache_argument import cache_name, generation_name, name_in_model, take_cache
 from oslo_models.fusion.decoder_blocks import DecodingBlock
+from oslo_models.fusion.module_context import mixed
 from oslo_models.fusion.rotary_attention import FusedLlamaAttention
-from oslo_models.fusion.subjects import mixed
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -58,7 +58,7 @@ def generated(model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.stacks
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("model_type", NAMES)
-def test_tokens_are_those_of_transformers(model_type: str, dtype: torch.dtype, seed: int) -> None:
+def test_tokens_equal_transformers(model_type: str, dtype: torch.dtype, seed: int) -> None:
     name, config = NAMES[model_type], zoo.config(model_type)
     options = {"experts_implementation": "eager"} if model_type == "mixtral" else {}  # grouped products take no float64
     right = reference_model(name, config, seed, dtype, **options).eval()
@@ -101,7 +101,7 @@ def attention(cls: Any) -> tuple[Any, dict[str, Any]]:
 
 
 @torch.no_grad()
-def test_a_layer_whose_cache_has_an_unknown_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_a_cache_of_unknown_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FusedLlamaAttention, "config", property(lambda layer: layer.own_config, lambda layer, _: None))
     layer, given = attention(Renamed)
     with pytest.raises(TypeError, match=r"Renamed.forward takes a cache by an unknown argument.*kv.*unfuse"):

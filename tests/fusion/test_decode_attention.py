@@ -22,7 +22,7 @@ from support.mutants import Edit, with_mutant
 from support.pool import Pool
 from support.reference import parallel_model, reference_step
 
-pytestmark = pytest.mark.skipif(kernel.why_not() is not None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(kernel.unavailable_reason() is not None, reason="needs a C++ compiler")
 
 
 def drawn(rng: random.Random, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
@@ -54,7 +54,7 @@ def expected_of(
 
 @torch.no_grad()
 @pytest.mark.parametrize("threads", [1, 2])
-def test_attention_is_that_of_torch(seed: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_equals_torch(seed: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "ELEMENTS_PER_THREAD", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -232,7 +232,7 @@ def check_function(seed: int) -> None:
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_function_is_that_of_transformers(seed: int) -> None:
+def test_function_equals_transformers(seed: int) -> None:
     check_function(seed)
     layer: Any = torch.nn.Module()
     x = torch.ones(1, 1, 1, 4)

@@ -27,7 +27,7 @@ from support.pool import Pool, WorkerError
 from support.reference import full_parameters, parallel_model, reference_model
 
 pytestmark = [
-    pytest.mark.skipif(decoder_block.why_not() is not None, reason="needs a C++ compiler"),
+    pytest.mark.skipif(decoder_block.unavailable_reason() is not None, reason="needs a C++ compiler"),
     pytest.mark.drawn(20, of="file"),
 ]
 
@@ -121,7 +121,7 @@ def check_logits(
 
 @pytest.mark.stacks
 @pytest.mark.parametrize("variant", CHANGES)
-def test_logits_are_those_of_transformers(variant: str, seed: int) -> None:
+def test_logits_equal_transformers(variant: str, seed: int) -> None:
     check_logits(variant, drawn_weights(variant, seed), seed, 1)
 
 

@@ -27,7 +27,7 @@ from support.reference import Step, full_gradients, parallel_model, reference_st
 ROWWISE = pytest.param(
     "rowwise",
     marks=pytest.mark.skipif(
-        float8._why_not_on_cpus("rowwise") is not None,
+        float8._unavailable_reason_on_cpus("rowwise") is not None,
         reason=f"torch {torch.__version__} has no rowwise products on CPUs",
     ),
 )
@@ -55,7 +55,7 @@ def expected_product(x: Tensor, weight: Tensor, grad: Tensor, recipe: str) -> tu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("recipe", ["tensorwise", ROWWISE])
-def test_products_and_gradients_are_those_of_the_recipe(recipe: str, dtype: torch.dtype, seed: int) -> None:
+def test_products_and_gradients_equal_the_recipe(recipe: str, dtype: torch.dtype, seed: int) -> None:
     """Products use ``torch._scaled_mm``, or the plain formula in float64, with odd sizes and Conv1D weights."""
     generator = torch.Generator().manual_seed(seed)
     x, weight, grad = (torch.randn(*s, generator=generator).to(dtype) for s in ((7, 33), (18, 33), (7, 18)))
@@ -181,7 +181,7 @@ def test_heads_on_several_ranks_are_left_out(pool: Pool) -> None:
     pool.run(2, check_shared_heads)
 
 
-def test_what_cannot_be_in_float8_is_refused() -> None:
+def test_layers_unfit_for_float8_are_refused() -> None:
     model = gpt2()
     with pytest.raises(ValueError, match=r"float8='fp8' is none of 'tensorwise', 'rowwise'"):
         model.fuse(float8="fp8")
@@ -190,13 +190,13 @@ def test_what_cannot_be_in_float8_is_refused() -> None:
     model.fuse(float8="tensorwise")
     with pytest.raises(ValueError, match=r"fused with float8='tensorwise': call unfuse\(\) first"):
         model.fuse()
-    float8._why_not_on_cpus.cache_clear()
+    float8._unavailable_reason_on_cpus.cache_clear()
     with (
         mock.patch.object(torch, "_scaled_mm", side_effect=RuntimeError("INTERNAL ASSERT FAILED")),
         pytest.raises(ValueError, match=r"multiplies rowwise on GPUs only.*leave float8 out"),
     ):
         gpt2().fuse(float8="rowwise")
-    float8._why_not_on_cpus.cache_clear()
+    float8._unavailable_reason_on_cpus.cache_clear()
     gpu = torch.device("cuda:0")
     for recipe, capability, says in (
         ("tensorwise", (8, 0), r"compute capability 8\.9, and cuda:0 has 8\.0; leave float8 out"),
@@ -216,7 +216,7 @@ def test_what_cannot_be_in_float8_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rows", [False, True])
-def test_operands_are_what_products_on_gpus_need(rows: bool) -> None:
+def test_operands_have_the_layout_of_products_on_gpus(rows: bool) -> None:
     """torch checks the layout and sizes of fake tensors: any number of tokens, widths that are multiples of 16."""
     with FakeTensorMode():
 
@@ -233,7 +233,7 @@ def test_operands_are_what_products_on_gpus_need(rows: bool) -> None:
             with torch.device("meta"):
                 layer = torch.nn.Linear(shape[1], shape[0])
             layer.weight = torch.nn.Parameter(torch.empty(shape, device="cuda"))
-            assert float8._why_not_layer(layer) == says
+            assert float8._unavailable_reason_of_layer(layer) == says
 
 
 def test_layers_of_plans_that_differ_from_block_to_block_are_in_float8() -> None:

@@ -272,7 +272,7 @@ def test_compiled_attention_uses_plain_expressions(variant: str) -> None:
     assert not differences("logits", found.detach(), expected.detach(), TOLERANCE)
 
 
-def test_what_is_left_unfused_is_reported() -> None:
+def test_unfused_modules_are_reported() -> None:
     upcasting = registry.find("GPT2LMHeadModel").from_config_with_parallel(
         zoo.config("gpt2", reorder_and_upcast_attn=True), seed=1, attn_implementation="eager"
     )

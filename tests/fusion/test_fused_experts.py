@@ -77,7 +77,7 @@ def test_each_choice_of_an_expert_counts(seed: int, shift: int) -> None:
     check_choices(seed + shift)
 
 
-def test_experts_chosen_twice_are_not_taken_for_those_of_all_tokens() -> None:
+def test_experts_chosen_twice_are_not_taken_for_experts_of_all_tokens() -> None:
     mistake = Edit("fusion.experts:few_tokens", "if is_for_all:\n", "if len(rows) == tokens:\n")
     with pytest.raises(AssertionError):
         with_mutant(mistake, lambda: [check_choices(seed) for seed in range(20)])

@@ -52,7 +52,7 @@ def emulated() -> Any:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_linear_rounding_error_is_at_most_twice_that_of_torch(form: str, dtype: torch.dtype, seed: int) -> None:
+def test_linear_rounding_error_is_at_most_twice_as_large_as_by_torch(form: str, dtype: torch.dtype, seed: int) -> None:
     """At any size, the error is at most twice torch's error in the same dtype."""
     ours, plain = FORMS[form]
     torch.manual_seed(seed)
@@ -207,7 +207,11 @@ def test_fuse_without_a_compiler_leaves_linear_layers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernel, "has_onednn", lambda: False)
     cached = [
         build.load,
-        *(f for module in (kernel, small_operations, passes, split_product) for f in (module._library, module.why_not)),
+        *(
+            f
+            for module in (kernel, small_operations, passes, split_product)
+            for f in (module._library, module.unavailable_reason)
+        ),
     ]
     for function in cached:
         function.cache_clear()
@@ -243,7 +247,7 @@ WANTED = list(itertools.product((False, True), repeat=3))[1:]
 @pytest.mark.parametrize("way", kernel.MANY)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
-def test_gradients_of_many_rows_are_those_of_torch(form: str, wanted: tuple[bool, ...], way: str, seed: int) -> None:
+def test_gradients_of_many_rows_equal_torch(form: str, wanted: tuple[bool, ...], way: str, seed: int) -> None:
     """This holds for any operands with gradients, and for gradients of gradients."""
     torch.manual_seed(seed)
     ours, plain = FORMS[form]
@@ -328,7 +332,7 @@ def compare(found: tuple[list[float], dict[str, Tensor]], right: tuple[list[floa
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
 
 
-def test_operations_that_are_counted_or_transformed_are_those_of_torch(seed: int) -> None:
+def test_counted_and_transformed_operations_are_operations_of_torch(seed: int) -> None:
     torch.manual_seed(seed)
     x, weight, bias = operands(300, 40, 24, torch.float32, False)
     faster = replace(MANY, threads=torch.get_num_threads())
@@ -366,7 +370,9 @@ def test_layers_compute_large_products_by_tiles_without_timings(form: str, train
                 assert torch.equal(ours(*given), plain(*given)) and not used.called
             with mock.patch.object(torch, "get_num_threads", return_value=2):
                 assert torch.equal(ours(*large), plain(*large)) and not used.called
-            with mock.patch.object(split_product, "why_not", lambda: "the processor has no units for tiles (AMX)"):
+            with mock.patch.object(
+                split_product, "unavailable_reason", lambda: "the processor has no units for tiles (AMX)"
+            ):
                 assert torch.equal(ours(*large), plain(*large)) and not used.called
             found = ours(*large)
             assert used.call_count == 1
@@ -398,7 +404,7 @@ def trained_unfused(seed: int) -> list[int]:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("ignored", [0, 7])
-def test_loss_of_a_head_by_tiles_is_that_of_torch(biased: bool, ignored: int, seed: int) -> None:
+def test_loss_of_a_head_by_tiles_equals_torch(biased: bool, ignored: int, seed: int) -> None:
     """Compute in chunks; the last chunk has too few rows for tiles."""
     torch.manual_seed(seed)
     drawn = [torch.randn(150, 40), torch.randn(57, 40), torch.randn(57)]

@@ -19,7 +19,7 @@ from support.fusion import as_on_a_gpu
 
 @pytest.mark.parametrize("mask", ["none", "shown", "added"])
 @pytest.mark.parametrize(("heads", "keys", "width"), [(6, 2, 8), (4, 1, 5), (3, 3, 4)])
-def test_results_are_those_of_torchs_attention(heads: int, keys: int, width: int, mask: str, seed: int) -> None:
+def test_results_equal_the_attention_of_torch(heads: int, keys: int, width: int, mask: str, seed: int) -> None:
     torch.manual_seed(seed)
     layer: Any = nn.Module()
     layer.num_key_value_groups = heads // keys

@@ -55,7 +55,7 @@ def test_fuse_leaves_slower_linear_layers_to_torch(cls: Any) -> None:
         mock.patch.object(linear_timing, "_preemptions", return_value=0),
         mock.patch.object(kernel, "_of_few_rows", slowed(kernel._of_few_rows)) as slow,
         mock.patch.object(kernel, "by_onednn", slowed(kernel.by_onednn)),
-        mock.patch.object(small_operations, "why_not", return_value="left out, for equal bits"),
+        mock.patch.object(small_operations, "unavailable_reason", return_value="left out, for equal bits"),
     ):
         expected = model(ids).logits
         model.fuse()
@@ -91,7 +91,7 @@ def test_fused_linear_is_used_between_row_counts_measured_faster(way: str, seed:
     """Torch computes a row count unless the kernel is faster at both timed row counts around it."""
     torch.manual_seed(seed)
     model = small()
-    left_out = mock.patch.object(small_operations, "why_not", return_value="left out, for equal bits")
+    left_out = mock.patch.object(small_operations, "unavailable_reason", return_value="left out, for equal bits")
     with faster_at({1, 2, 4, 16}, way=way), left_out, torch.no_grad():
         exact = {rows: model(torch.arange(rows)[None]).logits for rows in range(1, 18)}
         model.fuse()
@@ -156,7 +156,7 @@ def test_faster_of_two_ways_is_taken_and_never_one_slower_than_torch() -> None:
 
 
 @pytest.mark.parametrize("form", ["out x in", "in x out"])
-def test_product_of_onednn_is_that_of_torch(form: str, seed: int) -> None:
+def test_product_of_onednn_equals_torch(form: str, seed: int) -> None:
     torch.manual_seed(seed)
     for rows in (1, 7, 33, 300):
         x, weight, bias = torch.randn(1, rows, 40), torch.randn(24, 40), torch.randn(24)

@@ -21,7 +21,9 @@ from support.fusion import relative_error
 from support.pool import Pool
 from support.reference import parallel_model, reference_step
 
-pytestmark = pytest.mark.skipif(kernel.why_not() is not None, reason=f"needs a compiler: {kernel.why_not()}")
+pytestmark = pytest.mark.skipif(
+    kernel.unavailable_reason() is not None, reason=f"needs a compiler: {kernel.unavailable_reason()}"
+)
 # x is rounded to 16 bits for int8; a scale of another rank's channels would be wrong by some percent
 TOLERANCE = {"bfloat16": 1e-5, "int8": 4e-4}
 
@@ -131,7 +133,7 @@ def check_narrow_stages(config: Any, ids: Tensor, expected: Tensor) -> None:
     assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
 
 
-def test_narrow_stages_generate_what_one_process_does(pool: Pool) -> None:
+def test_narrow_stages_generate_as_one_process(pool: Pool) -> None:
     config, ids = zoo.config("llama"), torch.tensor([[5, 6, 7, 9]])
     model = LlamaForCausalLM.from_config_with_parallel(config, seed=3).eval().fuse(weights="int8")
     pool.run(2, check_narrow_stages, config, ids, model.generate(ids, max_new_tokens=6, do_sample=False))
@@ -163,7 +165,7 @@ def test_narrow_weights_are_not_trained_and_notice_changes() -> None:
     model.unfuse()(ids, labels=ids).loss.backward()
 
 
-def test_narrow_weights_refuse_what_they_cannot_do() -> None:
+def test_narrow_weights_refuse_unsupported_calls() -> None:
     model = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=0)
     with pytest.raises(ValueError, match="'int4' is none of 'bfloat16', 'int8'"):
         model.fuse(weights="int4")

@@ -20,7 +20,7 @@ from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import parallel_model, reference_step
 
-pytestmark = pytest.mark.skipif(small_operations.why_not() is not None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(small_operations.unavailable_reason() is not None, reason="needs a C++ compiler")
 
 
 def heads(batch: int, count: int, length: int, width: int) -> Tensor:

@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "oslo_models"
 
 
-def test_the_cache_is_private_whatever_the_umask(cache: Path) -> None:
+def test_the_cache_is_private_for_every_umask(cache: Path) -> None:
     before = os.umask(0)
     try:
         assert build.cache_folder() == cache

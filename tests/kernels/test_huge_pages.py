@@ -53,7 +53,7 @@ def test_fresh_memory_is_huge() -> None:
     assert huge_bytes() - before >= 19 * PAGE
 
 
-def test_fresh_leaves_what_others_share_a_page_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fresh_leaves_pages_with_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only whole pages of large CPU tensors are advised."""
     asked: list[tuple[int, ...]] = []
     monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *arguments: asked.append(arguments))

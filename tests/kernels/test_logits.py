@@ -15,7 +15,7 @@ from oslo_kernels.cross_entropy import Rule
 from support.source_mistakes import mistake
 from support.source_mistakes import threads as threads_of
 
-pytestmark = pytest.mark.skipif(logits.why_not() is not None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(logits.unavailable_reason() is not None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(params=[1, 2])

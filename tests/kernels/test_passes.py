@@ -19,7 +19,7 @@ from oslo_kernels import passes
 from support.source_mistakes import mistake
 from support.source_mistakes import threads as threads_of
 
-pytestmark = pytest.mark.skipif(passes.why_not() is not None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(passes.unavailable_reason() is not None, reason="needs a C++ compiler")
 DTYPES = {torch.float64: 1e-12, torch.float32: 3e-5}
 
 
@@ -98,7 +98,7 @@ def test_rotations_match_transformers(threads: int, seed: int) -> None:
         check_rotations(random.Random(seed + number))
 
 
-def test_what_is_computed_here() -> None:
+def test_computes_here() -> None:
     x, weight = torch.ones(2, 8), nn.Parameter(torch.ones(8))
     assert passes.computes(x, weight) and passes.computes(x.double(), weight.double())
     assert not passes.computes(x.half(), weight.half()) and not passes.computes(x, weight.double())

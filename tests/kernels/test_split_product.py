@@ -18,13 +18,16 @@ from support.source_mistakes import mistake
 from support.source_mistakes import threads as threads_of
 
 pytestmark = pytest.mark.skipif(
-    build.why_not(split_product._library) is not None, reason="needs a C++ compiler that knows vectors of 64 bytes"
+    build.unavailable_reason(split_product._library) is not None,
+    reason="needs a C++ compiler that knows vectors of 64 bytes",
 )
 PLAIN = pytest.mark.parametrize(
     "plain",
     [
         True,
-        pytest.param(False, marks=pytest.mark.skipif(split_product.why_not() is not None, reason="needs AMX")),
+        pytest.param(
+            False, marks=pytest.mark.skipif(split_product.unavailable_reason() is not None, reason="needs AMX")
+        ),
     ],
     ids=["plain", "tiles"],
 )
@@ -85,8 +88,8 @@ def test_products_of_more_than_is_packed_at_a_time(plain: bool, threads: int, se
         assert not exceeds(product(left, right, plain=plain), exact, size, 4e-7)
 
 
-@pytest.mark.skipif(split_product.why_not() is not None, reason="needs AMX")
-def test_error_is_at_most_that_of_torch(seed: int) -> None:
+@pytest.mark.skipif(split_product.unavailable_reason() is not None, reason="needs AMX")
+def test_error_is_at_most_as_large_as_by_torch(seed: int) -> None:
     """Compare the mean over a matrix. Torch's own products by tiles do not change."""
     torch.manual_seed(seed)
     x, half = torch.randn(300, 700), torch.randn(256, 256).bfloat16()
@@ -99,7 +102,7 @@ def test_error_is_at_most_that_of_torch(seed: int) -> None:
 
 
 @PLAIN
-def test_infinities_nans_and_extremes_are_those_of_torch(plain: bool) -> None:
+def test_infinities_nans_and_extremes_equal_torch(plain: bool) -> None:
     x = torch.eye(40)
     x[0, 0], x[1, 1], x[2, 2], x[3, 3] = float("inf"), float("nan"), torch.finfo(torch.float32).max, 1e-30
     bias, weight = torch.ones(33), torch.ones(33, 40)
@@ -125,14 +128,14 @@ def test_matrices_that_do_not_fit() -> None:
         assert not split_product.fits(fitting, other) and not split_product.fits(other, fitting)
 
 
-def test_why_not_names_what_is_missing() -> None:
+def test_unavailable_reason_names_the_missing_part() -> None:
     reasons, compiled = [], []
     for flags, error in (("flags: amx_bf16 amx_tile", 0), ("flags: avx2", 0), ("flags: amx_bf16 amx_tile", 1)):
         with (
             mock.patch.object(split_product.build, "processor", return_value=flags),
             mock.patch.object(split_product, "_library", return_value=(None, False, lambda error=error: error)) as made,
         ):
-            reasons.append(split_product.why_not.__wrapped__())
+            reasons.append(split_product.unavailable_reason.__wrapped__())
         compiled.append(made.called)
     assert reasons[0] is None and "the processor has no" in reasons[1] and "does not permit" in reasons[2]
     assert compiled == [True, False, True]
@@ -160,5 +163,5 @@ def test_mistakes_are_caught(right: str, wrong: str, tmp_path: Path, seed: int) 
     with threads_of(2, split_product), mistake(split_product, right, wrong, tmp_path), pytest.raises(AssertionError):
         for _ in range(3):
             check(True, random.Random(seed), most=90)
-        test_infinities_nans_and_extremes_are_those_of_torch(True)
+        test_infinities_nans_and_extremes_equal_torch(True)
         test_products_of_more_than_is_packed_at_a_time(True, 2, seed)

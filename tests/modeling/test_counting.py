@@ -47,7 +47,7 @@ VARIANTS = [*zoo.FOUNDING, "gpt2-untied", "llama-one-kv", "bart"]
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=lambda sizes: f"tp{sizes[0]}-pp{sizes[1]}")
-def test_num_parameters_is_that_of_the_full_model(pool: Pool, variant: str, sizes: tuple[int, int], seed: int) -> None:
+def test_num_parameters_equals_the_full_model(pool: Pool, variant: str, sizes: tuple[int, int], seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = reference_model(name, config, seed)
     whole, frozen = count(model)[:2], count(freeze(model))

@@ -28,7 +28,7 @@ def _bytes_of(tp: int) -> int:
     return memory_check._bytes(mapping, mapping.layouts_over(tp), torch.float32, lambda _: 0)
 
 
-def test_bytes_are_those_of_the_model() -> None:
+def test_bytes_equal_the_model() -> None:
     model = LlamaForCausalLM.from_config_with_parallel(CONFIG)
     assert _bytes_of(1) == sum(param.nbytes for param in model.parameters())
     mapping = WeightMapping(LlamaForCausalLM, CONFIG, {}, ParallelMesh())

@@ -104,7 +104,7 @@ def check_single_norms(name: str, config: Any, weights: Weights, batch: Batch, e
     assert float(total) == pytest.approx(sum(norm**2 for norm in expected.values()) ** 0.5, rel=TOLERANCE)
 
 
-def test_norm_of_one_gradient_is_that_of_the_full_one(pool: Pool, seed: int) -> None:
+def test_norm_of_one_gradient_equals_the_full_gradient(pool: Pool, seed: int) -> None:
     name, config, model, weights, batch = reference("llama-one-kv", seed)
     backward(model, batch)
     norms = {key: float(param.grad.norm()) for key, param in model.named_parameters()}
@@ -323,7 +323,7 @@ def check_missing_buffers(folder: Path, expected: Weights) -> None:
         torch.testing.assert_close(buffer, model.layouts[key].shard(expected[key], model.mesh.tp.rank))
 
 
-def test_sharded_buffers_that_a_checkpoint_lacks_are_those_of_transformers(pool: Pool, tmp_path: Path) -> None:
+def test_sharded_buffers_missing_in_a_checkpoint_equal_transformers(pool: Pool, tmp_path: Path) -> None:
     model = zoo.original("MiniMaxForCausalLM")._from_config(config_of("minimax"))
     expected = {key: buffer for key, buffer in model.named_buffers() if key in model.state_dict()}
     model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if k not in expected})

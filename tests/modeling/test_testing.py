@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 import oslo_models
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalAttributes, Norm, Plan, Replicated, VocabParallel
 from oslo_models.testing import assert_same_as_one_process
 
 from support import zoo
@@ -42,8 +42,8 @@ def changed(**entries: Any) -> Plan:
 
 
 WRONG = {
-    "heads are not local": changed(attention=LocalModule({})),
-    "two matrices in one": changed(up=ColumnParallel(), attention__k=Replicated(), attention=LocalModule({})),
+    "heads are not local": changed(attention=LocalAttributes({})),
+    "two matrices in one": changed(up=ColumnParallel(), attention__k=Replicated(), attention=LocalAttributes({})),
 }
 
 

@@ -174,7 +174,7 @@ def refuse_wrappers() -> None:
         cls.from_config_with_parallel(zoo.config("mixtral"), expert_parallel_size=2, deploy=True)
 
 
-def test_what_would_treat_experts_as_copies_is_refused_by_name(pool: Pool) -> None:
+def test_wrappers_that_treat_experts_as_copies_are_refused_by_name(pool: Pool) -> None:
     pool.run(2, refuse_wrappers)
 
 

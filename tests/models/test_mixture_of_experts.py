@@ -251,7 +251,7 @@ def case_with_auxiliary_loss(model_type: str, seed: int, rows: int, **changes: A
 
 @pytest.mark.parametrize("rows", [1, pipelines.ROWS])
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2)])
-def test_auxiliary_loss_on_stages_is_the_mean_of_those_of_micro_batches(
+def test_auxiliary_loss_on_stages_is_the_mean_over_micro_batches(
     pool: Pool, seed: int, rows: int, sizes: tuple[int, int]
 ) -> None:
     given = case_with_auxiliary_loss("mixtral", seed, rows)
@@ -315,7 +315,7 @@ def test_auxiliary_loss_of_a_configuration_without_experts_is_refused(pool: Pool
     pool.run(2, dense_on_stages, given)
 
 
-def test_the_documentation_names_the_types_whose_auxiliary_loss_stages_refuse() -> None:
+def test_the_documentation_names_types_without_auxiliary_loss_on_stages() -> None:
     refused = set()
     for name in (name for kind in registry.ARCHITECTURES for name in registry.model_classes(kind)):
         cls: Any = registry.find(name)
@@ -465,7 +465,7 @@ def reshard_alternating(name: str, source: Path, folder: Path, tp: int, ep: int)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (3, 3), (4, 2)])
-def test_experts_whose_projections_alternate_are_saved_as_transformers_does(
+def test_experts_with_alternating_projections_are_saved_as_by_transformers(
     pool: Pool, tmp_path: Path, seed: int, sizes: Sizes
 ) -> None:
     """Inkling 2's checkpoints interleave the rows of gate and up projections."""

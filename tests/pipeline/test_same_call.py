@@ -223,6 +223,24 @@ def test_packed_rows_have_one_loss_at_all_sizes(pool: Pool, variant: str, tp: in
     pool.run(2, check_packed, name, config, full_parameters(model), losses, tp, pp)
 
 
+# Base models ----------------------------------------------------------------------------------------------------------
+
+
+def check_ignored_labels(name: str, config: PreTrainedConfig, batch: dict[str, Tensor]) -> None:
+    cls: Any = registry.find(name)
+    model = cls.from_config_with_parallel(config, 1, 2, seed=0)
+    outputs = [*model(**batch, labels=batch["input_ids"])]
+    assert all(output.get("loss") is None for output in outputs)
+    assert not model.stage.is_last or all("last_hidden_state" in output for output in outputs)
+
+
+def test_base_models_ignore_labels_on_all_stages(pool: Pool, seed: int) -> None:
+    """Gemma3Model accepts labels, and transformers computes no loss from them."""
+    config = zoo.config("gemma3")
+    batch = zoo.batch("Gemma3Model", config, seed)
+    pool.run(2, check_ignored_labels, "Gemma3Model", config, {k: v for k, v in batch.items() if k != "labels"})
+
+
 # Generation -----------------------------------------------------------------------------------------------------------
 
 
@@ -311,7 +329,7 @@ def check_refused_outputs(name: str, config: PreTrainedConfig) -> None:
 
 
 @pytest.mark.parametrize("variant", ["llama", "t5"])
-def test_generate_refuses_to_return_what_other_stages_compute(pool: Pool, variant: str) -> None:
+def test_generate_refuses_outputs_of_other_stages(pool: Pool, variant: str) -> None:
     pool.run(2, check_refused_outputs, zoo.lm_head(variant), zoo.config(variant))
 
 

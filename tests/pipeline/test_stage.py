@@ -257,7 +257,7 @@ def test_split_stage_rejects_more_stages_than_blocks() -> None:
         make_stage("GPT2LMHeadModel", pipelines.config("gpt2"), 0, 5)
 
 
-def test_experts_cost_what_they_compute_for_a_token() -> None:
+def test_experts_cost_their_computation_for_a_token() -> None:
     """Each of two dense blocks is as wide as two experts. The other two blocks send a token to two of eight experts."""
     changes = {"num_hidden_layers": 4, "mlp_only_layers": [0, 1], "num_experts": 8, "vocab_size": 8}
     config = zoo.config("qwen3_moe", **changes, intermediate_size=64, moe_intermediate_size=32, num_experts_per_tok=2)

@@ -53,7 +53,7 @@ def _bytes_of_rank(config: Any, tp: int, pp: int, unequal: dict[str, list[int]])
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
 @pytest.mark.parametrize("tp, pp, unequal", [(3, 1, {}), (1, 2, {}), (2, 2, UNEQUAL)])
-def test_weights_are_those_of_the_constructors(
+def test_weights_equal_the_constructors(
     pool: Pool, config: Any, tp: int, pp: int, unequal: dict[str, list[int]]
 ) -> None:
     found = oslo_models.estimate(config, "full", tp, pp, 2, 16, **unequal)

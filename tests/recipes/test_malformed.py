@@ -247,7 +247,7 @@ def assert_matches(message: str, line: str) -> None:
     assert re.search(message, line), line
 
 
-def test_libraries_of_optimizers_are_those_of_transformers() -> None:
+def test_libraries_of_optimizers_equal_transformers() -> None:
     from transformers import trainer_optimizer
     from transformers.training_args import OptimizerNames
 

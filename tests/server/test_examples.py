@@ -52,7 +52,7 @@ def test_systemd_unit_is_valid(tmp_path: Path) -> None:
     assert "oslo-models.service" not in done.stderr, done.stderr
 
 
-def test_dockerfile_names_what_there_is() -> None:
+def test_dockerfile_names_existing_files() -> None:
     text = (EXAMPLES / "Dockerfile").read_text().replace("\\\n", "")
     for sources in re.findall(r"^COPY (.*) \S+$", text, re.M):
         assert all((ROOT / source).exists() for source in sources.split())

@@ -156,7 +156,7 @@ def test_ways_of_decoding_that_the_server_lacks_are_refused_before_it_answers(na
         GenerationDefaults(config)
 
 
-def test_a_final_stop_token_is_counted_whatever_way_the_answer_takes() -> None:
+def test_a_final_stop_token_is_counted_on_every_path_of_an_answer() -> None:
     words = tokenizer()
     local = small_model(words)
     ids = torch.tensor([words.encode("class")])
@@ -266,7 +266,7 @@ def test_text_continues_its_prompt(made: Any) -> None:
 
 
 @pytest.mark.parametrize("made", [metaspace_tokenizer, tokenizer], ids=["metaspace", "bytes"])
-def test_bytes_of_log_probabilities_are_those_of_the_answer(made: Any) -> None:
+def test_bytes_of_log_probabilities_equal_the_answer(made: Any) -> None:
     words = copy.deepcopy(made())
     words.chat_template = TEMPLATE
     text = " return 😀é x"

@@ -125,7 +125,7 @@ def test_key_is_checked_before_the_body_is_read() -> None:
             assert read_answer(connect(url, post_bytes(PATH, ASKED, f"Authorization: {scheme} secret")))[0] == 200
 
 
-def test_oversized_bodies_are_rejected_by_their_header_and_by_what_arrives() -> None:
+def test_oversized_bodies_are_rejected_by_header_and_by_bytes_received() -> None:
     app = application(StubModel(), tokenizer(), max_body_size=1000)
     with listening(app) as url:
         assert read_answer(connect(url, post_bytes(PATH, b"", length=1001)))[0] == 413
@@ -215,7 +215,7 @@ def test_clients_who_leave_free_their_places(streams: bool) -> None:
         client.close()
 
 
-def test_termination_is_bounded_whatever_clients_do(tmp_path: Path) -> None:
+def test_termination_is_bounded_for_all_clients(tmp_path: Path) -> None:
     """A partial header or body, an unread stream and an endless call do not extend --drain-seconds."""
     act = UntilCancelled()
     args = make_parser().parse_args(["serve", "stub", "--drain-seconds", "1"])

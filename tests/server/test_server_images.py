@@ -79,7 +79,7 @@ def expected(local: LocalModel, processor: Any, text: str, pictures: list[bytes]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_answer_about_images_is_that_of_transformers(local: LocalModel, processor: Any, count: int) -> None:
+def test_answer_about_images_equals_transformers(local: LocalModel, processor: Any, count: int) -> None:
     app = application(local, processor, "model")
     pictures = [picture(seed) for seed in range(count)]
     content = [{"type": "text", "text": "w7 w8"}, *(part(data_url(data)) for data in pictures)]

@@ -327,7 +327,7 @@ def test_half_bodies_do_not_close_a_connection_that_is_computed() -> None:
 
 
 @pytest.mark.parametrize("more", [b"\r\n", b"G", post_bytes(PATH, b"{}")])
-def test_a_client_that_leaves_is_heard_whatever_it_sent_after_its_request(more: bytes) -> None:
+def test_a_client_that_leaves_is_heard_beside_bytes_after_its_request(more: bytes) -> None:
     cancelled = threading.Event()
 
     def until_cancelled(input_ids: Any, cancellation: Any, **_: Any) -> Any:
@@ -457,7 +457,7 @@ def logging_to(descriptor: int) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("is_forked", [True, False])
-def test_workers_answer_whatever_becomes_of_what_they_write(
+def test_workers_answer_while_their_output_is_unread(
     stand: faults.Stand, is_forked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They write megabytes, and the log is a pipe that nobody reads."""

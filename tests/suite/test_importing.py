@@ -35,7 +35,7 @@ assert not set(map(id, made)) & {id(each) for generation in (0, 1) for each in g
 """
 
 
-def test_no_garbage_is_collected_and_what_was_made_is_old() -> None:
+def test_no_garbage_is_collected_and_made_objects_are_old() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=600)
 
 

@@ -28,8 +28,8 @@ from oslo_models.layers import (
     blockwise_attention,
     cross_entropy,
     linear,
+    local_attributes,
     local_experts,
-    local_module,
     overlap,
     replicated_grads,
     state_space,
@@ -352,7 +352,7 @@ def key_values_count_on_all_their_ranks(patch: Patch) -> None:
 
 
 def parameters_of_heads_without_sum_over_copies(patch: Patch) -> None:
-    cls = local_module.OverlappingParametersModule
+    cls = local_attributes.OverlappingParametersModule
     patch.setattr(cls, "forward", lambda self, *args, **kwargs: super(cls, self).forward(*args, **kwargs))
 
 
@@ -430,7 +430,60 @@ def experts_in_a_loop(patch: Patch) -> None:
     patch.setattr(moe, "_can_use_grouped_mm", lambda *args: False)
 
 
+def checksums_without_positions(patch: Patch) -> None:
+    Edit("distributed.input_check:_checksum", ", alpha=_STEP", ", alpha=0")(patch)
+
+
+def checksums_of_one_round(patch: Patch) -> None:
+    Edit("distributed.input_check:_checksum", "range(2)", "range(1)")(patch)
+
+
+def untried_layers_sharded(patch: Patch) -> None:
+    Edit("modeling.derived.derivation:_entry", "key not in findings.called", "False")(patch)
+
+
+def shards_read_by_untried_code(patch: Patch) -> None:
+    Edit("layers.full_weights:is_model_code", 'getattr(_thread, "is_running", False)', "False")(patch)
+
+
+def limits_of_ranks_ignored(patch: Patch) -> None:
+    Edit("sharding.plan:Plan.max_ranks", "min((limit for limit in limits if limit is not None), default=None)", "None")(
+        patch
+    )
+
+
+def documents_of_a_row_separated_by_stages_only(patch: Patch) -> None:
+    call = "model.use_lazy_logits()"
+    Edit("modeling.forward:with_full_stage_outputs", call, f'kwargs.setdefault("use_cache", False); {call}')(patch)
+
+
 MUTANTS: dict[str, list[Caught]] = {
+    "compat/test_any_model.py": [
+        (
+            untried_layers_sharded,
+            "test_weights_that_untried_code_reads_are_full",
+            {"way": 0, "is_tried": True},
+        ),
+        (
+            shards_read_by_untried_code,
+            "test_weights_that_untried_code_reads_are_full",
+            {"way": 4, "is_tried": False},
+        ),
+    ],
+    "distributed/test_input_check.py": [
+        (checksums_without_positions, "test_checksums_tell_apart_orders_and_pairs_of_signs", {}),
+        (checksums_of_one_round, "test_checksums_tell_apart_orders_and_pairs_of_signs", {}),
+    ],
+    "models/test_option_effects.py": [
+        (limits_of_ranks_ignored, "test_options_of_the_table_make_the_constructor_refuse_sizes", {}),
+    ],
+    "pipeline/test_same_call.py": [
+        (
+            documents_of_a_row_separated_by_stages_only,
+            "test_packed_rows_have_one_loss_at_all_sizes",
+            {"variant": "llama", "tp": 1, "pp": 2},
+        ),
+    ],
     "distributed/test_symmetric_memory.py": [
         (symmetric_memory_unchecked, "test_memory_that_is_missing_or_sums_wrongly_is_refused_on_all_ranks", {}),
         (symmetric_memory_for_sums_of_any_size, "test_small_sums_of_compiled_code_go_through_the_memory", {"n": 2}),
@@ -490,7 +543,7 @@ MUTANTS: dict[str, list[Caught]] = {
     "models/test_mixture_of_experts.py": [
         (
             projections_read_one_after_the_other,
-            "test_experts_whose_projections_alternate_are_saved_as_transformers_does",
+            "test_experts_with_alternating_projections_are_saved_as_by_transformers",
             {"sizes": (2, 1)},
         ),
         (experts_in_a_loop, "test_products_of_experts_are_grouped", {"expert_parallel_size": 2}),

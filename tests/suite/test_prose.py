@@ -22,6 +22,7 @@ CLAUSES = (
 CLAUSE = re.compile(rf"\b({'|'.join(CLAUSES)})\b", re.IGNORECASE)
 WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 CODE = ("oslo_models", "kernels", "setup.py")
+IN_NAMES = re.compile(r"(what|whose|those_of|that_of|whatever)(_|$)")
 
 
 def texts_of_python(source: str) -> Iterator[str]:
@@ -37,6 +38,22 @@ def texts_of_python(source: str) -> Iterator[str]:
                 comment = ""
             comment, last = f"{comment} {token.string.lstrip('# ')}", token.start[0]
     yield comment
+
+
+def messages_of_python(source: str) -> Iterator[str]:
+    """Messages of errors and logs, texts of options: strings of several words, without docstrings."""
+    tree = ast.parse(source)
+    others = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    others |= {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(each.value) if isinstance(each, ast.Constant) else "X" for each in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in others:
+            text = node.value
+        else:
+            continue
+        if text.count(" ") > 2:
+            yield text
 
 
 def texts_of(path: Path) -> Iterator[str]:
@@ -86,6 +103,33 @@ def test_few_clauses_stand_in_place_of_nouns(paths: list[Path], most: int) -> No
     assert len(paths) > 5
     share, found = clauses(paths)
     assert share < most, found[:200]
+
+
+def clauses_in_messages(path: Path) -> list[str]:
+    texts = (re.sub(r"\s+", " ", text) for text in messages_of_python(path.read_text()))
+    return [
+        f"{path.name}: {text[max(0, m.start() - 40) : m.end() + 30]}" for text in texts for m in CLAUSE.finditer(text)
+    ]
+
+
+def test_messages_have_no_clauses_in_place_of_nouns() -> None:
+    found = [line for path in files(*CODE, suffixes=(".py",)) for line in clauses_in_messages(path)]
+    assert not found, "\n".join(found)
+
+
+def test_names_of_tests_have_no_clauses_in_place_of_nouns() -> None:
+    names = [
+        name for path in files("tests") for name in re.findall(r"^ *def (test_\w+)", path.read_text(), re.MULTILINE)
+    ]
+    assert len(names) > 1000
+    assert not [name for name in names if IN_NAMES.search(name)]
+
+
+def test_clauses_in_messages_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    error = 'raise ValueError(f"a model whose {x}")'
+    path.write_text(f'"""Return what is left."""\nx = "of which"\ny = f"{{x}}: what is left of it"\n{error}\n')
+    assert len(clauses_in_messages(path)) == 2
 
 
 def test_clauses_are_found(tmp_path: Path) -> None:

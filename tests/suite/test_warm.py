@@ -78,7 +78,7 @@ def found(said: tuple[int, str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["script", "module", "code"])
-def test_a_program_finds_what_a_new_process_finds(kind: str, tmp_path: Path, warm: None) -> None:
+def test_a_program_finds_the_state_of_a_new_process(kind: str, tmp_path: Path, warm: None) -> None:
     arguments = programs(tmp_path, SCRIPT)[kind]
     for options in ({}, {"start_new_session": True}):
         copy, new = (found(said(tmp_path, arguments, new=new, **options)) for new in (False, True))
@@ -108,7 +108,7 @@ def test_a_signal_reaches_it_and_files_are_passed_on(tmp_path: Path, warm: None)
     os.close(reading)
 
 
-def test_what_it_starts_is_a_copy_too(tmp_path: Path, warm_launchers: None) -> None:
+def test_children_of_a_copy_are_copies(tmp_path: Path, warm_launchers: None) -> None:
     """The copy is a copy of the start, without later changes of the process."""
     inner = "import sys; print('inner', 'torch' in sys.modules, hasattr(sys, 'changed'), sys.argv[1:], flush=True)"
     outer = (

@@ -188,8 +188,8 @@ OSLO_1 = {
     ),
     "A44": _row(
         "saving from one process",
-        "checkpoint/test_checkpoint_saving.py::test_merged_files_equal_those_of_transformers",
-        "checkpoint/test_save_arguments.py::test_one_process_saves_what_transformers_loads",
+        "checkpoint/test_checkpoint_saving.py::test_merged_files_equal_the_files_of_transformers",
+        "checkpoint/test_save_arguments.py::test_one_process_saves_files_for_transformers",
     ),
     "A45": _row(
         "merged checkpoints",
@@ -350,13 +350,13 @@ PARALLELFORMERS = {
     "C4": _row(
         "`generate` and calls with tensors on the CPU",
         _SERVED,
-        "deploy/test_remote_module.py::test_attributes_are_those_of_the_full_model",
+        "deploy/test_remote_module.py::test_attributes_equal_the_full_model",
         "deploy/test_remote_module.py::test_methods_of_clip_run_in_the_workers",
     ),
     "C5": _row(
         "a Flask application",
         "server/test_serve.py::test_flask_script_of_the_documents_runs",
-        "deploy/test_running_batch.py::test_threads_get_what_they_would_get_alone",
+        "deploy/test_running_batch.py::test_threads_get_the_answers_of_a_single_thread",
         note="any number of requests at a time, and no `__main__` guard",
     ),
     "C6": _row(

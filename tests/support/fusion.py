@@ -54,6 +54,6 @@ def spy_on_few_rows(way: str = kernel.CPP) -> Any:
 
 def tiles() -> Any:
     """Allow split bfloat16 products for all sizes on any processor, in plain C++ without tile units."""
-    plain = split_product.why_not() is not None
+    plain = split_product.unavailable_reason() is not None
     product = partial(split_product.product, plain=plain)
-    return mock.patch.multiple(split_product, product=product, FEWEST_ROWS=1, why_not=lambda: None)
+    return mock.patch.multiple(split_product, product=product, FEWEST_ROWS=1, unavailable_reason=lambda: None)

@@ -13,7 +13,15 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from oslo_models import ParallelModel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import (
+    ColumnParallel,
+    LocalAttributes,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 
 
 class NoteConfig(PreTrainedConfig):
@@ -115,7 +123,7 @@ def plan_of_base(config: NoteConfig) -> Plan:
         blocks={
             "blocks": {
                 "before": Norm(),
-                "attention": LocalModule({"heads": heads.local_count}),
+                "attention": LocalAttributes({"heads": heads.local_count}),
                 **{f"attention.{name}": ColumnParallel(heads) for name in ("q", "k", "v")},
                 "attention.out": RowParallel(heads),
                 "between": Norm(),

@@ -6,7 +6,9 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from support.reference import TOLERANCE, full_parameters, reference_model
 from support.trainers import SHORT, Run, fresh_accelerate, in_float64, log_differences, watch
 
 NAME = "LlamaForCausalLM"
+REWARDED = ("GRPOTrainer", "RLOOTrainer")
 STEPS = (1, 5)
 ARGUMENTS = {
     **SHORT,
@@ -118,7 +121,7 @@ def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], row
 
     kind = next(each.__name__ for each in cls.__mro__ if each.__module__.startswith("trl."))
     settings = getattr(trl, kind.replace("Trainer", "Config"))(**{**ARGUMENTS, **args})
-    if kind == "GRPOTrainer":
+    if kind in REWARDED:
         options.setdefault("reward_funcs", unlike_words)
     else:
         ordered = {"_get_train_sampler": lambda self, dataset=None: SequentialSampler(dataset)}
@@ -145,19 +148,36 @@ def parameters(model: Any) -> dict[str, Any]:
     return adapters.trained_parameters(model) if hasattr(model, "peft_config") else stage_parameters(model)
 
 
+def generate_one_by_one(model: Any, inputs: list[list[int]], generation_config: Any, **ignored: Any) -> dict[int, Any]:
+    """Return the results of `generate_batch` for prompts in plain lists, by `generate` for each."""
+    seeds = torch.randint(2**63 - 1, (len(inputs),)).tolist()
+    outputs = {}
+    for number, (prompt, seed) in enumerate(zip(inputs, seeds, strict=True)):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            ids = torch.tensor([prompt])
+            found = model.eval().generate(ids, generation_config, attention_mask=torch.ones_like(ids))
+        outputs[number] = SimpleNamespace(generated_tokens=found[0, len(prompt) :].tolist())
+    return outputs
+
+
 def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **options: Any) -> Run:
     """Train in one process with the TRL class."""
     import trl
 
     fresh_accelerate()
-    config = tiny_config()
-    model = reference_model(NAME, config, seed)
-    run = Run(NAME, config, full_parameters(model))
+    config, name = tiny_config(), NAME
+    if kind == "RewardTrainer":
+        config.num_labels, name = 1, "LlamaForSequenceClassification"
+    model = reference_model(name, config, seed)
+    run = Run(name, config, full_parameters(model))
     if kind == "DPOTrainer" and options.get("peft_config") is None and not args.get("precompute_ref_log_probs"):
         options["ref_model"] = copy.deepcopy(model).eval()
-    if kind == "GRPOTrainer":  # TRL loads its reference model from a folder
+    if kind in REWARDED:  # TRL loads its reference model from a folder
         model.save_pretrained(folder := f"{args['output_dir']}/reference")
         model.config._name_or_path = folder
+    if args.get("use_transformers_continuous_batching"):
+        model.generate_batch = partial(generate_one_by_one, model)
     trainer = exactly(make_trainer, getattr(trl, kind), model, config, args, rows, **options)
     seen = watch(trainer, STEPS, adapters.trained_parameters if "peft_config" in options else full_parameters)
     exactly(trainer.train)

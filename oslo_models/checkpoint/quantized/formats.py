@@ -76,8 +76,8 @@ def check_quantization(settings: Mapping[str, Any], dequantize: bool) -> None:
     if not format_of(settings).can_stay and not dequantize:
         raise ValueError(
             f"the weights of the checkpoint are stacked experts, quantised as {format_name(settings)}, which stay so "
-            "only on one process with transformers: pass dequantize=True to load them as plain weights, whose shards "
-            "are dequantised on their ranks"
+            "only on one process with transformers: pass dequantize=True, and each rank dequantises its shards to "
+            "plain weights"
         )
 
 

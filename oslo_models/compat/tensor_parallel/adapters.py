@@ -72,7 +72,7 @@ class AdaptableThreads(AdaptableModel):
             return nn.Module.get_submodule(self, target)
         if target == "embeddings.word_embeddings":
             raise ValueError(
-                "prompts do not work on a model of tensor_parallel whose ranks are threads: use LoRA or IA3, or start "
+                "prompts do not work on a model of tensor_parallel with threads as ranks: use LoRA or IA3, or start "
                 "one process per device with torchrun and call tensor_parallel(model, distributed=True) before "
                 "get_peft_model"
             )
@@ -229,7 +229,7 @@ def shard_with_adapters(model: Any, shard: Callable[[Any], Any]) -> Any:
             raise ValueError(f"adapters are merged into the weights, such as {path}: call unmerge_adapter() before")
     if prompts := [name for name, config in model.peft_config.items() if config.is_prompt_learning]:
         raise ValueError(
-            f"the adapters {prompts} are prompts, which do not work on a model whose ranks are threads: use LoRA or "
+            f"the adapters {prompts} are prompts, which do not work on a model with threads as ranks: use LoRA or "
             "IA3, or tensor_parallel(model, distributed=True) before get_peft_model"
         )
     sharded = shard(_without_adapters(base))

@@ -16,13 +16,13 @@ from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
-_INDEXED = "its cache holds the keys of an indexer beside those of attention"
+_INDEXED = "its cache holds keys of an indexer beside keys of attention"
 _KINDS = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), ""),
     **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), _INDEXED),
     **dict.fromkeys(
         ("compressed_sparse_attention", "heavily_compressed_attention"),
-        "its cache holds compressed keys beside those of a window",
+        "its cache holds compressed keys beside the keys of a window",
     ),
 }
 """Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
@@ -30,14 +30,14 @@ EXCLUSIVE: Mapping[str, str] = {
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
     "flaubert": "it has no key-value cache",
-    "xlnet": "it predicts with a query of its own, and its cache grows by the prompt",
+    "xlnet": "it predicts with a separate query, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
     "rwkv": _STATES,
     "xlstm": _STATES,
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
-    "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
+    "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
 _NOT_SETTINGS = {
@@ -101,7 +101,7 @@ class Admission:
         if not all(hasattr(defaults, name) and not name.startswith("_") for name in kwargs.keys() - _NOT_SETTINGS):
             return False
         setting = settings_of(kwargs, defaults)
-        if not all(setting(name) in values for name, values in _NEUTRAL.items()):
+        if unsupported_setting(kwargs, defaults) is not None:
             return False
         ids_BL: Any = kwargs.get("input_ids")
         ids_BL = kwargs.get("inputs") if ids_BL is None else ids_BL
@@ -117,16 +117,26 @@ class Admission:
         return length < total <= self._longest
 
 
+def unsupported_setting(kwargs: Mapping[str, Any], defaults: Any) -> str | None:
+    """Return a setting of `generate` with its value that needs another decoding method, or ``None``.
+
+    Args:
+        kwargs, defaults: as for `Admission.joins`.
+    """
+    setting = settings_of(kwargs, defaults)
+    return next((f"{name}={setting(name)!r}" for name, values in _NEUTRAL.items() if setting(name) not in values), None)
+
+
 def reason_against(config: Any) -> str | None:
     """Return why no call of a model can join; ``None`` if calls can join."""
     if registry.SAME_CLASSES.get(config.model_type, config.model_type) not in registry.ARCHITECTURES:
         return "the running batch was not tested with models of its type"
     if config.is_encoder_decoder:
-        return "it is an encoder-decoder, whose encoder computes a batch at once"
+        return "it is an encoder-decoder, and its encoder computes a batch at once"
     if getattr(config, "is_decoder", True) is False:
         return "it is an encoder: is_decoder=False in its configuration"
     if getattr(config, "vision_config", None) is not None:
-        return "it reads images, whose features belong to one call"
+        return "it reads images, and their features belong to one call"
     text = config.get_text_config(decoder=True)
     if not _has_positions_of_their_own(text):
         return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"

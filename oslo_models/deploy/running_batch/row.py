@@ -8,7 +8,9 @@ Legend:
 
 from __future__ import annotations
 
+import copy
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,12 +46,20 @@ class Row:
         new: the generated tokens.
         ended: the row is complete.
         shares: other prompts may reuse its keys and values.
+        logprobs: logarithms of the probabilities from which the tokens were drawn; ``None``: they are not recorded.
         is_plain: greedy, without processors and log-probabilities.
         seconds: CPU time of the processors for the newest token.
     """
 
     def __init__(
-        self, number: int, ids_BL: Tensor, prompt: list[int], seed: int, settings: Any, device: torch.device
+        self,
+        number: int,
+        ids_BL: Tensor,
+        prompt: list[int],
+        seed: int,
+        settings: Any,
+        device: torch.device,
+        keeps_logprobs: bool = False,
     ) -> None:
         self.number, self.prompt, self.seed, self._device = number, prompt, seed, device
         processors, criteria, self._config, self.scored = settings
@@ -62,7 +72,13 @@ class Row:
         self.generator: torch.Generator | None = None
         if self._config.do_sample:
             self.generator = torch.Generator(device).manual_seed(seed)
-        self.is_plain = not self._processors and self.generator is None and self.scored is None
+        self.logprobs: list[float] | None = [] if keeps_logprobs else None
+        self.is_plain = not self._processors and self.generator is None and not self.reads_scores
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether the row needs log-probabilities beside its tokens."""
+        return self.scored is not None or self.logprobs is not None
 
     @property
     def host_ids_BL(self) -> Tensor:  # noqa: N802  the name says its shape
@@ -101,6 +117,8 @@ class Row:
             token = int(torch.multinomial(scores_V.softmax(-1), 1, generator=self.generator))
         else:
             token = int(scores_V.argmax(-1))
+        if self.logprobs is not None:
+            self.logprobs.append(float(scores_V.log_softmax(-1)[token]))
         self.take_token(token)
         return token if scored is None else self.scored(scored, token)
 
@@ -190,6 +208,37 @@ def prepare(model: ShardedModel, request: Any, known: PlainSettings | None = Non
             given["attention_mask"] = mask_BL[row : row + 1]
         rows.append(_make_row(model, request, given, prompt, decoding, known))
     return Call(request.number, request.stream, rows)
+
+
+def rows_of_prompt(
+    model: ShardedModel,
+    prompt: list[int],
+    seeds: Sequence[tuple[int, int]],
+    kwargs: dict[str, Any],
+    known: PlainSettings,
+    keeps_logprobs: bool = False,
+) -> list[Row]:
+    """Return rows with the same prompt, each with its number and seed from ``seeds``.
+
+    Args:
+        kwargs: arguments of `generate`.
+        known: settings of former rows of the same model.
+        keeps_logprobs: see `Row`.
+    """
+    given = {"input_ids": torch.tensor([prompt]), **kwargs}
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    key = known.key(given)
+    ids_BL, settings = given["input_ids"], known.find(key, prompt)
+    if settings is None:
+        ids_BL, _, settings = _prepare_row(model, None, given, None)
+        known.keep(key, settings)
+    processors, *others = settings
+    is_stateless = warp_of(processors) is not None
+    rows = []
+    for number, seed in seeds:
+        own = processors if is_stateless else copy.deepcopy(processors)
+        rows.append(Row(number, ids_BL, prompt, seed, (own, *others), known.device, keeps_logprobs))
+    return rows
 
 
 def _make_row(

@@ -54,7 +54,7 @@ def choose_tokens(rows: Sequence[Any], logits_BV: Tensor) -> list[int | Exceptio
         The token of each row, or the exception of its processors. ``None`` means that `Row.take` has to choose it.
     """
     if logits_BV.device.type in TOGETHER_ON:
-        together = [row.scored is None and not row.ended for row in rows]
+        together = [not row.reads_scores and not row.ended for row in rows]
     else:
         together = [row.is_plain for row in rows]
     if not any(together):

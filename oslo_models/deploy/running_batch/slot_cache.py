@@ -152,6 +152,16 @@ class SlotCache(Cache):
         self._take(slot, layers, row, stop, length)
         self.lengths.append(length)
 
+    def fork(self, slot: int, count: int) -> None:
+        """Append copies of a row after the last row."""
+        first, length = len(self.lengths), self.lengths[slot]
+        self.make_room(first + count, 0)
+        for copied in range(first, first + count):
+            self.kept.pop(copied, None)
+        for layer in self.layers:
+            layer.fork(slot, first, count, self.stop)
+        self.lengths += [length] * count
+
     def begin_with(self, other: SlotCache, slot: int, length: int) -> None:
         """Replace all rows by one: the first ``length`` positions of a row or former row of another cache."""
         self.clear()
@@ -249,6 +259,15 @@ class _SlotLayer(CacheLayerMixin):
             columns[slot] = columns[source]
             if lost is not None:
                 columns[source] = lost
+
+    def fork(self, slot: int, first: int, count: int, stop: int) -> None:
+        """Copy the columns before ``stop`` of a slot to ``count`` slots from ``first``."""
+        if not self.is_initialized:  # another stage holds the layer
+            return
+        for held in (self.keys, self.values):
+            held[first : first + count, :, :stop] = held[slot, :, :stop]
+            if self._cache.is_static:
+                held[first : first + count, :, stop:] = 0
 
     def copy(self, slot: int, source: Any, row: int, stop: int, source_stop: int, length: int) -> None:
         """Copy ``length`` positions of a row of another layer into a slot. Set the columns before them to zero."""

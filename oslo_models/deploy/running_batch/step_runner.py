@@ -114,6 +114,11 @@ class StepRunner:
         if rows and self._keeps_logits and self.model.pipeline is not None:
             self.model.pipeline.skip_generation_step(rows, length)
 
+    def fork(self, slot: int, count: int) -> None:
+        """Append copies of a row."""
+        self.rows.fork(slot, count)
+        self.numbers += [self.numbers[slot]] * count
+
     def free(self, leaving: Sequence[int]) -> None:
         """Remove the rows in the slots that a step frees."""
         for slot in leaving:

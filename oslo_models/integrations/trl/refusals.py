@@ -59,10 +59,6 @@ def refused_options(args: Any) -> dict[str, tuple[Any, str]]:
             given("use_vllm"),
             "vLLM would get the shards of one rank as weights; leave it out: the sharded model itself generates",
         ),
-        "use_transformers_continuous_batching=True": (
-            given("use_transformers_continuous_batching"),
-            "its scheduler runs on each rank by itself; leave it out, and generation is batched as usual",
-        ),
         "cast_lm_head_to_fp32=True": (
             given("cast_lm_head_to_fp32"),
             "it replaces the forward of the sharded head; leave it out: probabilities are computed in float32",

@@ -1,4 +1,4 @@
-"""TRL's `SFTTrainer`, `DPOTrainer` and `GRPOTrainer` for models of this library on several ranks."""
+"""TRL's SFT, DPO, reward, GRPO and RLOO trainers for models of this library on several ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
+import trl
 from accelerate.utils import is_peft_model, set_seed
 from torch import Tensor
-from trl.trainer import dpo_trainer, grpo_trainer, sft_trainer
+from trl.trainer import dpo_trainer, grpo_trainer, reward_trainer, rloo_trainer, sft_trainer
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
@@ -103,19 +105,21 @@ class DPOTrainer(_TRLMixin, dpo_trainer.DPOTrainer):  # type: ignore[misc]
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
 
-class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc]
-    """TRL's ``GRPOTrainer`` for models of this library on several ranks; the sharded model itself generates.
-
-    Batch sizes are per replica, and ``generation_batch_size`` is ``per_device_train_batch_size * steps_per_generation``
-    times the number of replicas. All ranks of a replica train on the completions and rewards of its first rank. Without
-    adapters, the reference model for ``beta`` is a copy of the model on the same ranks.
+class RewardTrainer(_TRLMixin, reward_trainer.RewardTrainer):  # type: ignore[misc]
+    """TRL's ``RewardTrainer`` for sequence classifiers of this library on several ranks. Batch sizes are per replica.
 
     Raises:
         ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
     """
 
+
+class _RewardedMixin(_TRLMixin):
+    """Common base of the trainers that generate completions and score them by reward functions."""
+
+    _trl_class: type
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _arguments(grpo_trainer.GRPOTrainer, self, args, kwargs)
+        given = _arguments(self._trl_class, self, args, kwargs)
         options = given.get("args")
         copies = options is not None and options.beta != 0.0 and _needs_reference(given)
         reference = _reference(given["model"]) if copies else None
@@ -167,11 +171,51 @@ class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc]
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Gather the rewards of the first rank of each replica; TRL gathers the rewards of all ranks."""
         rewards: Tensor = super()._calculate_rewards(*args, **kwargs)
-        if self._parallel is None:
-            return rewards
+        return rewards if self._parallel is None else self._of_replicas(rewards)
+
+    def _of_replicas(self, gathered: Tensor) -> Tensor:
+        """Return the rows of the first rank of each replica."""
         first_ranks = broadcast_object(self._mesh.model, self._mesh.dp.ranks)
-        of_ranks = rewards.view(self._mesh.world.size, -1, rewards.shape[-1])
+        of_ranks = gathered.view(self._mesh.world.size, -1, *gathered.shape[1:])
         return of_ranks[list(first_ranks)].flatten(0, 1)
+
+
+class GRPOTrainer(_RewardedMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc]
+    """TRL's ``GRPOTrainer`` for models of this library on several ranks; the sharded model itself generates.
+
+    Batch sizes are per replica, and ``generation_batch_size`` is ``per_device_train_batch_size * steps_per_generation``
+    times the number of replicas. All ranks of a replica train on the completions and rewards of its first rank. Without
+    adapters, the reference model for ``beta`` is a copy of the model on the same ranks.
+
+    Raises:
+        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+    """
+
+    _trl_class = grpo_trainer.GRPOTrainer
+
+
+class RLOOTrainer(_RewardedMixin, rloo_trainer.RLOOTrainer):  # type: ignore[misc]
+    """TRL's ``RLOOTrainer`` for models of this library on several ranks; see `GRPOTrainer`.
+
+    Raises:
+        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+    """
+
+    _trl_class = rloo_trainer.RLOOTrainer
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather the KL divergences over replicas. TRL calls accelerate's function, which gathers over all ranks."""
+        if self._parallel is None:
+            return super()._generate_and_score_completions(*args, **kwargs)
+        of_trl = rloo_trainer.RLOOTrainer._generate_and_score_completions
+        if "gather" not in of_trl.__code__.co_names:
+            raise RuntimeError(
+                f"trl {trl.__version__} gathers KL divergences in another way than oslo_models expects: use "
+                "GRPOTrainer, or an older trl"
+            )
+        names = {**of_trl.__globals__, "gather": self.accelerator.gather}
+        own = FunctionType(of_trl.__code__, names, of_trl.__name__, of_trl.__defaults__, of_trl.__closure__)
+        return own(self, *args, **kwargs)
 
 
 def _arguments(cls: type, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

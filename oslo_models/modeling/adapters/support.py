@@ -173,4 +173,6 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
             "target_modules, or use fewer ranks"
         )
     if isinstance(tuner, ia3.IA3Layer) and isinstance(base, VocabParallelHead):
-        raise ValueError(f"IA3 does not work on {path}, whose vocabulary is sharded: leave it out of target_modules")
+        raise ValueError(
+            f"IA3 does not work on {path}, since its vocabulary is sharded: leave it out of target_modules"
+        )

@@ -29,7 +29,7 @@ Call = Callable[[nn.Module], Any]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, Conv1D, nn.Embedding, nn.MultiheadAttention, *_CONVOLUTIONS, *_TRANSPOSED)
-_CHANGED_EMBEDDING = "its class changes what an embedding computes, and no call showed how"
+_CHANGED_EMBEDDING = "its class changes the result of an embedding, and no call showed how"
 _UNTRIED = "no call of the trial reached it"
 _TIED = "an nn.MultiheadAttention with weights of other layers stays whole"
 _NESTED = "its nn.TransformerEncoder uses nested tensors; with enable_nested_tensor=False it is sharded"
@@ -151,10 +151,10 @@ def _reason_against(module: nn.Module) -> str:
             return "a normalisation is small"
         return f"{type(module).__name__} is not among the layers that can be sharded"
     if type(module).forward is not kind.forward or "forward" in vars(module):
-        changes = f"its class {type(module).__name__} changes what the layer computes"
+        changes = f"its class {type(module).__name__} changes the result of the layer"
         return _CHANGED_EMBEDDING if kind is nn.Embedding and "forward" not in vars(module) else changes
     if any(type(param) is not nn.Parameter for param in module.parameters(recurse=False)):
-        return "its parameters are of a class of their own"
+        return "its parameters are of a subclass of nn.Parameter"
     if isinstance(module, nn.MultiheadAttention):
         return ""
     if module._parameters.keys() - {"weight", "bias"} or "weight" not in module._parameters:

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.gathered import call_by_itself
-from oslo_models.layers.sharded_activation import Mark, ShardedActivation
+from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
 
 
 @dataclass
@@ -71,9 +71,9 @@ class Trace:
         """Return the local input of a row-parallel layer, or ``None`` if the layer has to shard its outputs instead."""
         if path in self.fixed or not isinstance(x, ShardedActivation):
             return None
-        if x.mark.dim != x.dim() - 1 or x.mark.parts > 1 or self.rows.get(path, x.mark.units) != x.mark.units:
+        if x.spec.dim != x.dim() - 1 or x.spec.parts > 1 or self.rows.get(path, x.spec.units) != x.spec.units:
             return None
-        self.rows[path] = x.mark.units
+        self.rows[path] = x.spec.units
         self.lazy |= x.sources
         return x.local()
 
@@ -86,8 +86,8 @@ class Trace:
         units = self.units.get(path, size // parts)
         if size % parts or size // parts % units:
             parts, units = 1, size
-        mark = Mark(output.dim() - 1, units, parts)
-        return ShardedActivation.from_local(output, Axis.alone("tp"), mark, size, frozenset([path]), self)
+        spec = ShardSpec(output.dim() - 1, units, parts)
+        return ShardedActivation.from_local(output, Axis.alone("tp"), spec, size, frozenset([path]), self)
 
 
 class _Traced(nn.Module):

@@ -23,7 +23,7 @@ from oslo_models.sharding.local_config import LocalConfig
 
 
 @dataclass(frozen=True)
-class LocalModule(Replicated):
+class LocalAttributes(Replicated):
     """Module with attributes that count heads or elements. Each rank sets them to its local counts.
 
     The parameters of the module need separate entries.
@@ -45,8 +45,8 @@ class LocalModule(Replicated):
     shared: tuple[str, ...] = ()
 
 
-@shards(LocalModule)
-def localize(module: Any, entry: LocalModule, context: ShardingContext) -> None:
+@shards(LocalAttributes)
+def localize(module: Any, entry: LocalAttributes, context: ShardingContext) -> None:
     """Reduce a module's head counts in attributes, arguments and shapes to the local heads."""
     set_local_attributes(module, entry.attributes, context.tp)
     for argument, heads in entry.per_head.items():  # before the width: its class hides the signature

@@ -1,4 +1,4 @@
-"""The interface of the fusion rules: `Subject` for a module of a model, and `FusionRule` for a rule."""
+"""The interface of the fusion rules: `ModuleContext` for a module of a model, and `FusionRule` for a rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE_PASS = "one pass in C++"
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModuleContext:
     """A module of a model with its context, the argument of the rules.
 
     Attributes:
@@ -49,7 +49,7 @@ class Subject:
     @property
     def on_cpu(self) -> bool:
         """Return whether small operations of the model are fused on a CPU."""
-        is_there = all(each.why_not() is None for each in (decode_attention, small_operations, passes))
+        is_there = all(each.unavailable_reason() is None for each in (decode_attention, small_operations, passes))
         return self.backend == "torch" and self.model.device.type == "cpu" and is_there
 
     def candidate(self, operation: str, cls: type | None, reason: str, **options: Any) -> FusionCandidate:
@@ -80,8 +80,8 @@ class FusionRule:
             changed.
     """
 
-    match: Callable[[Subject], bool]
-    build: Callable[[Subject], Iterator[FusionCandidate]]
+    match: Callable[[ModuleContext], bool]
+    build: Callable[[ModuleContext], Iterator[FusionCandidate]]
     relies_on: tuple[str, ...] = ()
 
     def changed(self) -> str | None:
@@ -89,7 +89,7 @@ class FusionRule:
         return next((found for found in map(broken, self.relies_on) if found is not None), None)
 
 
-def subjects(model: ShardedModel, backend: str) -> Iterator[Subject]:
+def module_contexts(model: ShardedModel, backend: str) -> Iterator[ModuleContext]:
     """Yield the modules of this rank's pipeline stage, without placeholders for modules of other stages."""
     entries = {**model.plan(model.config).under(model._prefix()).head, **model.head_entries(model.config)}
     lm_heads = {name for name, entry in entries.items() if isinstance(entry, VocabParallel)}
@@ -103,7 +103,9 @@ def subjects(model: ShardedModel, backend: str) -> Iterator[Subject]:
             continue
         is_lm_head = name in lm_heads and isinstance(module, nn.Linear)
         parent = layers.get(name.rpartition(".")[0], "")
-        yield Subject(model, backend, name, module, layers[name], _classes_around(model, name), is_lm_head, parent)
+        yield ModuleContext(
+            model, backend, name, module, layers[name], _classes_around(model, name), is_lm_head, parent
+        )
 
 
 def _classes_around(model: ShardedModel, name: str) -> tuple[type, ...]:

@@ -1,0 +1,278 @@
+"""Generates for a list of prompts in one running batch, on all ranks of a model, without worker processes.
+
+Every rank plans the same steps, since it knows all prompts and gets every token. The leader, the first rank of the last
+pipeline stage, chooses the tokens and ends the rows. One small all-reduce per step shares its choice.
+
+Equal prompts form a group. The batch computes the prompt of a group once and copies its keys and values to the slots of
+the other rows.
+
+Legend:
+    B: rows.
+    V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_models.deploy.running_batch.admission import bytes_of_token
+from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
+from oslo_models.deploy.running_batch.plain_settings import PlainSettings
+from oslo_models.deploy.running_batch.row import Row, rows_of_prompt
+from oslo_models.deploy.running_batch.sampling import choose_tokens
+from oslo_models.deploy.running_batch.scheduler import PADDED
+from oslo_models.deploy.running_batch.step import Step, WholePrompt
+from oslo_models.deploy.running_batch.step_runner import StepRunner
+from oslo_models.distributed.collectives import all_reduce
+from oslo_models.distributed.stopping import OtherRankError
+from oslo_models.pipeline.sharded_model import ShardedModel
+
+MOST_CACHE_ON_CPU = 4 << 30
+"""Maximum bytes of keys and values of all ranks on CPUs, with the default number of rows."""
+
+OnToken = Callable[[int, int, bool], Any]
+"""``on_token(number of the sequence, token, whether the sequence ends with it)``."""
+
+
+@dataclass
+class Generated:
+    """One sequence of the result.
+
+    Attributes:
+        number: in the result.
+        prompt: its tokens.
+        seed: of its random generator.
+        new: the generated tokens.
+        logprobs: logarithms of the probabilities from which the tokens were drawn, if they were asked for.
+        ended: the sequence is complete.
+    """
+
+    number: int
+    prompt: list[int]
+    seed: int
+    new: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+
+def limits_of(model: ShardedModel, count: int, length: int, rows: int | None) -> BatchLimits:
+    """Return the limits of a batch.
+
+    Args:
+        count: number of sequences.
+        length: maximum tokens of a sequence, prompt and answer together.
+        rows: maximum number of rows; ``None`` for as many as the memory for keys and values allows, up to 64.
+    """
+    if rows is None:
+        rows = min(count, GPU_LIMITS.rows)
+        size = bytes_of_token(model.config)
+        most = model.mesh.model.size * MOST_CACHE if model.device.type == "cuda" else MOST_CACHE_ON_CPU
+        while size is not None and rows > 1 and rows * columns(length) * size > most:
+            rows //= 2
+    return BatchLimits(min(rows, count), length, chunk=GPU_LIMITS.chunk, reuse=False)
+
+
+class Planner:
+    """Plans the steps of a list of sequences. Every rank makes the same plan.
+
+    Groups of equal prompts join in their order, each as soon as all of its rows have a slot. A step computes as many
+    prompts as fit into a chunk together; a longer prompt takes several steps. In all other steps, each row decodes.
+
+    Attributes:
+        rows: the sequences in the batch, by slot.
+        joining: the sequences that get a token from the logits of this step, by row of the logits.
+    """
+
+    def __init__(self, sequences: Sequence[Generated], limits: BatchLimits) -> None:
+        self._limits = limits
+        groups: dict[tuple[int, ...], list[Generated]] = {}
+        for sequence in sequences:
+            groups.setdefault(tuple(sequence.prompt), []).append(sequence)
+        self._waiting = deque(
+            group[start : start + limits.rows]
+            for group in groups.values()
+            for start in range(0, len(group), limits.rows)
+        )
+        self.rows: list[Generated] = []
+        self._done = 0  # computed tokens of the first waiting prompt
+
+    def next(self) -> tuple[Step, list[list[Generated]]] | None:
+        """Return the next step and the groups that join in it; ``None`` at the end."""
+        leaving = self._free_slots()
+        if found := self._next_groups():
+            return self._prefill(leaving, found)
+        if not self.rows:
+            return None
+        return Step(0, leaving=leaving, tokens=[row.new[-1] for row in self.rows]), []
+
+    def _prefill(self, leaving: list[int], found: list[list[Generated]]) -> tuple[Step, list[list[Generated]]]:
+        prompts, step = [group[0].prompt for group in found], Step(0, leaving=leaving)
+        if len(prompts[0]) > self._limits.chunk:
+            step.chunk, step.begins = prompts[0][self._done : self._done + self._limits.chunk], self._done == 0
+            self._done += len(step.chunk)
+            step.joins = self._done == len(prompts[0])
+            if not step.joins:
+                return step, []
+            self._done = 0
+        else:
+            for prompt in prompts:
+                step.chunk += prompt
+                step.whole.append(WholePrompt(0, len(prompt), -1))
+        for group in found:
+            self._waiting.popleft()
+            self.rows.append(group[0])
+        for group in found:
+            self.rows += group[1:]
+        return step, found
+
+    def _next_groups(self) -> list[list[Generated]]:
+        """Return the next groups to compute together. A group with a long prompt is alone."""
+        found: list[list[Generated]] = []
+        longest = tokens = 0
+        room = self._limits.rows - len(self.rows)
+        for group in islice(self._waiting, room):
+            length, room = len(group[0].prompt), room - len(group)
+            longest, tokens = max(longest, length), tokens + length
+            padded = longest * (len(found) + 1)
+            if room < 0 or (found and padded > min(self._limits.chunk, PADDED * tokens)):
+                break
+            found.append(group)
+        return found
+
+    def _free_slots(self) -> list[int]:
+        leaving = []
+        for slot in reversed(range(len(self.rows))):
+            if self.rows[slot].ended:
+                self.rows[slot] = self.rows[-1]
+                self.rows.pop()
+                leaving.append(slot)
+        return leaving
+
+
+class OfflineBatch:
+    """The batch on one rank.
+
+    Args:
+        kwargs: arguments of `generate` for each prompt.
+        keeps_logprobs: record the log-probability of each token.
+        on_token: is called on this rank for each token of each sequence.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        limits: BatchLimits,
+        kwargs: dict[str, Any],
+        keeps_logprobs: bool = False,
+        on_token: OnToken | None = None,
+    ) -> None:
+        self._model, self._limits, self._kwargs = model, limits, kwargs
+        self._keeps_logprobs, self._on_token = keeps_logprobs, on_token
+        self._axis = model.mesh.model
+        self._leads = self._axis.rank == model.mesh.tp.size * (model.mesh.pp.size - 1)
+        self._runner = StepRunner(model, limits, keeps_logits=True)
+        self._settings = PlainSettings(model)
+        self._rows: dict[int, Row] = {}
+        self._error: Exception | None = None
+
+    def run(self, sequences: Sequence[Generated], on_end: Callable[[int], Any] = lambda count: None) -> None:
+        """Complete the sequences. A collective of the ranks of one model.
+
+        Args:
+            on_end: is called with the number of sequences that have ended in a step.
+
+        Raises:
+            Exception: on every rank, if a processor, a criterion or ``on_token`` raises on one.
+        """
+        planner = Planner(sequences, self._limits)
+        while (planned := planner.next()) is not None:
+            step, groups = planned
+            logits_BV = self._runner.run(step)
+            if logits_BV is None:
+                continue
+            if groups:
+                logits_BV = self._fork(planner.rows, groups, logits_BV)
+            rows = planner.rows[-sum(map(len, groups)) :] if groups else planner.rows
+            self._take(rows, self._choose(rows, groups, logits_BV), on_end)
+        self._exchange(torch.zeros(0, dtype=torch.int64))  # for errors of `on_token` at the last tokens
+
+    def _fork(self, rows: list[Generated], groups: list[list[Generated]], logits_BV: Tensor) -> Tensor:
+        """Copy the prompts that have joined to the slots of their groups. Return the logits of all rows that join."""
+        first = len(rows) - sum(map(len, groups))
+        copies = [index for index, group in enumerate(groups) for _ in group[1:]]
+        for index, group in enumerate(groups):
+            if len(group) > 1:
+                self._runner.fork(first + index, len(group) - 1)
+        if not copies or not len(logits_BV):  # other stages than the last one have no logits
+            return logits_BV
+        return logits_BV[torch.tensor([*range(len(groups)), *copies], device=logits_BV.device)]
+
+    def _choose(self, rows: list[Generated], groups: list[list[Generated]], logits_BV: Tensor) -> Tensor:
+        """Choose tokens on the leader. Return [3, B]: tokens, whether rows end, bits of log-probabilities."""
+        chosen = torch.zeros(3, len(rows), dtype=torch.int64)
+        if not self._leads or self._error is not None:
+            return chosen
+        try:
+            for group in groups:
+                self._prepare(group)
+            own = [self._rows[row.number] for row in rows]
+            for index, (row, token) in enumerate(zip(own, choose_tokens(own, logits_BV), strict=True)):
+                if isinstance(token, Exception):
+                    raise token
+                token = row.take(logits_BV[index]) if token is None else row.take_token(token)
+                chosen[0, index], chosen[1, index] = int(token), row.ended
+            if self._keeps_logprobs:
+                last = [row.logprobs[-1] for row in own]  # type: ignore[index]
+                chosen[2] = torch.tensor(last, dtype=torch.float64).view(torch.int64)
+        except Exception as error:  # noqa: BLE001  raised on all ranks by the exchange
+            self._error = error
+        return chosen
+
+    def _prepare(self, group: list[Generated]) -> None:
+        seeds = [(each.number, each.seed) for each in group]
+        made = rows_of_prompt(
+            self._model, group[0].prompt, seeds, self._kwargs, self._settings, keeps_logprobs=self._keeps_logprobs
+        )
+        self._rows.update({row.number: row for row in made})
+
+    def _take(self, rows: list[Generated], chosen: Tensor, on_end: Callable[[int], Any]) -> None:
+        tokens, ends, bits = self._exchange(chosen.flatten()).view(3, -1)
+        logprobs = bits.view(torch.float64).tolist() if self._keeps_logprobs else []
+        ended = 0
+        for index, (row, token, ends_here) in enumerate(zip(rows, tokens.tolist(), ends.tolist(), strict=True)):
+            row.new.append(token)
+            row.ended = bool(ends_here)
+            row.logprobs += logprobs[index : index + 1]
+            ended += row.ended
+            if row.ended:
+                self._rows.pop(row.number, None)
+            if self._on_token is not None and self._error is None:
+                try:
+                    self._on_token(row.number, token, row.ended)
+                except Exception as error:  # noqa: BLE001  raised on all ranks by the next exchange
+                    self._error = error
+        if ended:
+            on_end(ended)
+
+    def _exchange(self, values: Tensor) -> Tensor:
+        """Sum int64 values over the ranks: only the leader has other ones than zeros. Raise if a rank has failed."""
+        if self._axis.size > 1:
+            failed = 0 if self._error is None else self._axis.rank + 1
+            sent = torch.cat((values.new_tensor([failed]), values)).to(self._model.device)
+            found = all_reduce(self._axis, sent).cpu()
+            failed, values = int(found[0]), found[1:]
+            if failed and self._error is None:
+                raise OtherRankError(
+                    "a logits processor, stopping criterion or streamer of generate_batch has raised on another rank: "
+                    "its error says why"
+                )
+        if self._error is not None:
+            raise self._error
+        return values

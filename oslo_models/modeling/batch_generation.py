@@ -1,0 +1,239 @@
+"""`generate_batch`: many prompts in one running batch, on the ranks of the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import GenerationConfig, PreTrainedModel
+
+from oslo_models.contracts import require
+from oslo_models.deploy.generation_limits import settings_of
+from oslo_models.deploy.running_batch.admission import reason_against, unsupported_setting
+from oslo_models.distributed.object_exchange import agree
+from oslo_models.distributed.rng import synchronize
+
+_NEW_TOKENS = 20
+"""Default number of new tokens of `generate`."""
+_USER_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer")
+"""Arguments of `generate` that are not in generation configurations."""
+
+
+class BatchGeneratingModel(PreTrainedModel):
+    """The part of `ParallelModel` that generates for many prompts."""
+
+    @torch.no_grad()
+    def generate_batch(
+        self: Any,
+        inputs: Sequence[Sequence[int]],
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        *args: Any,
+        num_return_sequences: int | None = None,
+        max_batch_size: int | None = None,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Generate for many prompts of different lengths in one running batch.
+
+        A row leaves the batch after its last token, and the next prompt takes its slot. Equal prompts, such as the
+        completions of one group, are computed once. Each sequence has the tokens that ``generate`` returns for its
+        prompt alone. The method runs on the ranks of a training or evaluating model with its present weights and
+        adapters, without dropout. Its memory is free again when it returns. A collective.
+
+        Args:
+            inputs: token ids of the prompts, equal on all ranks of one model replica.
+            generation_config: settings of ``generate``. Default: the model's.
+            continuous_batching_config: as in transformers. Only ``return_logprobs`` has an effect; the other fields
+                tune the memory of transformers' engine.
+            record_timestamps: record the time of each token (``time.perf_counter``).
+            progress_bar: show the number of complete sequences on the first rank.
+            *args: further arguments of transformers' method, without effect.
+            num_return_sequences: sequences for each prompt. Default: as ``generation_config`` says.
+            max_batch_size: maximum number of rows that are decoded together. Default: up to 64, as many as have keys
+                and values of 16 GiB on each GPU, or 4 GiB on CPUs.
+            streamer: its ``put(number, token)`` gets each token of sequence ``number``, and ``end(number)`` is called
+                after the last one. It may be set on some ranks only.
+            **kwargs: settings of ``generate``, such as ``max_new_tokens``.
+
+        Returns:
+            A ``GenerationOutput`` of transformers for each sequence, in the order of the prompts. Sequences of one
+            prompt follow each other. On all ranks.
+
+        Raises:
+            ValueError: a prompt is empty or has a token outside the vocabulary; or the model or a setting needs another
+                decoding method; or a sequence would be longer than the model allows; on every rank.
+        """
+        if self.mesh is None:
+            if num_return_sequences is not None:
+                raise ValueError(
+                    f"num_return_sequences={num_return_sequences} of a full model belongs into generation_config"
+                )
+            options = (continuous_batching_config, record_timestamps, progress_bar, *args)
+            return super().generate_batch(inputs, generation_config, *options, **kwargs)
+        with agree(self.mesh.model, "checking the prompts of generate_batch"):
+            given, prompts, copies = _checked(self, inputs, generation_config, num_return_sequences, kwargs)
+            length = _longest(self, prompts, settings_of(given, self.generation_config))
+            if max_batch_size is not None and max_batch_size < 1:
+                raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        if not prompts:
+            return {}
+        flat = torch.tensor([token for prompt in prompts for token in (len(prompt), *prompt)])
+        self._compare((), {"inputs": flat})
+        return _generate(
+            self,
+            prompts,
+            given,
+            (copies, length, max_batch_size),
+            keeps_logprobs=bool(getattr(continuous_batching_config, "return_logprobs", False)),
+            keeps_times=record_timestamps,
+            shows_progress=progress_bar,
+            streamer=streamer,
+        )
+
+
+def _checked(
+    model: Any,
+    inputs: Sequence[Any],
+    config: GenerationConfig | None,
+    num_return_sequences: int | None,
+    kwargs: Mapping[str, Any],
+) -> tuple[dict[str, Any], list[list[int]], int]:
+    """Return the arguments of `generate` for each prompt, the prompts, and the number of sequences for each.
+
+    Raises:
+        ValueError: see `BatchGeneratingModel.generate_batch`.
+    """
+    name, instead = type(model).__name__, "call generate"
+    reason = reason_against(model.config) if model.can_generate() else "it generates no text"
+    if model.mesh.has_experts_over_replicas:
+        reason = "its experts are divided over replicas, and replicas would compute different numbers of steps"
+    if reason is not None:
+        raise ValueError(f"generate_batch does not run {name}: {reason}; {instead}")
+    given = {**kwargs, **({} if config is None else {"generation_config": config})}
+    others = [key for key in kwargs if key not in _USER_CODE and not hasattr(model.generation_config, key)]
+    if others or any(key.startswith("_") for key in kwargs):
+        raise ValueError(
+            f"generate_batch has no argument {', '.join(others) or '_'}: it takes settings of generate, and prompts as "
+            "lists of token ids without padding"
+        )
+    setting = settings_of(given, model.generation_config)
+    copies = num_return_sequences or setting("num_return_sequences") or 1
+    if copies > 1 and not setting("do_sample"):
+        raise ValueError(f"num_return_sequences={copies} needs do_sample=True: greedy sequences would be equal")
+    given = {**given, "num_return_sequences": 1}
+    if (unsupported := unsupported_setting(given, model.generation_config)) is not None:
+        raise ValueError(f"generate_batch does not support {unsupported}: leave it out, or {instead}")
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    prompts = [each.tolist() if isinstance(each, Tensor) else [int(token) for token in each] for each in inputs]
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"inputs[{number}] is empty: pass at least one token for each prompt")
+        if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
+            raise ValueError(f"inputs[{number}] has the token {wrong[0]}; the vocabulary has {vocabulary}")
+    return given, prompts, copies
+
+
+def _longest(model: Any, prompts: Sequence[list[int]], setting: Callable[[str], Any]) -> int:
+    """Return the length of the longest possible sequence.
+
+    Raises:
+        ValueError: the model has fewer positions, or no prompt leaves room for a new token.
+    """
+    if not prompts:
+        return 0
+    longest = max(map(len, prompts))
+    new, most = setting("max_new_tokens"), setting("max_length")
+    total = longest + int(new) if new is not None else int(most) if most is not None else longest + _NEW_TOKENS
+    if total <= longest:
+        what = f"max_length={most}" if new is None else f"max_new_tokens={new}"
+        raise ValueError(f"{what} leaves no room for new tokens after a prompt of {longest} tokens: use a larger value")
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None and total > positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {total - longest} new ones are more than the "
+            f"max_position_embeddings={positions} of {type(model).__name__}: use fewer new tokens or shorter prompts"
+        )
+    return total
+
+
+def _generate(
+    model: Any,
+    prompts: Sequence[list[int]],
+    given: dict[str, Any],
+    sizes: tuple[int, int, int | None],
+    keeps_logprobs: bool,
+    keeps_times: bool,
+    shows_progress: bool,
+    streamer: Any,
+) -> dict[str, Any]:
+    """Complete the prompts on this rank.
+
+    Args:
+        sizes: sequences for each prompt, maximum tokens of a sequence, maximum number of rows.
+    """
+    from oslo_models.deploy.running_batch.offline import Generated, OfflineBatch, limits_of
+
+    require("deploy.running_batch")
+    copies, length, most_rows = sizes
+    synchronize(model.mesh.model, model.mesh.device)
+    count = len(prompts) * copies
+    seeds = torch.randint(2**63 - 1, (count,), device="cpu").tolist()
+    sequences = [Generated(number, prompts[number // copies], seeds[number]) for number in range(count)]
+    times: dict[int, list[float]] = {number: [] for number in range(count)}
+
+    def on_token(number: int, token: int, ends: bool) -> None:
+        if keeps_times:
+            times[number].append(time.perf_counter())
+        if streamer is not None:
+            streamer.put(number, token)
+            if ends:
+                streamer.end(number)
+
+    limits = limits_of(model, count, length, most_rows)
+    hidden = not shows_progress or model.mesh.model.rank > 0
+    with _evaluating(model), model.generating(), tqdm(total=count, disable=hidden, unit="sequence") as bar:
+        watches = on_token if keeps_times or streamer is not None else None
+        try:
+            OfflineBatch(model, limits, given, keeps_logprobs, watches).run(sequences, bar.update)
+        except torch.OutOfMemoryError:
+            model._release_caches()
+            raise
+    return {
+        f"req_{each.number // copies}" + (f"__child#{each.number % copies - 1}" if each.number % copies else ""): (
+            _output(each, f"req_{each.number // copies}", times[each.number] if keeps_times else None)
+        )
+        for each in sequences
+    }
+
+
+def _output(sequence: Any, request: str, times: list[float] | None) -> Any:
+    from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+    return GenerationOutput(
+        request_id=request,
+        prompt_ids=sequence.prompt,
+        generated_tokens=sequence.new,
+        logprobs=sequence.logprobs,
+        status=RequestStatus.FINISHED,
+        timestamps=times,
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluate within the block. Afterwards, each module that trained trains again."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True

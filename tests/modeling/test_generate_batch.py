@@ -1,0 +1,346 @@
+"""`generate_batch`: each sequence has the tokens that `generate` returns for its prompt alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+
+from oslo_models import LlamaForCausalLM, MambaForCausalLM
+from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.offline import Generated, Planner
+from oslo_models.deploy.running_batch.slot_cache import SlotCache
+from oslo_models.distributed.stopping import OtherRankError
+
+from support import zoo
+from support.float64 import lifted_casts
+from support.mutants import Edit, MutantPool
+from support.pipelines import model_on_stages
+from support.pool import Pool, WorkerError
+from support.reference import full_parameters, reference_model
+
+NEW = 6
+SIZES = [(1, 1), (2, 1), (1, 2), (2, 2)]
+SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 12, "top_p": 0.9, "repetition_penalty": 1.2}
+
+Case = tuple[str, PreTrainedConfig, dict[str, Tensor]]
+
+
+def case(variant: str, seed: int, dropout: float = 0.0) -> tuple[Any, Case]:
+    """Return transformers' model, and its class name, configuration and weights."""
+    name, config = zoo.lm_head(variant), zoo.config(variant)
+    config.resid_pdrop = dropout
+    model = reference_model(name, config, seed).eval()
+    return model, (name, config, full_parameters(model))
+
+
+def drawn_prompts(vocabulary: int, seed: int) -> list[list[int]]:
+    """Prompts of several lengths; two of them are equal, and one begins like another."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(3, vocabulary) for _ in range(draw.randint(1, 9))] for _ in range(5)]
+    return [*prompts, [*prompts[1]], [*prompts[2], 5]]
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    """Return the tokens that `generate` adds to a prompt."""
+    ids_BL = torch.tensor([prompt])
+    with lifted_casts(), torch.no_grad():
+        found = model.generate(ids_BL, attention_mask=torch.ones_like(ids_BL), **options)
+    return found[0, len(prompt) :].tolist()
+
+
+def seeds_after(seed: int, count: int) -> list[int]:
+    torch.manual_seed(seed)
+    return torch.randint(2**63 - 1, (count,)).tolist()
+
+
+def check_batches(given: Case, tp: int, pp: int, prompts: list[list[int]], expected: dict[str, Any]) -> None:
+    model = model_on_stages(*given, tp, pp)
+    model.train()
+    frozen = next(module for module in model.modules() if "Norm" in type(module).__name__).eval()
+    for rows in (1, 3, None):
+        with lifted_casts():
+            outputs = model.generate_batch(prompts, max_batch_size=rows, **expected["options"])
+        found = [each.generated_tokens for each in outputs.values()]
+        assert found == expected["greedy"], (rows, found)
+        assert [each.prompt_ids for each in outputs.values()] == prompts
+    assert model.training and not frozen.training
+    config = GenerationConfig(**expected["sampling"], num_return_sequences=2)
+    torch.manual_seed(7)
+    times = SimpleNamespace(return_logprobs=True)
+    with lifted_casts():
+        outputs = model.generate_batch(prompts, config, times, record_timestamps=True, max_batch_size=4)
+    assert [each.generated_tokens for each in outputs.values()] == expected["sampled"]
+    for each in outputs.values():
+        assert len(each.logprobs) == len(each.timestamps) == len(each.generated_tokens)
+        assert all(value <= 0 for value in each.logprobs) and each.timestamps == sorted(each.timestamps)
+    assert list(outputs)[:3] == ["req_0", "req_0__child#0", "req_1"]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    with lifted_casts():
+        outputs = model.generate_batch(prompts, **expected["options"])
+    assert [each.generated_tokens for each in outputs.values()] == expected["halved"]
+
+
+def expectations(model: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    first = [alone(model, prompt, max_new_tokens=NEW, do_sample=False) for prompt in prompts]
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": first[0][2], "pad_token_id": 0}
+    sampling = {**SAMPLED, "max_new_tokens": NEW, "eos_token_id": first[0][2], "pad_token_id": 0}
+    greedy, sampled = [alone(model, prompt, **options) for prompt in prompts], []
+    for number, seed in enumerate(seeds_after(7, 2 * len(prompts))):
+        torch.manual_seed(seed)
+        sampled.append(alone(model, prompts[number // 2], **sampling))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    halved = [alone(model, prompt, **options) for prompt in prompts]
+    return {"options": options, "sampling": sampling, "greedy": greedy, "sampled": sampled, "halved": halved}
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize(("tp", "pp"), SIZES)
+@pytest.mark.parametrize(
+    "variant", [pytest.param("llama", marks=pytest.mark.stacks), "gpt2", "gemma3_text", "qwen3_moe", "bloom"]
+)
+def test_sequences_have_the_tokens_of_generate(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+    model, given = case(variant, seed)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    pool.run(tp * pp, check_batches, given, tp, pp, prompts, expectations(model, prompts))
+
+
+# Groups and plans -----------------------------------------------------------------------------------------------------
+
+
+def test_plans_compute_each_group_once_within_the_limits(seed: int) -> None:
+    """Any prompts, group sizes and limits: slots are in order, and each sequence gets each of its tokens once."""
+    for trial in range(200):
+        draw = random.Random(f"{seed} {trial}")
+        limits = BatchLimits(draw.randint(1, 6), 64, chunk=draw.randint(2, 12), reuse=False)
+        prompts = [[draw.randrange(4) for _ in range(draw.randint(1, 15))] for _ in range(draw.randint(1, 9))]
+        sequences = [Generated(number, draw.choice(prompts), 0) for number in range(draw.randint(1, 20))]
+        wanted = {each.number: draw.randint(1, 4) for each in sequences}
+        planner, slots, computed, partial_ = Planner(sequences, limits), list[Generated](), 0, 0
+        while (planned := planner.next()) is not None:
+            step, groups = planned
+            for slot in step.leaving:
+                assert slots[slot].ended
+                slots[slot] = slots[-1]
+                slots.pop()
+            if step.whole:
+                assert len(step.chunk) == sum(len(group[0].prompt) for group in groups)
+                padded = len(step.whole) * max(prompt.length for prompt in step.whole)
+                assert padded <= limits.chunk or len(step.whole) == 1
+            elif step.chunk:
+                partial_ += len(step.chunk)
+                assert len(step.chunk) <= limits.chunk and step.begins == (partial_ == len(step.chunk))
+                if step.joins:
+                    assert partial_ == len(groups[0][0].prompt)
+                    partial_ = 0
+            computed += len(groups)
+            slots += [group[0] for group in groups] + [each for group in groups for each in group[1:]]
+            assert len(slots) <= limits.rows and slots == planner.rows
+            if step.tokens:
+                assert step.tokens == [row.new[-1] for row in slots]
+            for row in slots if step.tokens else [each for group in groups for each in group]:
+                assert len({tuple(row.prompt)}) == 1 and not row.ended
+                row.new.append(row.number)
+                row.ended = len(row.new) == wanted[row.number]
+        assert {each.number: len(each.new) for each in sequences} == wanted
+        sizes = {tuple(each.prompt): 0 for each in sequences}
+        for each in sequences:
+            sizes[tuple(each.prompt)] += 1
+        assert computed == sum(-(-size // limits.rows) for size in sizes.values())
+
+
+def test_copies_of_a_row_keep_its_keys_and_values(seed: int) -> None:
+    torch.manual_seed(seed)
+    cache, given = SlotCache(5, 12), SlotCache(1, 12)
+    for length in (4, 6):
+        given.clear()
+        given.lengths = [0]
+        given.make_room(1, length)
+        states = torch.randn(2, 1, 2, length, 3)
+        given.update(*states, 0)
+        given.grow(length)
+        cache.append(given.layers, 0, given.stop, length)
+    cache.fork(0, 3)
+    assert cache.lengths == [4, 6, 4, 4, 4]
+    more = torch.randn(2, 5, 2, 1, 3)
+    keys, values = cache.update(*more, 0)
+    for held, new in ((keys, more[0]), (values, more[1])):
+        torch.testing.assert_close(held[:, :, -1:], new)
+        for copied in (2, 3, 4):
+            torch.testing.assert_close(held[copied, :, :-1], held[0, :, :-1])
+
+
+def check_work(given: Case, prompt: list[int], folder: Path) -> None:
+    model = model_on_stages(*given, 2, 1)
+    shapes: list[tuple[int, ...]] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    config = GenerationConfig(do_sample=True, max_new_tokens=4, num_return_sequences=5, pad_token_id=0)
+    outputs = model.generate_batch([prompt], config)
+    handle.remove()
+    assert shapes == [(1, len(prompt)), *[(5, 1)] * 3]
+    assert len({tuple(each.generated_tokens) for each in outputs.values()}) > 1
+    held = [each for each in vars(model).values() if isinstance(each, SlotCache)]
+    assert not held and model.generate_batch([]) == {}
+
+
+def test_the_prompt_of_a_group_is_computed_once(pool: Pool, tmp_path: Path, seed: int) -> None:
+    _, given = case("llama", seed)
+    pool.run(2, check_work, given, [5, 6, 7, 8], tmp_path)
+
+
+# Adapters -------------------------------------------------------------------------------------------------------------
+
+
+def adapt(model: Any, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+
+
+def check_adapters(given: Case, prompts: list[list[int]], folder: Path, expected: list[list[int]]) -> None:
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(model_on_stages(*given, 2, 1), folder).train()
+    with lifted_casts():
+        outputs = model.generate_batch(prompts, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    assert [each.generated_tokens for each in outputs.values()] == expected
+
+
+def test_adapters_stay_active(pool: Pool, tmp_path: Path, seed: int) -> None:
+    plain, given = case("llama", seed)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    adapted = adapt(plain, seed).eval()
+    adapted.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    expected = [alone(adapted.base_model.model, prompt, **options) for prompt in prompts]
+    with adapted.disable_adapter():
+        assert expected != [alone(adapted.base_model.model, prompt, **options) for prompt in prompts]
+    pool.run(2, check_adapters, given, prompts, tmp_path, expected)
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+class Streamer:
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: list[int] = []
+        self.left = fails_at
+
+    def put(self, number: int, token: int) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise LookupError("the terminal is gone")
+        self.tokens.setdefault(number, []).append(token)
+
+    def end(self, number: int) -> None:
+        self.ended.append(number)
+
+
+def check_streamers(given: Case, tp: int, pp: int) -> None:
+    model = model_on_stages(*given, tp, pp)
+    rank, prompts = model.mesh.model.rank, [[5, 6, 7], [8, 9]]
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    streamer = Streamer()
+    outputs = [*model.generate_batch(prompts, **options, streamer=streamer if rank == 0 else None).values()]
+    if rank == 0:
+        assert streamer.tokens == {number: each.generated_tokens for number, each in enumerate(outputs)}
+        assert sorted(streamer.ended) == [0, 1]
+    for fails_at in (3, 7):  # in the middle, and at the last token
+        failing = Streamer(fails_at) if rank == 0 else None
+        with pytest.raises(LookupError if rank == 0 else OtherRankError):
+            model.generate_batch(prompts, **options, streamer=failing)
+
+    def processor(ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
+        if ids_BL.shape[1] > 4:
+            raise ArithmeticError("no score")
+        return scores_BV
+
+    leads = rank == tp * (pp - 1)
+    with pytest.raises(ArithmeticError if leads else OtherRankError):
+        model.generate_batch(prompts, **options, logits_processor=[processor])
+    again = [*model.generate_batch(prompts, **options).values()]
+    assert [each.generated_tokens for each in again] == [each.generated_tokens for each in outputs]
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_errors_of_user_code_are_raised_on_all_ranks(pool: Pool, tp: int, pp: int, seed: int) -> None:
+    _, given = case("llama", seed)
+    pool.run(2, check_streamers, given, tp, pp)
+
+
+REFUSED: dict[str, tuple[str, Any]] = {
+    "beams": ("does not support num_beams=3: leave it out", {"num_beams": 3}),
+    "greedy copies": ("num_return_sequences=2 needs do_sample=True", {"num_return_sequences": 2}),
+    "no room": ("max_new_tokens=0 leaves no room", {"max_new_tokens": 0}),
+    "positions": ("more than the max_position_embeddings=", {"max_new_tokens": 10_000}),
+    "rows": ("max_batch_size must be at least 1, got 0", {"max_batch_size": 0}),
+    "mask": ("has no argument attention_mask: it takes settings", {"attention_mask": torch.ones(1, 2)}),
+    "empty": (r"inputs\[1\] is empty", {"inputs": [[1], []]}),
+    "token": (r"inputs\[0\] has the token 9999; the vocabulary has", {"inputs": [[1, 9999]]}),
+    "differing": ("ranks that share one model were given different batches", {"inputs": "by rank"}),
+}
+
+
+def check_refusals(given: Case) -> None:
+    model = model_on_stages(*given, 2, 1)
+    for message, options in REFUSED.values():
+        options = {"inputs": [[1, 2]], "do_sample": False, **options}
+        if options["inputs"] == "by rank":
+            options["inputs"] = [[1, 2 + model.mesh.tp.rank]]
+        with pytest.raises(ValueError, match=message):
+            model.generate_batch(**options)
+    mamba: Any = MambaForCausalLM.from_config_with_parallel(zoo.config("mamba"), 2, seed=0)
+    with pytest.raises(ValueError, match=r"run MambaForCausalLM: some of its blocks keep a state .*; call generate"):
+        mamba.generate_batch([[1, 2]])
+
+
+def test_unsupported_calls_are_refused_on_every_rank(pool: Pool, seed: int) -> None:
+    _, given = case("llama", seed)
+    pool.run(2, check_refusals, given)
+
+
+def test_a_full_model_generates_by_transformers() -> None:
+    model: Any = LlamaForCausalLM(zoo.config("llama"))
+    with pytest.raises(ValueError, match="num_return_sequences=2 of a full model belongs into generation_config"):
+        model.generate_batch([[1, 2]], num_return_sequences=2)
+
+
+# Mutants --------------------------------------------------------------------------------------------------------------
+
+OFFLINE = "deploy.running_batch.offline"
+MUTANTS = {
+    "logits of another prompt": Edit(
+        f"{OFFLINE}:OfflineBatch._fork", "[*range(len(groups)), *copies]", "[*range(len(groups)), *[0] * len(copies)]"
+    ),
+    "keys of another prompt": Edit(f"{OFFLINE}:OfflineBatch._fork", "first + index,", "first,"),
+    "seeds of a group": Edit(
+        f"{OFFLINE}:OfflineBatch._prepare", "(each.number, each.seed)", "(each.number, group[0].seed)"
+    ),
+    "dropout": Edit("modeling.batch_generation:_evaluating", "model.eval()", "pass"),
+}
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(pool: Pool, name: str, seed: int) -> None:
+    model, given = case("gpt2", seed, dropout=0.3) if name == "dropout" else case("llama", seed)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    expected = expectations(model, prompts)
+    pool.run(2, check_batches, given, 2, 1, prompts, expected)
+    with pytest.raises(WorkerError, match="AssertionError"):
+        MutantPool(pool, MUTANTS[name]).run(2, check_batches, given, 2, 1, prompts, expected)
