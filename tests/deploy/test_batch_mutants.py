@@ -47,6 +47,8 @@ CHUNKS, TOGETHER = {"chunk": 4, "groups": 1}, "test_short_prompts_are_computed_t
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
 
 STATIC, GRAPHS, SAMPLING = f"{BATCH}.static_step", f"{BATCH}.graphs:CudaGraphs", f"{BATCH}.sampling"
+COME_AND_GO = "test_rows_with_penalties_come_and_go"
+PENALTIES = f"{BATCH}.penalties:TokenTable"
 STEPS, DRAWS = "deploy/test_static_step.py", "deploy/test_batched_sampling.py"
 BUCKET, ZEROS = "test_step_sees_no_more_than_its_bucket", "test_columns_of_a_row_that_joins_are_zeros"
 PADDED_STEPS = "test_padded_steps_compute_the_logits_of_the_eager_ones"
@@ -312,6 +314,17 @@ SLOW: list[Row] = [
     ),
     (f"{SAMPLING}:_warped", "removed_BV[:, -1] = False", "pass", DRAWS, DRAWN, {"ties": False}),
     (f"{SAMPLING}:_warped", "* min_p_B1.float()", "* 0", DRAWS, DRAWN, {"ties": False}),
+    (f"{PENALTIES}._late", "written + place", "written + place + 1", DRAWS, DRAWN, {"ties": False}),
+    (f"{PENALTIES}.penalize_", "< start_P[:, None]", "< 0 * start_P[:, None]", DRAWS, COME_AND_GO, {}),
+    (f"{PENALTIES}.penalize_", "scores_PV < 0", "scores_PV < 1", DRAWS, DRAWN, {"ties": False}),
+    (
+        f"{PENALTIES}._make_room",
+        "self._ids_SL[slot, length:] = empty",
+        "pass",
+        DRAWS,
+        COME_AND_GO,
+        {},
+    ),
     (f"{SAMPLING}:_drawn_scores", "generator=row.generator", "", DRAWS, DRAWN, {"ties": False}),
     (f"{SAMPLING}:_drawn_scores", "scores_BV[index] = row.processed", "row.processed", DRAWS, DRAWN, {"ties": False}),
     (

@@ -16,6 +16,7 @@ from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch import step_runner
 from oslo_models.deploy.running_batch.admission import Admission
 from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.prompt_images import PromptImages
 from oslo_models.deploy.running_batch.row import Call, prepare
@@ -82,7 +83,7 @@ def together(
 
     Prompts are computed in chunks, or several together.
     """
-    limits = replace(limits, chunk=rng.choice((limits.chunk, limits.length)))
+    limits, table = replace(limits, chunk=rng.choice((limits.chunk, limits.length))), TokenTable()
     runner, scheduler = StepRunner(model, limits), Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows, 2))
     admission = Admission(model.config, limits, takes_features=True)
     calls: dict[int, Call] = {}
@@ -113,7 +114,7 @@ def together(
         logits_BV = runner.run(steps[-1])
         some = rows[: len(steps[-1].tokens)] or rows[len(rows) - steps[-1].joining :]
         assert (logits_BV is None) == (not some)
-        tokens = [] if logits_BV is None else choose_tokens(some, logits_BV)
+        tokens = [] if logits_BV is None else choose_tokens(some, logits_BV, table)
         for index, row in enumerate(some):
             token = tokens[index]
             assert not isinstance(token, Exception)

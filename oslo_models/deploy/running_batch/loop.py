@@ -14,6 +14,7 @@ from oslo_models.deploy.errors import RanksDisagree
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
 from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
 from oslo_models.deploy.running_batch.prompt_images import ImagesError, PromptImages
@@ -69,7 +70,7 @@ class RunningBatch:
         self.runners = [StepRunner(model, own, keeps_logits=True, packed=self._packed) for own in each]
         self.channel, self.leads, self._slots = channel, leads, SlotGroups(each)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
-        self._settings = PlainSettings(model)
+        self._settings, self._token_table = PlainSettings(model), TokenTable()
         self._calls: dict[int, Call] = {}
         self._ahead: deque[Step] = deque()  # published, and not computed yet
         self._consumed = 0
@@ -270,7 +271,8 @@ class RunningBatch:
 
     def _take_all(self, rows: list[Row], logits_BV: Tensor, streamed: list[tuple[int, Any]]) -> None:
         """Let each row take its token. An exception ends only the call of its row."""
-        for index, (row, chosen) in enumerate(zip(rows, choose_tokens(rows, logits_BV), strict=True)):
+        tokens = choose_tokens(rows, logits_BV, self._token_table)
+        for index, (row, chosen) in enumerate(zip(rows, tokens, strict=True)):
             if row.ended:  # dropped after the step was published
                 continue
             try:

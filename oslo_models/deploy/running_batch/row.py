@@ -42,6 +42,7 @@ class Row:
 
     Attributes:
         number: of the call.
+        given_BL: the prompt, including the padding of the call, [1, L].
         keys: the tokens of the prompt for prefix reuse; see `PromptImages`.
         scored: the function for log-probabilities in ``settings``.
         generator: set if the row samples.
@@ -70,7 +71,7 @@ class Row:
         assert len(self.keys) == len(prompt)
         processors, criteria, self._config, self.scored = settings
         self._processors, self.warp = LogitsProcessorList(map(faster, processors)), warp_of(processors)
-        self._given_BL = self._buffer_BL = ids_BL
+        self.given_BL = self._buffer_BL = ids_BL
         self._written = self._length = ids_BL.shape[1]
         self._ends = _Ends(criteria)
         self.new: list[int] = []
@@ -87,9 +88,14 @@ class Row:
         return self.scored is not None or self.logprobs is not None
 
     @property
+    def length(self) -> int:
+        """Number of tokens, including the padding of the call and the new tokens."""
+        return self._length
+
+    @property
     def host_ids_BL(self) -> Tensor:  # noqa: N802  the name says its shape
         """The prompt and the new tokens, [1, L], on the host."""
-        return torch.cat((self._given_BL.cpu(), torch.tensor([self.new], dtype=torch.long)), 1)
+        return torch.cat((self.given_BL.cpu(), torch.tensor([self.new], dtype=torch.long)), 1)
 
     @property
     def ids_BL(self) -> Tensor:  # noqa: N802  the name says its shape
