@@ -161,7 +161,7 @@ def started(kind: str, checkpoint: Path, options: str) -> Iterator[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".log") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)
         try:
-            serving._wait(port, process, Path(out.name))
+            serving.wait_for(port, process, Path(out.name))
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
@@ -182,7 +182,7 @@ def small_model(folder: Path) -> Path:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 2048}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}  # so that each answer has its full length
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **ids)).save_pretrained(folder)
-    serving._add_tokenizer(folder)
+    serving.add_tokenizer(folder)
     return folder
 
 

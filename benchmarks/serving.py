@@ -73,7 +73,7 @@ def streams(
         prompt: Bounds of a prompt's length, in tokens.
         new: Tokens of each answer.
     """
-    _add_tokenizer(checkpoint)
+    add_tokenizer(checkpoint)
     port = free_port()
     command = peer.load(cls, checkpoint, port=port)
     log = checkpoint / f"{peer.name}.log"
@@ -85,8 +85,8 @@ def streams(
     prompts = [[words() for _ in range(requests)] for _ in range(clients)]
     with log.open("w") as out, subprocess.Popen([sys.executable, *command], stdout=out, stderr=out) as server:
         try:
-            _wait(port, server, log)
-            ask = partial(_ask, port, str(checkpoint), new)
+            wait_for(port, server, log)
+            ask = partial(ask_server, port, str(checkpoint), new)
             ask("a b c d e")  # warm-up
 
             def client(number: int) -> list[Timed]:
@@ -120,7 +120,7 @@ def percentile(values: list[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
 
 
-def _ask(port: int, name: str, new: int, prompt: str) -> Timed:
+def ask_server(port: int, name: str, new: int, prompt: str) -> Timed:
     """Stream an answer. Lines are parsed after the last line, to leave more CPU time to the server."""
     message = {"role": "user", "content": prompt}
     body = {"model": name, "messages": [message], "stream": True, "max_tokens": new, "temperature": 0}
@@ -155,7 +155,7 @@ def _content(line: bytes) -> str:
     return "".join(choice.get("delta", {}).get("content") or "" for choice in event.get("choices", []))
 
 
-def _wait(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START
     while time.monotonic() < deadline and server.poll() is None:
         try:
@@ -166,7 +166,7 @@ def _wait(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
 
 
-def _add_tokenizer(checkpoint: Path) -> None:
+def add_tokenizer(checkpoint: Path) -> None:
     """Save a tokenizer with one word for each token beside the model."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, PreTrainedTokenizerFast

@@ -13,6 +13,8 @@ HERE = "benchmarks.rehearse"
 PARTS = ("tests", "kernels", "training", "decoding", "nccl")
 LIMITS = {"tests": 480, "kernels": 360, "training": 540, "decoding": 540, "nccl": 240}
 """Default seconds of each part."""
+LONG = (8192, 32768)
+"""Tokens of prompts with a long context."""
 ALONE = 10_000.0
 """Value of ``gigabytes`` for a case that prepares alone, so that no other case disturbs its tuning."""
 
@@ -49,16 +51,23 @@ def cases(part: str, quick: bool = False, dry: bool = False) -> list[Case]:
 FIRST = (
     # does it work
     *("tests/ceilings", "tests/fused_decoding", "tests/single_rank", "tests/from_pretrained", "tests/two_ranks"),
-    *("tests/threaded_streamer", "tests/sampling", "tests/head_sizes", "tests/experts", "tests/deployed"),
+    *(
+        "tests/split_files",
+        "tests/threaded_streamer",
+        "tests/sampling",
+        "tests/head_sizes",
+        "tests/experts",
+        "tests/deployed",
+    ),
     *("tests/half_precision", "tests/compiled", "tests/tests/"),
     # how fast are models
     *("decoding/llama-1b, batch 8 /", "training/llama-1b / oslo_models fused", "training/llama-1b / transformers"),
-    *("training/llama-1b / Liger", "decoding/llama-1b, batch 32 /", "decoding/running batch"),
+    *("training/llama-1b / Liger", "decoding/llama-1b, batch 32 /", "decoding/running batch", "decoding/served"),
     # and operations
     *("kernels/head and loss, V=128256", "kernels/rmsnorm", "kernels/add-rmsnorm", "kernels/swiglu", "kernels/rotary"),
-    *("kernels/float8", "tests/large", "tests/loading"),
+    *("kernels/float8", "kernels/launch", "tests/large", "tests/loading", "tests/kept_caches"),
     "decoding/llama-1b, batch 1 / oslo_models fused",  # tunes for minutes, alone
-    *("nccl/", "decoding/llama-1b, batch 1 /", "tests/", "training/gpt2", "kernels/"),
+    *("nccl/", "decoding/llama-1b, batch 1 /", "decoding/llama-1b, long", "tests/", "training/gpt2", "kernels/"),
 )
 """Prefixes of ``part/name``, the most valuable first. Unmatched cases come last."""
 
@@ -77,10 +86,11 @@ def _tests() -> Iterator[Case]:
     limits = {"fused_decoding": 360}  # some twenty compilations
     for name in ("ceilings", "single_rank", "two_ranks", "from_pretrained", "fused_decoding"):
         yield Case("tests", name, f"{HERE}.checks:{name}", limits.get(name, 120), quick=name == "two_ranks")
+    yield Case("tests", "split_files", f"{HERE}.checks:split_files", 120)
     for path in gpu_tests():
         yield Case("tests", path, f"{HERE}.checks:pytest_file", 420, 6, {"path": path}, quick="ngrams" in path)
     for name in ("threaded_streamer", "sampling", "head_sizes", "experts", "deterministic", "capture_beside_queries",
-                 "progress"):  # fmt: skip
+                 "queries_beside_a_synchronisation", "progress"):  # fmt: skip
         yield Case("tests", name, f"{HERE}.features:{name}", 240)
     for name, gigabytes in (("large", 40), ("loading", 12), ("kept_caches", 12)):
         yield Case("tests", name, f"{HERE}.memory:{name}", 240, gigabytes)
@@ -111,6 +121,7 @@ def _kernels() -> Iterator[Case]:
         yield Case("kernels", name, f"{HERE}.kernels:operation", 90, 8, {"name": name})
     for name in ("mlp", "ngrams", "optimizer"):
         yield Case("kernels", name, f"{HERE}.kernels:{name}", 90, 12)
+    yield Case("kernels", "launch", f"{HERE}.launches:many_arguments", 60, 1)
     for recipe in ("tensorwise", "rowwise"):
         yield Case("kernels", f"float8 {recipe}", f"{HERE}.float8:linear", 120, 12, {"recipe": recipe})
 
@@ -158,11 +169,57 @@ def _decoding() -> Iterator[Case]:
     for batch in (1, 8, 32):
         yield case("llama-1b", "transformers static", batch)
     yield case("llama-1b", "oslo_models", 1)
+    for peer in (fused, default):
+        options = {"model": "llama-1b", "peer": peer, "batch": 2, "beams": 1, "lengths": LONG}
+        yield Case("decoding", f"llama-1b, long contexts / {peer}", f"{HERE}.decoding:decode", 200, 24, options,
+                   larger=True)  # fmt: skip
     yield Case("decoding", "running batch, tokens", f"{HERE}.running_batch:tokens", 180, 4)
     yield Case("decoding", "running batch, llama-1b", f"{HERE}.running_batch:speeds", 300, 24)
+    yield Case("decoding", "served", f"{HERE}.running_batch:served", 240, 24)
 
 
 def _nccl() -> Iterator[Case]:
     """Between two GPUs. With one GPU, each case is a skipped row."""
-    for name in ("models", "sums", "graphs", "killed"):
+    for name in ("models", "wrappers", "sums", "overlap", "graphs", "killed"):
         yield Case("nccl", name, f"{HERE}.several_gpus:{name}", 240, 8, quick=name == "sums")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question that only a GPU answers.
+
+    Attributes:
+        cases: prefixes of ``part/name`` of the cases with the answer.
+        metrics: parts of the metrics that answer it; empty for all metrics.
+        counts: whether the numbers of rows are the answer, instead of each row.
+    """
+
+    text: str
+    cases: tuple[str, ...]
+    metrics: tuple[str, ...] = ()
+    counts: bool = False
+
+
+QUESTIONS = (
+    Question("Do all correctness checks pass?", ("tests/",), counts=True),
+    Question("Does Llama-1B decode from graphs at batch 1: share of bandwidth, seconds of the first call?",
+             ("decoding/llama-1b, batch 1 / oslo_models fused",), ("share of bandwidth", "first call")),
+    Question("How long do head and loss take beside Liger's?", ("kernels/head and loss",), ("forward and backward",)),
+    Question("Which share of a copy's bandwidth do norms, SwiGLU and rotary positions reach?",
+             ("kernels/rmsnorm", "kernels/add-rmsnorm", "kernels/swiglu", "kernels/rotary"), ("share of a copy",)),
+    Question("Which MFU does a fused Llama-1B reach beside transformers compiled?",
+             ("training/llama-1b / oslo_models fused", "training/llama-1b / transformers compiled"), ("MFU",)),
+    Question("How fast are deployed and served models beside generate in one process?",
+             ("decoding/running batch, llama-1b", "decoding/served", "decoding/llama-1b, batch 8 / oslo_models fused",
+              "decoding/llama-1b, batch 32 / oslo_models fused"), ("tokens/s",)),
+    Question("How long does the host take for a Triton launch with 40 arguments?", ("kernels/launch",), ("host",)),
+    Question("How fast is float8, eager and compiled?",
+             ("kernels/float8", "training/llama-1b / oslo_models fused and compiled, float8")),
+    Question("Does a query of an event break a capture, or wait for a synchronisation?",
+             ("tests/capture_beside_queries", "tests/queries_beside_a_synchronisation")),
+    Question("Do two GPUs load and train a model as one process does?", ("nccl/models", "nccl/wrappers")),
+    Question("Who names a rank that was killed, and when?", ("nccl/killed",)),
+    Question("How long does a tensor-parallel sum take: eager, asynchronous, in symmetric memory?", ("nccl/sums",)),
+    Question("Are overlapping sums exact, and hidden?", ("nccl/overlap",)),
+)  # fmt: skip
+"""The most important first. ``summary`` answers them by their numbers."""

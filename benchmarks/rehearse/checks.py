@@ -92,6 +92,13 @@ def two_ranks(bench: Bench) -> None:
         _report(bench, name, error)
 
 
+def split_files(bench: Bench) -> None:
+    """Split checkpoints of two ranks, with the states of the optimizer."""
+    with bench.attempt(OURS):
+        for name, error in ranks.launch(bench.device, ranks.resume_from_split_files).items():
+            _report(bench, name, error)
+
+
 def symmetric_memory(bench: Bench) -> None:
     """All-reduces of two processes on one device, through shared memory, also from CUDA graphs."""
     with bench.attempt(OURS):

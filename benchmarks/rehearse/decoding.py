@@ -23,10 +23,11 @@ WAYS: dict[str, dict[str, Any]] = {
 """The options of ``generate`` by peer. On GPUs, transformers compiles with every static cache."""
 
 
-def decode(bench: Bench, model: str, peer: str, batch: int, beams: int) -> None:
+def decode(bench: Bench, model: str, peer: str, batch: int, beams: int, lengths: tuple[int, ...] = PROMPTS) -> None:
     """Two lengths of prompt, one after the other in one process: the second must not repeat the cost of the first."""
     with bench.attempt(peer):
         config = config_of(bench, model)
+        config.max_position_embeddings = max(config.max_position_embeddings, lengths[-1] + NEW)
         built = build(bench, model, peer, config).eval()
         if "fused" in peer:
             built.fuse()
@@ -34,7 +35,7 @@ def decode(bench: Bench, model: str, peer: str, batch: int, beams: int) -> None:
         options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0,
                    "num_beams": beams, **_way(bench, peer)}  # fmt: skip
         prompts = {length: torch.randint(config.vocab_size, (bench.pick(batch, 2), length), device=bench.device)
-                   for length in bench.pick(PROMPTS if beams == 1 else PROMPTS[:1], (4, 9))}  # fmt: skip
+                   for length in bench.pick(lengths if beams == 1 else lengths[:1], (4, 9))}  # fmt: skip
         first, graphs = {}, {}
         for length, ids in prompts.items():
             before, start = bench.watch.graphs, time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -160,6 +161,40 @@ def capture_beside_queries(bench: Bench) -> None:
             bench.row(
                 "torch", f"capture in mode {mode} beside queries: broken", broken, "", error="; ".join(errors)[:300]
             )
+
+
+def queries_beside_a_synchronisation(bench: Bench) -> None:
+    """The longest call of a thread that queries an event, while the main thread waits for the device."""
+    if bench.dry:
+        bench.skip("torch", "there are no events on a CPU")
+        return
+    with bench.attempt("torch"):
+        x, event, over, longest = (
+            torch.randn(8192, 8192, device=bench.device),
+            torch.cuda.Event(),
+            threading.Event(),
+            [0.0],
+        )
+        torch.cuda.synchronize()
+        for _ in range(50):
+            x = x @ x / 8192
+        event.record()
+
+        def query() -> None:
+            while not over.is_set():
+                began = time.perf_counter()
+                event.query()
+                longest[0] = max(longest[0], time.perf_counter() - began)
+
+        thread = threading.Thread(target=query)
+        thread.start()
+        began = time.perf_counter()
+        torch.cuda.synchronize()
+        waited = time.perf_counter() - began
+        over.set()
+        thread.join()
+        bench.row("torch", "a synchronisation", 1e3 * waited, "ms")
+        bench.row("torch", "the longest query beside it", 1e3 * longest[0], "ms")
 
 
 def progress(bench: Bench) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -63,14 +66,56 @@ def loading(bench: Bench) -> None:
 
 
 def kept_caches(bench: Bench) -> None:
-    """A training step fits beside the static caches that generation has kept."""
+    """A training step, and a call that runs out of memory, release the static caches that generation has kept."""
     with bench.attempt(OURS):
         config = config_of(bench, "llama-1b")
-        model = build(bench, "llama-1b", OURS, config).fuse()
+        model = build(bench, "llama-1b", OURS, config).fuse().eval()
         ids = torch.randint(config.vocab_size, (bench.pick(8, 2), bench.pick(512, 4)), device=bench.device)
-        if bench.dry:
-            model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
-            return
-        before = torch.cuda.memory_allocated()
-        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        bench.row(OURS, "memory kept after generate / weights", (torch.cuda.memory_allocated() - before) / before, "")
+        before = _allocated(bench)
+        tokens = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        if not bench.dry:
+            bench.check("a cache is kept", _kept(model), 1)
+            bench.row(OURS, "memory kept after generate / weights", (_allocated(bench) - before) / before, "")
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        bench.check("caches kept beside a training step", _kept(model), 0)
+        model.zero_grad()
+        model.eval()
+        bench.check("tokens after a training step", _tokens(model, ids), tokens.tolist())
+        larger = ids.repeat(bench.pick(64, 2), 1)
+        with _little_memory(bench, model):
+            try:
+                model.generate(larger, max_new_tokens=4, do_sample=False, pad_token_id=0)
+                bench.fail(OURS, "it did not raise", "a call without memory")
+            except torch.OutOfMemoryError:
+                bench.check("caches kept after a call without memory", _kept(model), 0)
+        bench.check("tokens after a call without memory", _tokens(model, ids), tokens.tolist())
+
+
+def _tokens(model: Any, ids: torch.Tensor) -> list[list[int]]:
+    tokens: list[list[int]] = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+    return tokens
+
+
+def _kept(model: Any) -> int:
+    return 0 if model._decoders is None else len(model._decoders._kept)
+
+
+def _allocated(bench: Bench) -> int:
+    return 0 if bench.dry else torch.cuda.memory_allocated()
+
+
+@contextmanager
+def _little_memory(bench: Bench, model: Any) -> Iterator[None]:
+    """Limit this process to the memory that it holds already. In a dry run, every forward runs out of memory."""
+    if bench.dry:
+        with mock.patch.object(type(model.base_model), "forward", side_effect=torch.OutOfMemoryError):
+            yield
+        return
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(bench.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

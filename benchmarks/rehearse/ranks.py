@@ -65,10 +65,10 @@ def compare(kind: str, size: int, device: torch.device) -> dict[str, float]:
     loss, grads = step(ours, ids)
     found = {
         "device": 0.0 if next(ours.parameters()).device == device else float("inf"),
-        "loss": _error(loss, expected),
+        "loss": error(loss, expected),
     }
     found["gradients"] = max(
-        _error(grad, ours.layouts[name].shard(theirs[name], ours.mesh.tp.rank)) for name, grad in grads.items()
+        error(grad, ours.layouts[name].shard(theirs[name], ours.mesh.tp.rank)) for name, grad in grads.items()
     )
     for name, beams in (("greedy tokens", 1), ("tokens of beams", 3)):
         options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
@@ -78,7 +78,7 @@ def compare(kind: str, size: int, device: torch.device) -> dict[str, float]:
     return found
 
 
-def _error(x: Tensor, y: Tensor) -> float:
+def error(x: Tensor, y: Tensor) -> float:
     return float((x - y).abs().max() / y.abs().max().clamp_min(1e-30))
 
 
@@ -94,6 +94,46 @@ def _a_folder_of_all_ranks() -> Iterator[str]:
 def compare_kinds(device: torch.device) -> dict[str, float]:
     """`compare` for each kind, on two ranks."""
     return {f"{kind}: {name}": x for kind in KINDS for name, x in compare(kind, 2, device).items()}
+
+
+def resume_from_split_files(device: torch.device) -> dict[str, float]:
+    """On two ranks: the errors of a step of AdamW after its split checkpoint and states were saved and loaded.
+
+    The split checkpoint is also loaded without shards.
+    """
+    from oslo_models import registry
+
+    found, ids = {}, batch(device)
+
+    def advance(model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
+        loss, _ = step(model, ids)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for kind in KINDS:
+        load = registry.find(KINDS[kind]).from_pretrained_with_parallel
+        with _a_folder_of_all_ranks() as folder:
+            if dist.get_rank() == 0:
+                plain(kind, device).save_pretrained(f"{folder}/whole")
+            dist.barrier()
+            models, losses = [load(f"{folder}/whole", tensor_parallel_size=2, dtype=torch.float64)], []
+            optimizers = [torch.optim.AdamW(models[0].parameters(), lr=0.01)]
+            advance(models[0], optimizers[0])
+            models[0].save_pretrained_with_parallel(f"{folder}/split")
+            models[0].save_optimizer(optimizers[0], f"{folder}/split")
+            models.append(load(f"{folder}/split", tensor_parallel_size=2, dtype=torch.float64))
+            optimizers.append(torch.optim.AdamW(models[1].parameters(), lr=0.01))
+            models[1].load_optimizer(optimizers[1], f"{folder}/split")
+            whole = load(f"{folder}/split", dtype=torch.float64)
+            losses = [advance(*each) for each in zip(models, optimizers, strict=True)]
+            found[f"{kind}: loss without shards"] = error(whole(input_ids=ids, labels=ids).loss.detach(), losses[0])
+            found[f"{kind}: loss of the resumed step"] = error(losses[1], losses[0])
+            found[f"{kind}: parameters after it"] = max(
+                error(own.detach(), other.detach())
+                for own, other in zip(models[1].parameters(), models[0].parameters(), strict=True)
+            )
+    return found
 
 
 def sum_in_shared_memory(device: torch.device) -> dict[str, float]:
@@ -122,7 +162,7 @@ def sum_in_shared_memory(device: torch.device) -> dict[str, float]:
     compiled, error = torch.compile(layers, mode="reduce-overhead", fullgraph=True), 0.0
     for number in range(6):  # the first call compiles, the second records
         x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(number)).to(device)
-        error = max(error, _error(compiled(x).clone(), layers(x)))
+        error = max(error, error(compiled(x).clone(), layers(x)))
     return {"compiled sums": error}
 
 

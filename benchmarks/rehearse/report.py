@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import number
-from benchmarks.rehearse.cases import PARTS, ROOT, Case
+from benchmarks.rehearse.cases import PARTS, QUESTIONS, ROOT, Case, Question
 
 RESULTS = ROOT / "benchmarks" / "results-gpu.csv"
 PAGE = ROOT / "docs" / "develop" / "gpu.md"
@@ -78,7 +79,10 @@ def ended(folder: Path, cases: Iterable[Case]) -> list[Case]:
 
 
 def summary(folder: Path, parts: Sequence[str] = PARTS) -> int:
-    """Print a table of each part, then targets, failures and missing cases. Return 1 for any failed or missing case."""
+    """Print a table of each part, then targets, failures, missing cases and the answers to `QUESTIONS`.
+
+    Return 1 for any failed or missing case.
+    """
     rows = rows_of(folder, parts)
     rows += comparisons(rows)
     print("\n".join(tables(rows)))
@@ -86,8 +90,31 @@ def summary(folder: Path, parts: Sequence[str] = PARTS) -> int:
     for title, chosen in (("Targets", targets), *_troubles(rows).items()):
         print(f"\n{title}: {len(chosen)}")
         print("\n".join(line(row) for row in chosen))
+    print("\nQuestions")
+    print("\n".join(answers(rows)))
     bad = _troubles(rows)
     return int(not rows or any(bad[name] for name in ("Failed", "Not finished", "Not run")))
+
+
+def answers(rows: list[Row]) -> list[str]:
+    """Lines with the questions of `QUESTIONS`, each followed by the rows that answer it."""
+    lines = []
+    for place, question in enumerate(QUESTIONS, 1):
+        found = [row for row in rows if row["state"] != "done" and _answers(question, row)]
+        lines.append(f"{place}. {question.text}{'' if found else ' NOT MEASURED'}")
+        if question.counts and found:
+            counts = Counter(row["state"] for row in found)
+            lines.append("   " + ", ".join(f"{count} {state}" for state, count in counts.items()))
+        else:
+            lines += [f"   {line(row)}" for row in found]
+    return lines
+
+
+def _answers(question: Question, row: Row) -> bool:
+    is_of_case = f"{row['part']}/{row['case']}".startswith(question.cases)
+    shown = f"{row.get('metric', '')} {row.get('unit', '')}"
+    is_figure = row["state"] == "measured"
+    return is_of_case and (not is_figure or not question.metrics or any(each in shown for each in question.metrics))
 
 
 def _troubles(rows: list[Row]) -> dict[str, list[Row]]:

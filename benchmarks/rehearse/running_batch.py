@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 import oslo_models
+from benchmarks import serving
+from benchmarks.free_port import free_port
 from benchmarks.rehearse.bench import Bench
-from benchmarks.rehearse.models import config_of
+from benchmarks.rehearse.models import build, config_of
 from oslo_models.deploy.messages import Failure, Reply, Request
 from oslo_models.deploy.running_batch import step_runner
 from oslo_models.deploy.running_batch.limits import BatchLimits
@@ -52,6 +60,50 @@ def speeds(bench: Bench) -> None:
                     seconds = min(bench.timer.wall(lambda count=count, more=more: calls(count, more), 3))
                     bench.row(peer, f"{count} calls at once", count * new / seconds, "tokens/s")
                 _graphs(bench, peer, proxy.batch_graphs()[0])
+
+
+def served(bench: Bench) -> None:
+    """Tokens per second of an HTTP server whose clients stream chat answers, and milliseconds to the first token."""
+    with bench.attempt("oslo_models served"), tempfile.TemporaryDirectory() as folder:
+        model = build(bench, "llama-1b", "oslo_models", config_of(bench, "llama-1b"))
+        model.save_pretrained_with_parallel(folder, save_with_merging=True)
+        del model
+        if not bench.dry:
+            torch.cuda.empty_cache()
+        serving.add_tokenizer(Path(folder))
+        counts, new, words = bench.pick((1, 8, 32), (1, 2)), bench.pick(128, 4), bench.pick(100, 3)
+        with _server(folder, counts[-1]) as port, ThreadPoolExecutor(counts[-1]) as threads:
+
+            def answers(count: int) -> list[serving.Timed]:
+                prompt = " ".join(["a b c d e"] * (words // 5 + 1))
+                return list(threads.map(lambda _: serving.ask_server(port, folder, new, prompt), range(count)))
+
+            answers(counts[-1])  # captures
+            bench.ready()
+            for count in counts:
+                began = time.perf_counter()
+                found = answers(count)
+                seconds = time.perf_counter() - began
+                bench.check(f"tokens of {count} clients", sum(each.tokens for each in found), count * new)
+                bench.row("oslo_models served", f"{count} clients at once", count * new / seconds, "tokens/s")
+                first = statistics.median(each.first for each in found)
+                bench.row("oslo_models served", f"{count} clients at once, first token", 1e3 * first, "ms")
+
+
+@contextmanager
+def _server(folder: str, rows: int) -> Iterator[int]:
+    port, log = free_port(), Path(folder, "server.log")
+    options = ["--port", str(port), "--max-batch-size", str(rows), "--no-access-log"]
+    command = [sys.executable, "-m", "oslo_models", "serve", folder, *options]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as server:
+        try:
+            serving.wait_for(port, server, log)
+            yield port
+        finally:
+            server.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(20.0)
+            server.kill()
 
 
 def _graphs(bench: Bench, peer: str, told: str) -> None:

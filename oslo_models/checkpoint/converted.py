@@ -39,6 +39,10 @@ class ConvertedReader(CheckpointReader):
         assert self.inner is not None
         return super().read(name, layout, rank) if name in self.conversions else self.inner.read(name, layout, rank)
 
+    def is_stored(self, name: str) -> bool:
+        assert self.inner is not None
+        return name not in self.conversions and self.inner.is_stored(name)
+
     def copy_region(self, name: str, wanted: Index, out: Tensor, shape: tuple[int, ...] | None = None) -> None:
         assert self.inner is not None
         if name in self.conversions:

@@ -39,7 +39,13 @@ class LazySlice:
     """One rank's shard of a tensor in a checkpoint. Indexing reads it.
 
     Implements the interface of safetensors' slices, which transformers' loader accepts in a ``state_dict``.
+
+    Attributes:
+        buffers: the `PinnedBuffers` through which indexing reads the shard into memory of a GPU; ``None`` for memory of
+            the host.
     """
+
+    buffers: Any = None
 
     def __init__(self, reader: CheckpointReader, name: str, layout: Layout, rank: int) -> None:
         self.reader, self.name, self.layout, self.rank = reader, name, layout, rank
@@ -47,11 +53,12 @@ class LazySlice:
         self.dtype = reader.tensors[name].dtype
 
     def read(self) -> Tensor:
-        """Read the shard into new memory."""
+        """Read the shard into new memory of the host."""
         return self.reader.read(self.name, self.layout, self.rank)
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.read()[index]
+        tensor: Tensor = self.read() if self.buffers is None else self.buffers.read(self)
+        return tensor[index]
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -142,6 +149,10 @@ class CheckpointReader:
                 if all(interval.start < interval.stop for interval in common):
                     source = file.views[name][_translate(common, available, in_file)]
                     file.copy(source, out[_translate(common, wanted, local)])
+
+    def is_stored(self, name: str) -> bool:
+        """Return whether the files contain the tensor itself. Then reading it in parts reads nothing twice."""
+        return name in self.tensors
 
     def slice(self, name: str, layout: Layout, rank: int) -> LazySlice:
         """Return the shard of `read` as a lazy slice."""

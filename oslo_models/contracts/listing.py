@@ -130,6 +130,11 @@ _MLPS = "fusion.mlps fusion.decoder_blocks"
 CONTRACTS: tuple[Contract, ...] = (
     # transformers: generation and caches
     _contract(
+        f"{_GENERATION}.utils.GenerationMixin._prepare_position_ids_for_generation",
+        "deploy.running_batch.prompt_images",
+        "self inputs_tensor model_kwargs",
+    ),
+    _contract(
         f"{_GENERATION}.utils.GenerationMixin._prepare_cache_for_generation",
         "modeling.fusing.FusableModel",
         "self generation_config model_kwargs generation_mode batch_size max_cache_length",

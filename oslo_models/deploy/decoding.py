@@ -58,7 +58,7 @@ class Decoding:
         """Return logits processors for one row. They run before the processors of `generate`."""
         made: list[Any] = []
         if self.frequency_penalty or self.presence_penalty:
-            made.append(_Penalties(self.frequency_penalty, self.presence_penalty))
+            made.append(OpenAIPenalties(self.frequency_penalty, self.presence_penalty))
         if self.grammar is not None:
             made.append(self.grammar.processor())
         return made
@@ -101,7 +101,9 @@ class Decoding:
         return decode
 
 
-class _Penalties:
+class OpenAIPenalties:
+    """Logits processor of `Decoding.frequency_penalty` and `Decoding.presence_penalty`."""
+
     def __init__(self, frequency: float, presence: float) -> None:
         self.frequency, self.presence = frequency, presence
         self._start: int | None = None

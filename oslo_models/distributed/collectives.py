@@ -253,30 +253,49 @@ def _pair_axis(axis: Axis, src: int, dst: int) -> Axis:
 
 
 @dataclass
-class PendingSend:
-    """Pending send of a contiguous tensor to position ``dst``. Keep this object until `wait` has returned."""
+class PendingMessage:
+    """Pending send or receive of a contiguous tensor. Keep this object until `wait` has returned.
+
+    Attributes:
+        x: the sent tensor, or the tensor that receives.
+        peer: the position on the axis of the other rank.
+        what: a description for errors: ``"a send"``.
+    """
 
     work: dist.Work
     x: Tensor
     axis: Axis
-    dst: int
+    peer: int
+    what: str
 
     def is_completed(self) -> bool:
         return self.work.is_completed()
 
-    def wait(self) -> None:
-        with waiting(self.axis, "a send", self.dst):
-            _queue(self.axis, "a send", self.x, self.work.wait)
+    def wait(self) -> Tensor:
+        """Wait for the message and return the tensor. On a GPU, the current stream waits, not this process."""
+        with waiting(self.axis, self.what, self.peer):
+            _queue(self.axis, self.what, self.x, self.work.wait)
+        return self.x
 
 
-def start_send(axis: Axis, x: Tensor, dst: int) -> PendingSend:
+def start_send(axis: Axis, x: Tensor, dst: int) -> PendingMessage:
     """Start to send a contiguous tensor to position ``dst`` on the axis, without waiting for its arrival."""
-    with waiting(axis, "a send", dst):
-        call = partial(dist.isend, x, axis.ranks[dst], group=axis.group)
-        if x.is_cuda and axis.watchdog is not None:
-            # NCCL connects a pair of ranks in their first message
-            work = axis.watchdog.in_flight.connect(axis, "a send", call)
-        else:
-            work = call()
+    return _start_message(axis, "a send", dist.isend, x, dst)
+
+
+def start_receive(axis: Axis, x: Tensor, src: int) -> PendingMessage:
+    """Start to receive a tensor from position ``src`` on the axis into the contiguous tensor ``x``.
+
+    Messages of one sender arrive in the order in which their receives are started.
+    """
+    return _start_message(axis, "a receive", dist.irecv, x, src)
+
+
+def _start_message(axis: Axis, what: str, message: Callable[..., Any], x: Tensor, peer: int) -> PendingMessage:
+    call = partial(message, x, axis.ranks[peer], group=axis.group)
+    if x.is_cuda and axis.watchdog is not None:  # NCCL connects a pair of ranks in their first message
+        call = partial(axis.watchdog.in_flight.connect, axis, what, call)
+    with waiting(axis, what, peer):
+        work = call()
     assert work is not None
-    return PendingSend(work, x, axis, dst)
+    return PendingMessage(work, x, axis, peer, what)

@@ -186,6 +186,9 @@ class ParallelMesh:
             self.pp, self.dp, self.tp, self.model = (Axis.alone(name) for name in ("pp", "dp", "tp", "model"))
             self.pp_back, self.experts, self.expert_replicas = self.pp, self.tp, self.dp
             return
+        if world_size > 1 and is_lazy(self.device):
+            meet(self.world, "the first collective (world)")
+            connect(self.world, self.device)
         ranks = torch.arange(world_size).view(pp, dp, tp)
         # Create the groups here instead of in torch's mesh for two reasons. They get our timeout, except for the dp
         # groups of DDP and FSDP. And none of them is the world's group, in which messages of two models would mix.

@@ -30,16 +30,15 @@ TUNING = (
     "parameters, once per cache length. cache_implementation='dynamic' avoids this"
 )
 MULTIPLE = 1024
-"""Longer caches have a multiple of this number of positions."""
+"""Caches up to this length have a multiple of `SHORTEST` positions, longer ones a multiple of this number."""
 _numbers = count()
 log = logging.getLogger(__name__)
 
 
 def rounded_length(length: int) -> int:
-    """Return the cache length for ``length`` tokens: the next power of two up to `MULTIPLE`, then its multiples."""
-    if length > MULTIPLE:
-        return -(-length // MULTIPLE) * MULTIPLE
-    return max(SHORTEST, 1 << max(0, length - 1).bit_length())
+    """Return the number of positions of a cache for ``length`` tokens."""
+    multiple = SHORTEST if length <= MULTIPLE else MULTIPLE
+    return max(1, -(-length // multiple)) * multiple
 
 
 def with_own_code(function: Callable[..., Any], name: str) -> Any:

@@ -109,6 +109,12 @@ def _loop_knows_others(cls: type) -> bool:
     return "num_experts + 1" in source and "== self.num_experts:" in source
 
 
+def _selected(values: Tensor, flags: Tensor, count: int) -> Tensor:
+    """Return the values with true flags, ``[count]``. The host does not wait for their number, as in ``nonzero``."""
+    places = torch.where(flags, flags.cumsum(0) - 1, count)
+    return values.new_empty(count + 1).scatter_(0, places, values)[:count]
+
+
 def _is_of_model(forward: Any) -> bool:
     return not forward.__module__.startswith("oslo_models.")
 
@@ -139,6 +145,7 @@ class ParallelExperts(ShardedModule):
     sharers: int
     counts_identities: bool
     returns_partial_sums = False
+    _starts: Tensor | None = None
     num_experts: int
     num_routed_experts: int
     total_experts: int
@@ -168,6 +175,7 @@ class ParallelExperts(ShardedModule):
         layout = layouts["down_proj"]
         rank = mesh.rank_in(layout)
         self.starts = [layout.first_of(other) for other in range(mesh.experts.size)]
+        self._starts = None
         self.first, self.sharers = self.starts[rank], self.starts.count(self.starts[rank])
         self.over_ranks = self.sharers < mesh.experts.size
         self.loop_knows_others = _loop_knows_others(cast(Any, type(self)))
@@ -265,16 +273,14 @@ class ParallelExperts(ShardedModule):
         """
         axis = self.mesh.experts
         start, stop = even_ranges(len(hidden_states), self.tp.size)[self.tp.rank]
-        first_ids = torch.tensor(self.starts, device=index.device)
-        owners = torch.bucketize(index[start:stop], first_ids, right=True) - 1
+        owners = torch.bucketize(index[start:stop], self._starts_on(index.device), right=True) - 1
         is_for = torch.zeros(stop - start, axis.size, dtype=torch.bool, device=index.device)
         is_for.scatter_(1, owners, True)
-        ranks, tokens = is_for.T.nonzero(as_tuple=True)  # in the order of the ranks
-        tokens = tokens + start
-        counts = torch.bincount(ranks, minlength=axis.size)
-        ones = [1] * axis.size
-        received = all_to_all(axis, counts, ones, ones).tolist()
-        sent = counts.tolist()
+        counts, ones = is_for.sum(0), [1] * axis.size
+        # On a GPU the host waits only here: products and messages need sizes.
+        sent, received = torch.stack((counts, all_to_all(axis, counts, ones, ones))).tolist()
+        numbers = torch.arange(start, stop, device=index.device).repeat(axis.size)
+        tokens = _selected(numbers, is_for.T.flatten(), sum(sent))  # in the order of the ranks
         theirs = all_to_all(axis, index[tokens], sent, received)
         x, their_weights = exchange(axis, (hidden_states[tokens], weights[tokens]), sent, received)
         theirs, their_weights = self._own(theirs, their_weights)
@@ -284,6 +290,12 @@ class ParallelExperts(ShardedModule):
         computed = self.compute(x, theirs, their_weights, *args)[: sum(received)]
         (returned,) = exchange(axis, (computed,), received, sent)
         return returned.new_zeros(hidden_states.shape).index_add(0, tokens, returned)
+
+    def _starts_on(self, device: torch.device) -> Tensor:
+        """Return `starts` as a tensor. The host would wait for a new one in each call."""
+        if self._starts is None or self._starts.device != device:
+            self._starts = torch.tensor(self.starts, device=device)
+        return self._starts
 
     @contextmanager
     def _averaged_over_replicas(self) -> Iterator[None]:

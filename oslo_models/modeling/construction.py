@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from oslo_models.checkpoint import CheckpointReader
+from oslo_models.checkpoint import CheckpointReader, pinned_buffers
 from oslo_models.checkpoint.quantized import dequantizing_reader, take_quantization
 from oslo_models.config.arguments import IGNORED, UNSUPPORTED, Arguments, check_unused, is_timeout, parse_dtype
 from oslo_models.config.sources import copy_config, open_source, read_generation_config
@@ -176,6 +176,11 @@ def _from_pretrained(
             ignore_mismatched_sizes=ignore_mismatched_sizes,
             key_mapping=key_mapping,
         )
+        devices = device_map(mesh.device)
+        if devices is not None and quantization is None and on_the_fly is None:
+            buffers = pinned_buffers(mesh.device)
+            for part in slices.values():
+                part.buffers = buffers
         if world.rank > 0 and is_progress_bar_enabled():  # only rank 0 shows a progress bar
             disable_progress_bar()
             stack.callback(enable_progress_bar)
@@ -185,7 +190,7 @@ def _from_pretrained(
             config=config,
             state_dict=slices,
             dtype=dtype or _dtype_of(reader),
-            device_map=device_map(mesh.device),
+            device_map=devices,
             generation_config=read_generation_config(directory),
             output_loading_info=True,
             mesh=mesh,

@@ -51,15 +51,34 @@ def with_full_outputs(forward: Any) -> Any:
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
             if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):
                 model._compare(args, kwargs)
-        mode = _forward_mode(model, kwargs)
-        if mode is ForwardMode.PIPELINE:
-            return model.pipeline(args, kwargs)
-        if mode is ForwardMode.DIRECT:
-            return forward(model, *args, **kwargs)
-        return _gathered_forward(forward, model, args, kwargs)
+        run = _run if torch.compiler.is_compiling() else _run_eagerly
+        return run(forward, model, args, kwargs)
 
     own = with_own_code(full_forward, forward.__qualname__)  # compile each class separately
     return functools.update_wrapper(own, forward)
+
+
+def _run(forward: Any, model: ParallelModelInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mode = _forward_mode(model, kwargs)
+    if mode is ForwardMode.PIPELINE:
+        return model.pipeline(args, kwargs)
+    if mode is ForwardMode.DIRECT:
+        return forward(model, *args, **kwargs)
+    return _gathered_forward(forward, model, args, kwargs)
+
+
+def _run_eagerly(forward: Any, model: ParallelModelInternals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the forward. Release the caches that ``generate`` keeps before a training step, and if memory runs out.
+
+    The backward of a training step may run out of memory too, where nothing catches the error.
+    """
+    if model.training and torch.is_grad_enabled() and not model._generates:
+        model._release_caches()
+    try:
+        return _run(forward, model, args, kwargs)
+    except torch.OutOfMemoryError:
+        model._release_caches()
+        raise
 
 
 def _refuse_transforms(model: ParallelModelInternals) -> None:

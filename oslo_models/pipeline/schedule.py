@@ -4,6 +4,11 @@
 forward of the stage, and ``loss.backward()`` in the body runs its next backward. At most ``stages - stage``
 micro-batches are in flight on a stage. With shared losses, each iteration waits for the loss of its micro-batch. The
 gradient of the same micro-batch, for which the stage waits anyway, follows shortly after.
+
+Before each forward or backward, a stage starts to receive the messages that it reads next, so that their transfer
+overlaps with the computation. It starts no message that depends on this computation: a synchronisation of the whole
+GPU in there would wait for it forever.
+
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021.
 """
 
@@ -20,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
-from oslo_models.distributed.collectives import MAX, PendingSend, all_reduce, receive, start_send
+from oslo_models.distributed.collectives import MAX, PendingMessage, all_reduce, start_receive, start_send
 from oslo_models.distributed.grad_overflow import propagate_overflow
 from oslo_models.distributed.mesh import Axis
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
@@ -97,7 +102,10 @@ class Schedule:
         self.arrivals = self.forwards = self.grad_arrivals = self.backwards = 0
         self.in_flight: dict[int, _InFlight] = {}
         self._losses: list[Tensor] = []
-        self._sends: deque[PendingSend] = deque()
+        self._sends: deque[PendingMessage] = deque()
+        # Started receives of hidden states and gradients, by micro-batch.
+        self._hidden: dict[int, dict[int, PendingMessage]] = {}
+        self._grads: dict[int, list[PendingMessage]] = {}
         # DDP all-reduces over the replicas when autograd accumulates into its parameters. Only the last micro-batch
         # does so. Gradients of earlier micro-batches are added without triggering DDP.
         by_fsdp = any(isinstance(param, DTensor) for param in parameters)
@@ -156,6 +164,12 @@ class Schedule:
         batch = self.micro_batches[i]
         self._set_phase(f"forward of micro-batch {i}")
         arrived = self._receive_hidden(i)
+        if i < self.num_warmup:  # the last forward of the warmup has no successor that does not depend on it
+            self._start_hidden(i + 1)
+        else:
+            self._start_outputs_and_grads(i - self.num_warmup)
+            if not self.trains:
+                self._start_hidden(i + 1)
         with self.loss.for_micro_batch(batch) if self.loss is not None and self.stage.is_last else nullcontext():
             outgoing, output = self.runner(batch, arrived)
         loss = output.get("loss") if self.stage.is_last else None
@@ -216,6 +230,10 @@ class Schedule:
             outputs = [micro_batch.loss]
         else:
             grads = self._receive_grads(i)
+        if i + 1 + self.num_warmup < self.num_micro_batches:
+            self._start_hidden(i + 1 + self.num_warmup)
+        else:
+            self._start_outputs_and_grads(i + 1)
         if self.deepspeed is not None:
             self.deepspeed.set_boundary(is_last=is_last)
         leaves = list(micro_batch.arrived.values())
@@ -267,20 +285,40 @@ class Schedule:
     # Communication; shapes are derived from the batch, so only tensors are sent ---------------------------------------
 
     def _receive_hidden(self, i: int) -> dict[int, Tensor]:
-        arrived = {}
-        for number in self.runner.incoming(self.micro_batches[i]):
-            x = self._empty(i, number)
-            arrived[number] = receive(self.mesh.pp, x, self.stage.index - 1).requires_grad_(self.trains)
+        self._start_hidden(i)
+        started = self._hidden.pop(i)
+        arrived = {number: message.wait().requires_grad_(self.trains) for number, message in started.items()}
         self.arrivals += 1
         return arrived
 
     def _receive_grads(self, i: int) -> list[Tensor]:
-        grads = [
-            receive(self.mesh.pp_back, self._empty(i, number), self.stage.index + 1)
-            for number in self.runner.outgoing(self.micro_batches[i])
-        ]
+        self._start_grads(i)
+        grads = [message.wait() for message in self._grads.pop(i)]
         self.grad_arrivals += 1
         return grads
+
+    def _start_hidden(self, i: int) -> None:
+        """Start to receive the hidden states of micro-batch ``i``, if it exists."""
+        if i < self.num_micro_batches and i not in self._hidden:
+            numbers, axis, src = self.runner.incoming(self.micro_batches[i]), self.mesh.pp, self.stage.index - 1
+            self._hidden[i] = {number: start_receive(axis, self._empty(i, number), src) for number in numbers}
+
+    def _start_grads(self, i: int) -> None:
+        """Start to receive the gradients of micro-batch ``i``."""
+        if i not in self._grads:
+            numbers, axis, src = self.runner.outgoing(self.micro_batches[i]), self.mesh.pp_back, self.stage.index + 1
+            self._grads[i] = [start_receive(axis, self._empty(i, number), src) for number in numbers]
+
+    def _start_outputs_and_grads(self, i: int) -> None:
+        """Start to receive the shared outputs and the gradients of micro-batch ``i``, if it exists."""
+        if self.stage.is_last or i >= self.num_micro_batches:
+            return
+        if self.shared is not None:
+            self.shared.start_receive()
+        # The stage before the last receives logits, of unknown sizes, before the gradients, through the same group.
+        after_logits = self.shared is not None and self.shared.with_logits
+        if self.trains and not (after_logits and self.stage.index == self.stage.count - 2):
+            self._start_grads(i)
 
     def _empty(self, i: int, number: int) -> Tensor:
         shape = self.runner.shape(self.micro_batches[i], number)

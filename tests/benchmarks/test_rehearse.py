@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks.rehearse import kernels, models, report, timing
-from benchmarks.rehearse.cases import ALONE, PARTS, Case, cases
+from benchmarks.rehearse.cases import ALONE, PARTS, QUESTIONS, Case, cases
 from benchmarks.rehearse.schedule import Schedule
 
 from support import ROOT
@@ -232,6 +232,37 @@ def test_rows_become_a_summary_a_csv_and_a_page(
     assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
     assert "| rmsnorm: forward, share of a copy |  | 0.9 (target 0.85) | 0.2 |" in page
     assert "E: wrong" in page and "Measured on: m, v, at c0 (2030-01-01)." in page
+
+
+def test_summary_answers_each_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row of each question's first case is shown under the question, and a case that did not run is named."""
+    parts: dict[str, list[Any]] = {part: [] for part in PARTS}
+    for place, question in enumerate(QUESTIONS[:-1], 1):
+        part, _, name = question.cases[0].partition("/")
+        metric = " ".join(question.metrics)
+        parts[part].append(measured(part, name or "single_rank", "a peer", metric, 1000.0 + place, "us"))
+        parts[part].append(measured(part, f"another {name}", "a peer", metric, 5.0, "us"))
+    parts["tests"].append({**measured("tests", "imports", "", "", 0, ""), "state": "failed", "error": "wrong"})
+    for part, rows in parts.items():
+        (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report.summary(tmp_path)
+    told = capsys.readouterr().out.partition("\nQuestions\n")[2].splitlines()
+    assert sum(line[0].isdigit() for line in told) == len(QUESTIONS) == 13
+    for place, question in enumerate(QUESTIONS, 1):
+        at = told.index(next(line for line in told if line.startswith(f"{place}. {question.text}")))
+        if place == len(QUESTIONS):
+            assert told[at].endswith("NOT MEASURED")
+        elif question.counts:
+            assert "measured, 1 failed" in told[at + 1]
+        else:
+            assert str(1000 + place) in told[at + 1] and "another" not in told[at + 1]
+
+
+def test_questions_name_cases() -> None:
+    names = [f"{case.part}/{case.name}" for part in PARTS for case in cases(part)]
+    for question in QUESTIONS:
+        for start in question.cases:
+            assert any(name.startswith(start) for name in names), f"no case is named {start}..."
 
 
 def test_documentation_shows_the_recorded_rows() -> None:

@@ -231,6 +231,20 @@ def test_rank_that_dies_before_its_first_collective_on_gpus_is_named(pool: Pool,
     assert survivors_say(tmp_path, connect_axes, moment) == [[VICTIM], [VICTIM]]
 
 
+def connected_axes() -> list[str]:
+    names: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "is_lazy", lambda device: True)
+        patch.setattr(mesh, "connect", lambda axis, device, messages=False: names.append(axis.name))
+        ParallelMesh(1, 2)
+    return names
+
+
+def test_each_axis_connects_on_gpus(pool: Pool) -> None:
+    """The world too: recipes and the comparison of arguments communicate through it."""
+    assert pool.run(2, connected_axes) == [["world", "pp", "pp_back"]] * 2
+
+
 def test_groups_with_nccl_wait_longer_than_the_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
     for backends, seconds in (("cpu:gloo,cuda:nccl", 660.0), ("cpu:gloo,cuda:gloo", 60.0)):
         monkeypatch.setattr(dist, "get_backend_config", lambda backends=backends: backends)

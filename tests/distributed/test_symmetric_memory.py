@@ -6,7 +6,11 @@ arguments.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ from oslo_models.distributed.collectives import MAX, all_reduce, axis_handle
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.symmetric_memory import BYTES, SymmetricMemory, connect, disconnect
 
-from support import zoo
+from support import ROOT, zoo
 from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import full_parameters, parallel_model, reference_model
@@ -101,6 +105,7 @@ def check_compiled_sums(n: int, seed: int) -> None:
     assert memory.counts.total() == 2
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("n", [2, 3])
 def test_small_sums_of_compiled_code_go_through_the_memory(pool: Pool, n: int, seed: int) -> None:
     pool.run(n, check_compiled_sums, n, seed)
@@ -129,6 +134,7 @@ def generate(model: Any, prompt: Tensor) -> Tensor:
     return tokens
 
 
+@pytest.mark.stacks
 def test_compiled_decoding_sums_through_the_memory(pool: Pool, seed: int) -> None:
     name, config = zoo.lm_head("llama"), zoo.config("llama")
     model = reference_model(name, config, seed).eval()
@@ -236,3 +242,42 @@ def test_one_rank_needs_no_memory(seed: int) -> None:
     axis = Axis("tp", 0, (0,), None)
     connect(axis, CPU)
     assert axis.symmetric_memory is None
+
+
+# Inductor's cache -----------------------------------------------------------------------------------------------------
+
+COMPILED = """
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from distributed.test_symmetric_memory import CPU, StandIn
+from oslo_models.distributed.collectives import all_reduce
+from oslo_models.distributed.mesh import ParallelMesh
+
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+axis = ParallelMesh(2).tp
+memory = StandIn(CPU)
+memory.connect(axis)
+object.__setattr__(axis, "symmetric_memory", memory)
+sums = torch.compile(lambda x: all_reduce(axis, x * 2) + x, fullgraph=True)
+sums(torch.ones(8))
+assert memory.counts[torch.float32, 8] == 1
+found = {**counters["inductor"], **counters["aot_autograd"]}
+print(found.get("fxgraph_cache_hit", 0) + found.get("autograd_cache_hit", 0))
+"""
+
+
+def test_another_process_finds_compiled_sums_in_the_cache_of_inductor(tmp_path: Path) -> None:
+    """The graph has the number of an axis, which the same script gives it in each process, and no address."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
+    environment = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    hits = []
+    for _ in range(2):
+        command = [sys.executable, "-W", "ignore", "-c", COMPILED]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        hits.append(int(done.stdout.split()[-1]))
+    assert hits[0] == 0 and hits[1] > 0, hits

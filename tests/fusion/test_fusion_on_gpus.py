@@ -378,7 +378,8 @@ def test_caches_are_kept_within_their_limit() -> None:
 
     with pytest.raises(KeyError):
         decoders.run(sample, one.cache)
-    assert decoders.running() is None and [rounded_length(n) for n in (3, 257, 1025, 2176)] == [256, 512, 2048, 3072]
+    assert decoders.running() is None
+    assert [rounded_length(n) for n in (3, 257, 513, 1024, 1025, 2176)] == [256, 512, 768, 1024, 2048, 3072]
     assert not copy.deepcopy(decoders)._kept
 
 
@@ -400,24 +401,39 @@ def call(model: Any, length: int) -> None:
     model.generate(torch.ones(1, length, dtype=torch.long), max_new_tokens=1, do_sample=False, pad_token_id=0)
 
 
-@pytest.mark.parametrize("needs", ["a call without memory", "training", "a move"])
+def no_memory(*args: Any, **kwargs: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    "needs", ["a call without memory", "a forward without memory", "training", "a training step", "a move"]
+)
 def test_kept_caches_are_released_where_memory_is_needed(
     generates_in_graphs: Any, monkeypatch: pytest.MonkeyPatch, needs: str
 ) -> None:
-    model = generates_in_graphs
+    model, ids = generates_in_graphs, torch.ones(1, 4, dtype=torch.long)
+    if needs == "a training step":
+        model.train()
     call(model, 9)
     held = weakref.ref(next(iter(model._decoders._kept.values())).cache)
-    if needs == "training":
+    if needs == "a training step":
+        with torch.no_grad():
+            model(input_ids=ids)
+        assert held() is not None
+        model(input_ids=ids, labels=ids)
+    elif needs == "a forward without memory":
+        model(input_ids=ids)
+        assert held() is not None, "a forward in evaluation mode needs no release"
+        monkeypatch.setattr(transformers.LlamaModel, "forward", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(input_ids=ids)
+    elif needs == "training":
         model.eval()
         assert held() is not None
         model.train()
     elif needs == "a move":
         model.double()
     else:
-
-        def no_memory(*args: Any, **kwargs: Any) -> Any:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
         monkeypatch.setattr(transformers.GenerationMixin, "_sample", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             call(model, 9)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError
@@ -151,6 +152,55 @@ def test_training_in_wrappers_of_torch_matches_one_process(
 ) -> None:
     given = saved_case(tmp_path, "mixtral", seed, 2, ("SGD",))
     pool.run(2 * sizes[0], step_in_wrapper, tmp_path, given, sizes, wrapper)
+
+
+class Waits(TorchFunctionMode):
+    """Notes the functions of torch for whose results the host would wait on a GPU."""
+
+    NAMES = {"tolist", "item", "__bool__", "__int__", "cpu", "nonzero", "bincount", "masked_select", "unique", "tensor"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in self.NAMES:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def count_waits(config: Any) -> None:
+    """Count the waits of each exchange, without the computation of the experts."""
+    cls: Any = registry.find("MixtralForCausalLM")
+    model = cls.from_config_with_parallel(config, expert_parallel_size=2, seed=0)
+    exchanged, counted = layer.ParallelExperts._exchanged, []
+
+    def noted(self: Any, *args: Any) -> Any:
+        with Waits() as waits:
+            output = exchanged(self, *args)
+        counted.append(waits.names)
+        return output
+
+    def compute(self: Any, hidden_states: torch.Tensor, *args: Any) -> torch.Tensor:
+        return hidden_states * 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer.ParallelExperts, "_exchanged", noted)
+        patch.setattr(layer.ParallelExperts, "compute", compute)
+        for _ in range(2):
+            model(input_ids=torch.arange(12).view(2, 6) % config.vocab_size)
+    layers = config.num_hidden_layers
+    assert len(counted) == 2 * layers and counted[layers:] == [["tolist"]] * layers, counted
+
+
+def test_host_waits_once_for_each_exchange_of_tokens(pool: Pool) -> None:
+    pool.run(2, count_waits, zoo.config("mixtral"))
+
+
+def test_selected_values_are_as_by_nonzero(seed: int) -> None:
+    for count in (0, 1, 9):
+        values, flags = torch.randint(99, (count,)), torch.rand(count) < 0.5
+        assert torch.equal(layer._selected(values, flags, int(flags.sum())), values[flags.nonzero().flatten()])
 
 
 def refuse_wrappers() -> None:

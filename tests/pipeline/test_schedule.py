@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from oslo_models.distributed import collectives
 from oslo_models.pipeline.schedule import Schedule
+from oslo_models.pipeline.stage_runner import StageRunner
 
 from support import pipelines, zoo
 from support.float64 import lifted_casts
@@ -341,9 +343,9 @@ def check_traffic(given: Case, tp: int, pp: int, size: int) -> dict[str, Any]:
     expected = Counter(
         {
             ("isend", mesh.pp.group, up, hidden): number * after,
-            ("recv", mesh.pp.group, down, hidden): number * before,
+            ("irecv", mesh.pp.group, down, hidden): number * before,
             ("isend", mesh.pp_back.group, down, hidden): number * before,
-            ("recv", mesh.pp_back.group, up, hidden): number * after,
+            ("irecv", mesh.pp_back.group, up, hidden): number * after,
         }
     )
     assert Counter(counted.messages) == +expected, counted.messages
@@ -373,3 +375,90 @@ def test_messages_between_stages_and_activations_in_flight_are_bounded(
     weights = full_parameters(reference_model(LM[variant], config, seed))
     for found in pool.run(tp * pp, check_traffic, Case(LM[variant], config, [[batch]], weights, [], {}), tp, pp, size):
         assert found["live"] == found["bound"], found
+
+
+# Receives that overlap with computations -----------------------------------------------------------------------------
+
+ORDER = {
+    (2, 0): "F rF wB rF wB rF wrB wB",
+    (2, 1): "rwF rB wF rB wF rB wF B",
+    (3, 0): "F F rF wB rF wrB wrB wB",
+    (3, 1): "rwrF wrF wrB wrF wrB wrF wrB wB",
+    (3, 2): "rwF rB wF rB wF rB wF B",
+}
+"""Events of four micro-batches by stages and stage: start of a receive, wait for it, forward and backward."""
+
+
+@contextmanager
+def events_noted() -> Iterator[list[str]]:
+    """Return the events of this stage, ``"R"`` for a receive that blocks included."""
+    events: list[str] = []
+    depth = 0
+    receive, start, run, backward = dist.recv, dist.irecv, StageRunner.__call__, torch.autograd.backward
+
+    def blocking(*args: Any, **kwargs: Any) -> Any:
+        events.append("R")
+        return receive(*args, **kwargs)
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        events.append("r")
+        work: Any = start(*args, **kwargs)
+
+        def wait() -> None:
+            events.append("w")
+            work.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    def forward(self: StageRunner, *args: Any) -> Any:
+        events.append("F")
+        return run(self, *args)
+
+    def nested(*args: Any, **kwargs: Any) -> None:
+        nonlocal depth
+        if depth:  # inside the backward of the loss object
+            events.append("B")
+        depth += 1
+        try:
+            backward(*args, **kwargs)
+        finally:
+            depth -= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "recv", blocking)
+        patch.setattr(dist, "irecv", started)
+        patch.setattr(StageRunner, "__call__", forward)
+        patch.setattr(torch.autograd, "backward", nested)
+        yield events
+
+
+def check_receives(given: Case, pp: int) -> None:
+    model = case_on_stages(given, 1, pp)
+    with events_noted() as events:
+        loss = run_micro_batches(model, given.batches[0][0])
+    lines = differences("loss", loss, given.loss[0], TOLERANCE)
+    lines += gradient_differences(model, given.gradients)
+    assert not lines, "\n".join(lines)
+    assert "".join(events) == ORDER[pp, model.stage.index].replace(" ", "")
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_receives_start_before_the_computation_that_they_overlap_with(pool: Pool, pp: int, seed: int) -> None:
+    """This shows the order of the calls. Only a GPU can show that the transfer takes no time of the computation."""
+    pool.run(pp, check_receives, lm_case("gpt2", seed), pp)
+
+
+def check_few_receives(given: Case, size: int) -> None:
+    """With fewer micro-batches than stages, the gradient depends on the last forward: nothing starts before it."""
+    model = case_on_stages(given, 1, 3, micro_batch_size=size)
+    with events_noted() as events:
+        lines = differences("loss", run_micro_batches(model, given.batches[0][0]), given.loss[0], TOLERANCE)
+    lines += gradient_differences(model, given.gradients)
+    assert not lines, "\n".join(lines)
+    if model.stage.index == 0:
+        assert "".join(events) == {2: "FFrwrBwB", 4: "FrwB"}[size]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_receive_starts_before_the_computation_that_it_depends_on(pool: Pool, size: int, seed: int) -> None:
+    pool.run(3, check_few_receives, lm_case("gpt2", seed), size)

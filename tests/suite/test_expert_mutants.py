@@ -47,7 +47,7 @@ MUTANTS: dict[str, Row] = {
         *(OVER_REPLICAS, WRAPPED, SENT),
     ),
     "counts of another rank": (
-        Edit(EXCHANGED, "minlength=axis.size)", "minlength=axis.size).roll(1)"),
+        Edit(EXCHANGED, "counts, ones = is_for.sum(0), ", "counts, ones = is_for.sum(0).roll(1), "),
         *(OVER_REPLICAS, WRAPPED, SENT),
     ),
     "tokens for the next rank": (

@@ -188,6 +188,10 @@ def after_start(patch: Patch, change: Callable[[Any], None]) -> None:
     patch.setattr(schedule.Schedule, "__init__", start)
 
 
+def gradients_received_when_needed(patch: Patch) -> None:
+    patch.setattr(schedule.Schedule, "_start_outputs_and_grads", lambda *_: None)
+
+
 def replicas_that_average_each_micro_batch(patch: Patch) -> None:
     after_start(patch, lambda loop: setattr(loop, "_bypass_ddp", None))
 
@@ -745,6 +749,11 @@ MUTANTS: dict[str, list[Caught]] = {
             {"variant": "gpt2", **STAGES, "size": 1},
         ),
         (norm_counts_tied_copies, "test_clip_grad_norm_over_stages_matches_one_process", {"variant": "gpt2", **STAGES}),
+        (
+            gradients_received_when_needed,
+            "test_receives_start_before_the_computation_that_they_overlap_with",
+            {"pp": 2},
+        ),
     ],
     "pipeline/test_overlap.py": [
         (one_micro_batch_after_another, "test_pipeline_step_takes_the_ideal_time_on_logical_clocks", STEP),

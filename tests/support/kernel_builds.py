@@ -41,6 +41,10 @@ REGISTERS = 128
 FLOATS = {"eps", "offset", "scale", "p", "hit", "rest", "cap", "q_count", "k_count", "limit"}
 FLOAT32 = {"statistics_ptr", "products_ptr", "partial_ptr", "loss_ptr", "scale_ptr"}
 
+EXPONENTIALS = {False: 24, True: 41}
+"""Limits of the statistics of cross entropy per thread, which has 16 logits of a block in groups of four: one for each
+logit, one for each group in the loop and after it. A soft cap takes one more for each logit, and one for the target."""
+
 SOFTMAX = {keys: {**softmax.blocks(keys)} for keys in (1024, softmax.LONGEST, 100000)}
 for made in SOFTMAX.values():
     del made["num_warps"]
@@ -128,7 +132,10 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
     ),
     (softmax.softmax_backward_kernel, {"SINGLE": True, "BLOCK": 1024}, 2, 2, 1),
     (softmax.softmax_backward_kernel, {"SINGLE": False, "BLOCK": softmax.PIECE}, 8, 4, 1),
-    *((cross_entropy.statistics_kernel, {"CAPPED": capped, "BLOCK": 4096}, 8, 2, 0) for capped in (False, True)),
+    *(
+        (cross_entropy.statistics_kernel, {"CAPPED": capped, "BLOCK": 4096, "GROUP": cross_entropy.GROUP}, 8, 2, 0)
+        for capped in (False, True)
+    ),
     *((cross_entropy.gradient_kernel, {"CAPPED": capped, "BLOCK": 4096}, 4, 4, 4) for capped in (False, True)),
     (ngrams.block_repeats_kernel, {"SIZE": 3, "BLOCK": 1024}, 4, 0, 0),
     *(
@@ -155,8 +162,8 @@ def signature(name: str, half: str) -> str:
     return "fp32" if name in FLOATS else "i64" if name == "seed" else "i32"
 
 
-def build(kernel: Any, constants: dict[str, Any], warps: int, arch: int, half: str) -> tuple[int, int, int, int]:
-    """Compile, and return the registers, the bytes of stack, and how many 128-bit loads and stores there are."""
+def build(kernel: Any, constants: dict[str, Any], warps: int, arch: int, half: str) -> tuple[int, int, int, int, int]:
+    """Compile, and return registers, bytes of stack, 128-bit loads and stores, and exponentials."""
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else signature(name, half) for name in names}
     if kernel is cross_entropy.statistics_kernel:
@@ -185,7 +192,7 @@ def build(kernel: Any, constants: dict[str, Any], warps: int, arch: int, half: s
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{what}:(\d+)", usage).group(1)) for what in ("REG", "STACK"))
     vectors = (len(re.findall(rf"{what}\.global[^;]*\.v4\.b32", made.asm["ptx"])) for what in ("ld", "st"))
-    return registers, stack, *vectors
+    return registers, stack, *vectors, len(re.findall(r"\bex2\.", made.asm["ptx"]))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -196,8 +203,11 @@ def main(arguments: Sequence[str]) -> int:
         for arch in archs:
             if kernel is float8.cast_kernel and arch < 89:  # float8 begins with Ada
                 continue
-            registers, stack, own_loads, own_stores = build(kernel, constants, warps, arch, "bf16")
+            registers, stack, own_loads, own_stores, powers = build(kernel, constants, warps, arch, "bf16")
             right = registers <= REGISTERS and stack == 0 and own_loads >= loads and own_stores >= stores
+            right = right and (
+                kernel is not cross_entropy.statistics_kernel or powers <= EXPONENTIALS[constants["CAPPED"]]
+            )
             failed += not right
             name = f"{kernel.__module__.removeprefix('oslo_kernels.')}.{kernel.__name__}"
             found = most.setdefault(name, {})

@@ -191,7 +191,10 @@ def losses(dtype: torch.dtype) -> Iterator[Case]:
         cross_entropy.Rule(start=4, ignore_index=5, hit=0.9, rest=0.125, scale=0.5),
         cross_entropy.Rule(start=2, scale=0.25, cap=3.0, hit=0.75, rest=0.01, factor=0.2),
     )
-    for logits in (5 * torch.randn(6, 37), spaced(2, 9001), torch.full((2, 5), float("-inf"))):
+    some = torch.rand(3, 9001) < 0.5
+    some[1, 4:8], some[1, 100:4200] = True, True  # a group, and a block, without a finite logit
+    masked = (300 * torch.randn(3, 9001)).masked_fill(some, float("-inf"))
+    for logits in (5 * torch.randn(6, 37), spaced(2, 9001), torch.full((2, 5), float("-inf")), masked):
         logits = logits.to(dtype)
         width = -(-logits.shape[1] // cross_entropy.PADDING) * cross_entropy.PADDING
         wide = torch.full((len(logits), width), 1e4, dtype=dtype)[:, : logits.shape[1]]  # padding is ignored

@@ -59,7 +59,9 @@ MUTANTS: list[Mutant] = [
     ("cross_entropy", "tl.where(counts & (offsets < columns), ", "tl.where(counts, ", "gradient of logits"),
     ("cross_entropy", "tl.where(counts, loss, 0.0)", "loss", "gradient of logits"),
     ("cross_entropy", "here = (target != ignored) & (column >= 0)", "here = (column >= 0)", "statistics"),
-    ("cross_entropy", "summed += tl.where(inside, x, 0.0)", "summed += x", "statistics"),
+    ("cross_entropy", "tl.reshape(tl.where(inside, x, 0.0),", "tl.reshape(x,", "statistics"),
+    ("cross_entropy", "tl.max(grouped, 1)", "tl.min(grouped, 1)", "statistics"),
+    ("cross_entropy", "finite = tl.where(higher == float(\"-inf\"), 0.0, higher)", "finite = higher", "statistics"),
     ("cross_entropy", "tl.where(here, _logit(picked, scale, cap, CAPPED), 0.0)", "picked", "statistics"),
 ]  # fmt: skip
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from oslo_models.deploy.running_batch.admission import bytes_of_token
 from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
+from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.row import Row, rows_of_prompt
 from oslo_models.deploy.running_batch.sampling import choose_tokens
@@ -178,7 +179,7 @@ class OfflineBatch:
         self._axis = model.mesh.model
         self._leads = self._axis.rank == model.mesh.tp.size * (model.mesh.pp.size - 1)
         self._runner = StepRunner(model, limits, keeps_logits=True)
-        self._settings = PlainSettings(model)
+        self._settings, self._token_table = PlainSettings(model), TokenTable()
         self._rows: dict[int, Row] = {}
         self._error: Exception | None = None
 
@@ -223,7 +224,8 @@ class OfflineBatch:
             for group in groups:
                 self._prepare(group)
             own = [self._rows[row.number] for row in rows]
-            for index, (row, token) in enumerate(zip(own, choose_tokens(own, logits_BV), strict=True)):
+            tokens = choose_tokens(own, logits_BV, self._token_table)
+            for index, (row, token) in enumerate(zip(own, tokens, strict=True)):
                 if isinstance(token, Exception):
                     raise token
                 token = row.take(logits_BV[index]) if token is None else row.take_token(token)

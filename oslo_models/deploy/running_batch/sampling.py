@@ -12,43 +12,65 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from oslo_models.deploy.decoding import OpenAIPenalties
+from oslo_models.deploy.running_batch.penalties import Penalty, TokenTable
 from oslo_models.deploy.running_batch.static_step import to_device, to_host
 
 TOGETHER_ON = ("cuda",)
 """Devices on which the warpers run batched. On a CPU, batching takes as long as one row after the other."""
-_ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+_PENALTIES = (OpenAIPenalties, RepetitionPenaltyLogitsProcessor)
+_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
 class Warp(NamedTuple):
-    """Sampling settings of a row that are applied batched. The defaults change nothing."""
+    """Settings of a row that are applied batched. The defaults change nothing."""
 
     temperature: float = 1.0
     top_k: float = float("inf")
     top_p: float = 1.0
     min_p: float = 0.0
+    penalty: Penalty = Penalty()
 
 
 def warp_of(processors: Sequence[Any]) -> Warp | None:
     """Return the settings of logits processors; ``None`` if `Warp` cannot express one of them."""
-    places = [_ORDER.index(type(each)) if type(each) in _ORDER else -1 for each in processors]
+    order = (*_PENALTIES, *_WARPERS)
+    places = [order.index(type(each)) if type(each) in order else -1 for each in processors]
     if -1 in places or places != sorted(set(places)):
         return None
     found: dict[str, float] = {}
-    for place, each in zip(places, processors, strict=True):
-        plain = getattr(each, "filter_value", -torch.inf) == -torch.inf
-        if not plain or (place > 1 and each.min_tokens_to_keep != 1):
-            return None
-        found[Warp._fields[place]] = getattr(each, Warp._fields[place])
-    return Warp(**found)
+    penalty = Penalty()
+    for each in processors:
+        if isinstance(each, OpenAIPenalties):
+            penalty = penalty._replace(frequency=each.frequency, presence=each.presence)
+        elif isinstance(each, RepetitionPenaltyLogitsProcessor):
+            ignored = getattr(each, "prompt_ignore_length", None) or 0
+            if not isinstance(ignored, int):
+                return None
+            penalty = penalty._replace(repetition=each.penalty, ignored=ignored)
+        else:
+            place = _WARPERS.index(type(each))
+            plain = getattr(each, "filter_value", -torch.inf) == -torch.inf
+            if not plain or (place > 1 and each.min_tokens_to_keep != 1):
+                return None
+            found[Warp._fields[place]] = getattr(each, Warp._fields[place])
+    return Warp(**found, penalty=penalty)
 
 
-def choose_tokens(rows: Sequence[Any], logits_BV: Tensor) -> list[int | Exception | None]:
+def choose_tokens(rows: Sequence[Any], logits_BV: Tensor, table: TokenTable) -> list[int | Exception | None]:
     """Choose the next token of each row.
 
     Args:
         rows: each a `row.Row`.
+        table: the tokens of the rows with penalties, from one step to the next.
 
     Returns:
         The token of each row, or the exception of its processors. ``None`` means that `Row.take` has to choose it.
@@ -63,7 +85,7 @@ def choose_tokens(rows: Sequence[Any], logits_BV: Tensor) -> list[int | Exceptio
     scores_BV = logits_BV.to(torch.float32)
     if not all(row.is_plain for row, is_chosen in zip(rows, together, strict=True) if is_chosen):
         chosen = [row if is_chosen else None for row, is_chosen in zip(rows, together, strict=True)]
-        scores_BV = _drawn_scores(chosen, logits_BV.to(torch.float32, copy=True), failed)
+        scores_BV = _drawn_scores(chosen, logits_BV.to(torch.float32, copy=True), table, failed)
     best_B, token_B = scores_BV.max(-1)
     found = to_host(torch.stack((token_B, best_B.isnan()), 1)).tolist()  # the only wait for the device
     for index, (_, is_nan) in enumerate(found):
@@ -72,7 +94,7 @@ def choose_tokens(rows: Sequence[Any], logits_BV: Tensor) -> list[int | Exceptio
     return [failed.get(index, token if together[index] else None) for index, (token, _) in enumerate(found)]
 
 
-def _drawn_scores(rows: Sequence[Any], scores_BV: Tensor, failed: dict[int, Exception]) -> Tensor:
+def _drawn_scores(rows: Sequence[Any], scores_BV: Tensor, table: TokenTable, failed: dict[int, Exception]) -> Tensor:
     """Return scores with the chosen token of each row as the maximum.
 
     ``torch.multinomial`` divides probabilities by exponentially distributed numbers and takes the largest quotient.
@@ -87,7 +109,15 @@ def _drawn_scores(rows: Sequence[Any], scores_BV: Tensor, failed: dict[int, Exce
                 scores_BV[index] = row.processed(scores_BV[index])
             except Exception as error:  # noqa: BLE001  fails only this row
                 failed[index] = error
-    scores_BV = _warped(scores_BV, [Warp() if row is None or row.warp is None else row.warp for row in rows])
+    warps = [Warp() if row is None or row.warp is None else row.warp for row in rows]
+    penalized = [
+        (index, row, warp.penalty)
+        for index, (row, warp) in enumerate(zip(rows, warps, strict=True))
+        if warp.penalty != Penalty()
+    ]
+    if penalized:
+        table.penalize_(scores_BV, penalized)
+    scores_BV = _warped(scores_BV, [warp._replace(penalty=Penalty()) for warp in warps])
     samples = [row is not None and row.generator is not None for row in rows]
     if not any(samples):
         return scores_BV
