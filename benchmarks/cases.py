@@ -322,7 +322,7 @@ CASES = {
         ),
         *(
             Case(
-                *(f"long-masks-{length}", f"A small Mistral, train, {length} tokens", long_sequences.train),
+                *(f"long-masks-{length}", f"A small Mistral, train, {length} tokens", long_sequences.train_long),
                 *("mistral-long", (ALONE, OURS_ALONE)),
                 baseline=ALONE,
                 tolerance=1e-3,

@@ -15,7 +15,7 @@ from benchmarks.measure import tokens
 _OPTIONS = {"use_cache": False, "attention_dropout": 0.0}
 
 
-def train(
+def train_long(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, length: int, batch: int, window: int, timed: int
 ) -> Result:
     """Forward and backward for each kind of mask, after a warm-up on a short batch. One thread.

@@ -20,6 +20,7 @@ TITLES = {  # by the runner of a case
     "streams": "streams of an HTTP server, which begin one after the other",
     "agreement": "deploy=True on one host, less is better",
     "train": "seconds per step, less is better",
+    "train_long": "forward and backward of long sequences, one thread, less is better",
     "train_lora": "seconds per step of LoRA by peft, less is better",
     "train_in_stages": "two pipeline stages, 8 micro-batches",
     "collectives": "communication of a step, less is better",

@@ -61,7 +61,9 @@ def unavailable_reason(part: PreTrainedModel) -> str | None:
 
 def _reason_of_class(cls: Any) -> str | None:
     """Return the reason of a class of transformers, as far as it is known without a model."""
-    if not (cls._supports_sdpa and cls._can_set_attn_implementation()):
+    if not cls._supports_sdpa:
+        return f"{cls.__name__} does not use torch's attention"
+    if not cls._can_set_attn_implementation():
         return f"{cls.__name__} does not look up its attention by name"
     return _reason_of_modules(cls, {cls.__module__})
 
