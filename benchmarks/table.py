@@ -16,6 +16,7 @@ ENOUGH_RUNS, FEW = 3, "\N{DAGGER}"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 TITLES = {  # by the runner of a case
     "generate": "tokens per second, more is better",
+    "rollouts": "tokens per second of sampled groups, until their end tokens, more is better",
     "serve": "tokens per second from deploy=True, two workers, more is better",
     "streams": "streams of an HTTP server, which begin one after the other",
     "agreement": "deploy=True on one host, less is better",
@@ -40,7 +41,7 @@ TITLES = {  # by the runner of a case
     "checking": "CPU time that its check adds to model.fuse(), one thread, less is better",
     "decoding": "fused by model.fuse(), less is better",
     "token": "CPU time of a token at batch 1, one thread, less is better",
-    "slowdown": "time of a fused model divided by that of the unfused one, less is better",
+    "slowdown": "time of a fused model divided by the unfused one, less is better",
     "start": "deploy=True, less is better",
     "call_overhead": "deploy=True, less is better",
     "call_of_generate": "deploy=True, less is better",
