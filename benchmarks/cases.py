@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data, deploying, fuse_check, fusing, measure, serving, token_profile
+from benchmarks import data, deploying, fuse_check, fusing, long_sequences, measure, serving, token_profile
 from benchmarks.definitions import Peer, Result
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
@@ -91,6 +91,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-1gb": _llama(1024, 2816, 16, 16),
     "mixtral-small": _mixture("MixtralForCausalLM", 8, 2, 896),
     "qwen3-moe-small": _mixture("Qwen3MoeForCausalLM", 32, 4, 192),
+    "mistral-long": (
+        "MistralForCausalLM",
+        {
+            **_llama(128, 344, 4, 4)[1],
+            **{"num_key_value_heads": 4, "vocab_size": 4000, "max_position_embeddings": 8192},
+        },
+    ),
     "gpt2-124m": ("GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
 }
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
@@ -312,6 +319,17 @@ CASES = {
         Case(
             *("merge-memory", "Llama of 1.1 GB, save merged", measure.merge_memory, "llama-1gb", (NATIVE, OURS)),
             baseline="shard + largest tensor",
+        ),
+        *(
+            Case(
+                *(f"long-masks-{length}", f"A small Mistral, train, {length} tokens", long_sequences.train),
+                *("mistral-long", (ALONE, OURS_ALONE)),
+                baseline=ALONE,
+                tolerance=1e-3,
+                options={"length": length, "batch": 1, "window": 512, "timed": 1},
+                smoke={"length": 1024, "window": 64, "timed": 1},
+            )
+            for length in (4096, 8192)
         ),
         *_fused_cases(),
         *_fuse_check_cases(),

@@ -18,6 +18,8 @@ CHECKS = ("check of fuse(), first", "check of fuse()", "check of fuse(), alike")
 """The first check in a process, later ones, and the check of a model with the same sizes as a checked one."""
 BY_MEMORY, BY_PRODUCTS = LIMITS = ("limit by memory", "limit by products")
 """The measurements of `benchmarks.limits`, shown among the peers of a row."""
+LONG_MASKS = ("causal", "window", "packing", "padding")
+"""The masks of a training step on long sequences."""
 UNITS = {
     "generation": "tokens/s",
     "rollouts": "tokens/s",
@@ -51,6 +53,8 @@ UNITS = {
     "first token, p99": "ms",
     "serving, CPU": "tokens/CPU s",
     "agreement": "us",
+    **{f"peak memory, {masks}": "MB" for masks in LONG_MASKS},
+    **{f"CPU time, {masks}": "s" for masks in LONG_MASKS},
     **dict.fromkeys(CHECKS, "ms"),
     **dict.fromkeys(TOKEN_PARTS, "ms"),
     **{

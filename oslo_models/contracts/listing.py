@@ -130,6 +130,11 @@ _MLPS = "fusion.mlps fusion.decoder_blocks"
 CONTRACTS: tuple[Contract, ...] = (
     # transformers: generation and caches
     _contract(
+        f"{_GENERATION}.utils.GenerationMixin._prepare_position_ids_for_generation",
+        "deploy.running_batch.prompt_images",
+        "self inputs_tensor model_kwargs",
+    ),
+    _contract(
         f"{_GENERATION}.utils.GenerationMixin._prepare_cache_for_generation",
         "modeling.fusing.FusableModel",
         "self generation_config model_kwargs generation_mode batch_size max_cache_length",
@@ -166,7 +171,15 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("transformers.activations.GELUActivation.forward", _MLPS, is_copied=True),
     _contract("transformers.activations.SiLUActivation.forward", _MLPS, is_copied=True),
     _contract(
-        "transformers.integrations.sdpa_attention.sdpa_attention_forward", "fusion.decode_attention", is_copied=True
+        "transformers.integrations.sdpa_attention.sdpa_attention_forward",
+        "fusion.decode_attention layers.blockwise_attention",
+        is_copied=True,
+    ),
+    _contract(
+        "transformers.masking_utils.sdpa_mask",
+        "layers.blockwise_attention layers.lazy_mask",
+        "batch_size q_length kv_length q_offset kv_offset mask_function attention_mask allow_is_causal_skip use_vmap "
+        "device",
     ),
     _contract("transformers.integrations.moe.batched_mm_experts_forward", "fusion.experts", is_copied=True),
     _contract("transformers.integrations.moe.use_experts_implementation", "fusion.experts", is_copied=True),
@@ -273,14 +286,17 @@ CONTRACTS: tuple[Contract, ...] = (
         "self fn recurse",
     ),
     # torch: private names
-    _contract("torch.Tensor._make_wrapper_subclass", "checkpoint.quantized.packed"),
+    _contract("torch.Tensor._make_wrapper_subclass", "checkpoint.quantized.packed layers.lazy_mask"),
     _contract("torch._C.DisableTorchFunction", "distributed.sharded_tensor"),
     _contract(
         "torch._C.DisableTorchFunctionSubclass",
         "distributed.partial_norm distributed.sharded_tensor fusion.float8 fusion.lazy_logits layers modeling pipeline",
     ),
-    _contract("torch._C._are_functorch_transforms_active", "modeling.forward"),
-    _contract("torch._C._disabled_torch_function_impl", "checkpoint.quantized.packed distributed.sharded_tensor"),
+    _contract("torch._C._are_functorch_transforms_active", "layers.blockwise_attention modeling.forward"),
+    _contract(
+        "torch._C._disabled_torch_function_impl",
+        "checkpoint.quantized.packed distributed.sharded_tensor layers.lazy_mask",
+    ),
     _contract("torch._C._len_torch_dispatch_stack", "distributed.collectives"),
     _contract("torch._addmm_activation", "fusion.mlps"),
     _contract("torch._assert_async", "layers.cross_entropy layers.token_statistics"),
@@ -304,6 +320,8 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("torch.nn.modules.dropout._DropoutNd", "modeling.derived.probe"),
     _contract("torch.nn.modules.module._global_forward_hooks", "fusion.decoder_blocks"),
     _contract("torch.nn.modules.module._global_forward_pre_hooks", "fusion.decoder_blocks"),
+    _contract("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "layers.blockwise_attention"),
+    _contract("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "layers.blockwise_attention"),
     _contract("torch.ops.aten._unsafe_view", "fusion.float8"),
     _contract("torch.ops.mkldnn._reorder_linear_weight", "deploy.running_batch.head_product"),
     _contract("torch.overrides._get_current_function_mode_stack", "distributed.thread_group"),

@@ -205,6 +205,7 @@ class Engine:
         cancellation: Cancellation | None = None,
         joins: bool = False,
         gives_way: bool = False,
+        images: tuple[tuple[Any, ...], ...] = (),
     ) -> Any:
         """Call a method of the model on all ranks.
 
@@ -215,6 +216,7 @@ class Engine:
             cancellation: cancels the call from another thread.
             joins: compute the call in the running batch.
             gives_way: run steps of the running batch between the tokens of the call.
+            images: of a call that joins; see `Request`.
 
         Raises:
             TimeoutError: it took longer. The call is cancelled.
@@ -229,7 +231,7 @@ class Engine:
         number = next(self._numbers)
         streams = streamer is not None
         request = Request(
-            number, method, args, kwargs or {}, seed, streams, gather, generation_config, joins, gives_way
+            number, method, args, kwargs or {}, seed, streams, gather, generation_config, joins, gives_way, images
         )
         try:
             data = encode(request, number)

@@ -52,6 +52,7 @@ class Request(NamedTuple):
         generation_config: replaces the model's generation configuration, if the application has changed it.
         joins: compute this call of `generate` in the running batch.
         gives_way: run steps of the running batch between the tokens of this call of `generate`.
+        images: of each row of a call that joins; see `PromptImages`. Plain tuples, whose tensors are sent as bytes.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Request(NamedTuple):
     generation_config: Any = None
     joins: bool = False
     gives_way: bool = False
+    images: tuple[tuple[Any, ...], ...] = ()
 
 
 class Cancel(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import random
 import threading
@@ -56,7 +57,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         self.config, self.generation_config = config, generation_config
         self._sent_config, self._config_changed = copy.deepcopy(generation_config), False
         self._engine, self._construct_locally = engine, construct_locally
-        self._admission, self._positions = Admission(config, engine.limits), positions_of(config)
+        self._admission, self._positions = self._make_admission(), positions_of(config)
         self._make_skeleton, self.name_or_path = make_skeleton, config.name_or_path
         self._batch_bytes: dict[str, int] = {}
         self._fuse_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -64,6 +65,11 @@ class Deployment(DeployedAdapters, RemoteModule):
         self.training = False
         self._finalizer = weakref.finalize(self, engine.close)
         engine.start()
+
+    def _make_admission(self) -> Admission:
+        forwards = [vars(base)["forward"] for base in type(self).__mro__ if "forward" in vars(base)]
+        takes_features = any("mm_encoder_outputs" in inspect.signature(each).parameters for each in forwards)
+        return Admission(self.config, self._engine.limits, takes_features)
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
@@ -101,6 +107,8 @@ class Deployment(DeployedAdapters, RemoteModule):
         options["cancellation"] = cancellation
         options["joins"] = self._admission.joins(kwargs, self.generation_config, streamer is not None)
         options["gives_way"] = not options["joins"] and self._admission.reason is None
+        if options["joins"]:
+            kwargs, options["images"] = self._admission.separate_images(kwargs)
         return self._engine.call("generate", (), kwargs, **options)
 
     def can_join(self, streams: bool = False, **kwargs: Any) -> bool:

@@ -19,6 +19,7 @@ from oslo_models.fusion.known_layers import (
 from oslo_models.fusion.module_context import ONE_PASS, FusionRule, ModuleContext, mixed, one_pass
 from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, CPURotaryAttention, FusedOlmo2Attention
 from oslo_models.fusion.swap import FusionCandidate
+from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
 from oslo_models.layers.norm import WidthParallelNorm
 
 _ONE_QUERY = "one query per row, without gradients, in C++"
@@ -101,7 +102,7 @@ def _eager(s: ModuleContext) -> Iterator[FusionCandidate]:
 
 
 def _is_cached(s: ModuleContext) -> bool:
-    sdpa = _can_select(s) and s.on_cpu and s.module.config._attn_implementation == "sdpa"
+    sdpa = _can_select(s) and s.on_cpu and s.module.config._attn_implementation in TORCH_ATTENTION
     return sdpa and bool(s.model.can_generate())
 
 

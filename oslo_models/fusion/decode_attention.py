@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from oslo_kernels.decode_attention import attend, computes
 from oslo_models.fusion.attention import ConfigView
+from oslo_models.layers.blockwise_attention import TORCH_ATTENTION, blockwise_attention
 
 DECODING = "oslo_models_decoding"
 """The name of `decoding_attention` among transformers' attention functions."""
@@ -33,7 +33,11 @@ class DecodingAttention(nn.Module):
     def config(self) -> Any:
         """Return the layer's config, or the view of it that selects `DECODING`."""
         config = self.own_config
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or config._attn_implementation != "sdpa":
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or config._attn_implementation not in TORCH_ATTENTION
+        ):
             return config
         return ConfigView(config, DECODING)
 
@@ -62,9 +66,8 @@ def decoding_attention(
             return attend(
                 query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, shown, added
             ), None
-    given = {"dropout": dropout, "scaling": scaling, "position_bias": position_bias}
-    result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **given, **kwargs)
-    return result
+    given: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "position_bias": position_bias}
+    return blockwise_attention(module, query, key, value, attention_mask, **given, **kwargs)
 
 
 def _is_special(options: dict[str, Any]) -> bool:

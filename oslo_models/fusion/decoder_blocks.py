@@ -30,6 +30,7 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.distributed.shared_memory import shared_memory_of
 from oslo_models.fusion.decode_attention import DECODING, decoding_attention
 from oslo_models.fusion.decoder_layers import GPT2, BlockForm, BlockLayers, block_of
+from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
 
 
 class BlockDecoding:
@@ -131,7 +132,7 @@ class BlockDecoding:
         return self._block
 
 
-_SUPPORTED = ("sdpa", DECODING)
+_SUPPORTED = (*TORCH_ATTENTION, DECODING)
 
 
 def _global_hooks() -> bool:

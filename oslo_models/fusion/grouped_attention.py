@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from oslo_models.fusion.attention import ConfigView
+from oslo_models.layers.blockwise_attention import TORCH_ATTENTION, blockwise_attention
 
 GROUPED = "oslo_models_grouped"
 """The name of `grouped_attention` among transformers' attention functions."""
@@ -24,7 +24,7 @@ _UNSUPPORTED = ("softcap", "position_bias", "cache", "s_aux")
 
 def grouped_when_decoding(config: Any) -> Any:
     """Return a layer's config, or without gradients a view of it that replaces torch's attention by `GROUPED`."""
-    if torch.is_grad_enabled() or config._attn_implementation != "sdpa":
+    if torch.is_grad_enabled() or config._attn_implementation not in TORCH_ATTENTION:
         return config
     return ConfigView(config, GROUPED)
 
@@ -50,11 +50,8 @@ def grouped_attention(
     special = any(kwargs.get(name) is not None for name in _UNSUPPORTED)
     per_head = attention_mask is not None and (attention_mask.dim() != 4 or attention_mask.shape[1] != 1)
     if query.shape[2] != 1 or groups == 1 or dropout or special or per_head or query.shape[1] % heads:
-        given = {"dropout": dropout, "scaling": scaling}
-        result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **given, **kwargs
-        )
-        return result
+        given: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
+        return blockwise_attention(module, query, key, value, attention_mask, **given, **kwargs)
     batch, _, _, width = query.shape
     scores = _product(query.reshape(batch * heads, groups, width), key.flatten(0, 1).transpose(1, 2))
     scores = scores.view(batch, heads, groups, -1) * (width**-0.5 if scaling is None else scaling)

@@ -95,6 +95,7 @@ RMS_NORMS = _names("""
     idefics3.Idefics3RMSNorm internvl.InternVLVisionRMSNorm lighton_ocr.LightOnOcrRMSNorm mistral3.Mistral3RMSNorm
     pixtral.PixtralRMSNorm
     qwen2_5_vl.Qwen2_5_VLRMSNorm qwen2_vl.Qwen2VLRMSNorm qwen3_vl.Qwen3VLTextRMSNorm qwen3_vl_moe.Qwen3VLMoeTextRMSNorm
+    glm4v.Glm4vRMSNorm glm4v_moe.Glm4vMoeRMSNorm glm4v_moe.Glm4vMoeTextRMSNorm glm_ocr.GlmOcrRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
@@ -135,10 +136,12 @@ GATED_MLPS = _names("""
     qwen3_next.Qwen3NextMLP qwen4_exp.Qwen4ExpTextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP
     vaultgemma.VaultGemmaMLP youtu.YoutuMLP zamba.ZambaMLP
     pixtral.PixtralMLP qwen2_5_vl.Qwen2MLP qwen2_vl.Qwen2MLP qwen3_vl.Qwen3VLTextMLP qwen3_vl_moe.Qwen3VLMoeTextMLP
+    dinov2.Dinov2SwiGLUFFN dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN glm4v_moe.Glm4vMoeTextMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
     dots3_note.Dots3NoteAudioMLP glm.GlmMLP glm4.Glm4MLP phi3.Phi3MLP
+    glm4v.Glm4vTextMLP glm_ocr.GlmOcrTextMLP
 """)
 """Copies of Phi3MLP, with gate and up projection in one matrix."""
 NEOX_MLPS = _names("""
@@ -184,6 +187,7 @@ LLAMA_BLOCKS = _names("""
     smollm3.SmolLM3DecoderLayer
     solar_open.SolarOpenDecoderLayer starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
     qwen2_5_vl.Qwen2_5_VLDecoderLayer qwen2_vl.Qwen2VLDecoderLayer
+    glm4v_moe.Glm4vMoeTextDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
@@ -291,6 +295,9 @@ CALL_EAGER_ATTENTION = _names("""
     qwen2_5_vl.Qwen2_5_VLVisionAttention qwen2_vl.Qwen2VLAttention qwen2_vl.VisionAttention
     qwen3_vl.Qwen3VLTextAttention qwen3_vl.Qwen3VLVisionAttention
     qwen3_vl_moe.Qwen3VLMoeTextAttention qwen3_vl_moe.Qwen3VLMoeVisionAttention smolvlm.SmolVLMVisionAttention
+    dinov2.Dinov2Attention dinov2_with_registers.Dinov2WithRegistersAttention glm4v.Glm4vTextAttention
+    glm4v.Glm4vVisionAttention glm4v_moe.Glm4vMoeTextAttention glm4v_moe.Glm4vMoeVisionAttention
+    glm_ocr.GlmOcrTextAttention glm_ocr.GlmOcrVisionAttention sew.SEWAttention wav2vec2_bert.Wav2Vec2BertSelfAttention
 """)
 """Attention layers that call ``eager_attention_forward`` as copied from Llama, BERT, GPT-2, OPT, T5 or Gemma 2."""
 COMPARE_IMPLEMENTATIONS = _names("""
@@ -354,5 +361,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     youtu.YoutuAttention zamba2.Zamba2Attention zaya.ZayaAttention
     pixtral.PixtralAttention qwen2_5_vl.Qwen2_5_VLAttention qwen2_vl.Qwen2VLAttention qwen3_vl.Qwen3VLTextAttention
     qwen3_vl_moe.Qwen3VLMoeTextAttention
+    glm4v_moe.Glm4vMoeTextAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""

@@ -23,6 +23,7 @@ from oslo_models.fusion.full_norms import FullNorms
 from oslo_models.fusion.grouped_attention import grouped_when_decoding
 from oslo_models.fusion.known_layers import ROTARY_ATTENTIONS
 from oslo_models.fusion.norms import norm_and_rotate
+from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,7 +313,7 @@ class CPURotaryAttention(DecodingAttention, FusedLlamaAttention):
     """A mixin before one of these layers on a CPU: one-pass rotation, and one call for few tokens without gradients."""
 
     def is_supported(self) -> bool:
-        return bool(self.own_config._attn_implementation == "sdpa") and super().is_supported()
+        return self.own_config._attn_implementation in TORCH_ATTENTION and super().is_supported()
 
     def rotated(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         usual = cos.dim() == 3 and cos.shape[-1] % 2 == 0 and not (cos.requires_grad or sin.requires_grad)

@@ -5,6 +5,8 @@ number of placeholders tells how many images a row has. Batches hold images in t
 
 * by patch: ``pixel_values [patches of all images, ...]``, with ``image_grid_thw [images, 3]``;
 * by image or by tile: ``pixel_values [images, channels, height, width]``, perhaps with ``image_sizes [images, 2]``;
+* by image with its tiles: ``pixel_values [images, tiles, channels, height, width]``, padded to the most tiles of an
+  image, with ``image_sizes [images, 2]``;
 * by row: ``pixel_values [rows, images, ...]``, padded to the most images of a row.
 """
 
@@ -12,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from oslo_models.media.tiles import tokens_of_tiles
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,11 @@ KINDS = (
 )
 PIXELS = tuple(kind.values for kind in KINDS)
 """Arguments that only towers read."""
+IMAGE = KINDS[0]
+IMAGES_OF_ROWS = "batch_num_images"
+"""Argument with the number of images of each row."""
+PIXEL_MASK = "pixel_attention_mask"
+"""Argument that hides pixels of images that are held by row."""
 
 
 def divide_media(
@@ -77,7 +87,7 @@ def divide_media(
     parts: list[dict[str, Any]] = [{} for _ in range(rows // size)]
     for kind in KINDS:
         if _is_by_row(kind, batch):
-            given = [name for name in (kind.values, "pixel_attention_mask") if batch.get(name) is not None]
+            given = [name for name in (kind.values, PIXEL_MASK) if batch.get(name) is not None]
             names += given
             for i, (part, count) in enumerate(zip(parts, _placeholders(kind, batch, config, size), strict=True)):
                 if count:  # transformers refuses padding alone
@@ -120,6 +130,50 @@ def items_of_rows(kind: Kind, batch: Mapping[str, Any], config: Any) -> list[int
     return counts
 
 
+def images_of_rows(batch: Mapping[str, Any], config: Any) -> list[dict[str, Any]]:
+    """Return the arguments with the images of each row, without padding images; empty for a row without images.
+
+    Raises:
+        ValueError: the images do not fit the placeholder tokens.
+    """
+    _, rows = divide_media(batch, len(batch["input_ids"]), 1, config)
+    for row in rows:
+        if row and _is_by_row(IMAGE, row):
+            real = row[IMAGE.values][0].flatten(1).any(-1)  # as transformers counts padding images
+            row |= {name: value[:, real] for name, value in row.items()}
+    return rows
+
+
+def places_of_images(ids_1L: Tensor, images: Mapping[str, Any], config: Any) -> list[list[int]]:
+    """Return the positions of the placeholder tokens of each image in a row.
+
+    Args:
+        ids_1L: the tokens of the row, without padding.
+        images: an entry of `images_of_rows`.
+
+    Raises:
+        ValueError: the images do not fit the placeholder tokens.
+    """
+    places = ids_1L[0].eq(placeholder(IMAGE, config)).nonzero().flatten().tolist()
+    if _is_by_row(IMAGE, images):
+        count = images[IMAGE.values].shape[1]
+        tokens: Sequence[int] = [len(places) // max(count, 1)] * count
+    else:
+        tokens = _tokens_of_items(IMAGE, images, config, len(places))
+    if sum(tokens) != len(places) or not all(tokens):
+        problem = f"{sum(tokens)} are needed"
+        raise ValueError(_misfit(IMAGE, images[IMAGE.values], [len(places)], tokens, problem))
+    bounds = [0, *accumulate(tokens)]
+    return [places[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def take_images(images: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """Return the arguments of the images ``start`` to ``stop`` of an entry of `images_of_rows`."""
+    if _is_by_row(IMAGE, images):
+        return {name: value[:, start:stop] for name, value in images.items()}
+    return {name: _items(IMAGE, name, images, start, stop) for name in images}
+
+
 def _is_by_row(kind: Kind, batch: Mapping[str, Any]) -> bool:
     values = batch.get(kind.values)
     return (
@@ -127,7 +181,12 @@ def _is_by_row(kind: Kind, batch: Mapping[str, Any]) -> bool:
     )
 
 
-def _token(kind: Kind, config: Any) -> int:
+def placeholder(kind: Kind, config: Any) -> int:
+    """Return the placeholder token of a kind.
+
+    Raises:
+        ValueError: the configuration has none.
+    """
     found = next((value for name in kind.token if (value := getattr(config, name, None)) is not None), None)
     if found is None:
         raise ValueError(
@@ -145,7 +204,7 @@ def _placeholders(kind: Kind, batch: Mapping[str, Any], config: Any, size: int =
             f"{kind.values} without input_ids: the rows of its {kind.name}s are unknown. Pass input_ids, in which each "
             f"{kind.name} has its placeholder tokens"
         )
-    is_placeholder = ids.eq(_token(kind, config))
+    is_placeholder = ids.eq(placeholder(kind, config))
     return list(is_placeholder.sum(-1).view(-1, size).sum(-1).tolist())
 
 
@@ -162,6 +221,13 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
                 f"{len(grid)} {kind.name}s"
             )
         return list((patches // merged**2).tolist())
+    if kind.name == "image" and sizes is not None and getattr(config, "image_grid_pinpoints", None):
+        sizes = torch.as_tensor(sizes).tolist()
+        if len(sizes) != len(values):
+            raise ValueError(f"{kind.values} has {len(values)} images with their tiles, and image_sizes {len(sizes)}")
+        own = batch.get(IMAGES_OF_ROWS)
+        alone = [True] * len(sizes) if own is None else [count == 1 for count in own for _ in range(int(count))]
+        return [tokens_of_tiles(size, config, one) for size, one in zip(sizes, alone, strict=True)]
     if kind.name == "image" and sizes is not None and hasattr(tower, "patch_size"):
         return list((torch.as_tensor(sizes) // (tower.patch_size * merged)).prod(-1).tolist())
     if placeholders % len(values):

@@ -26,6 +26,7 @@ from oslo_models.modeling.apply_plan import (
     modules_with_tensors_of_heads,
     plan_over,
 )
+from oslo_models.modeling.attention_choice import check_attention, check_attention_of_class
 from oslo_models.modeling.attention_outputs import AttentionOutputs
 from oslo_models.modeling.batch_generation import BatchGeneratingModel
 from oslo_models.modeling.construction import construct
@@ -144,10 +145,12 @@ class ParallelModel(
     ) -> None:
         misplaced = {"blocks_per_stage"} if mesh is None and blocks_per_stage is not None else set()
         refuse_parallel(type(self), misplaced | kwargs.keys())
+        check_attention_of_class(type(self), config)
         super().__init__(config, *args, **kwargs)
         self.layouts: dict[str, Layout] = {}
         if mesh is None:
             return
+        check_attention(self)
         self._init_seed = init_seed
         for param in self.parameters():  # XLNet and DeBERTa always create some in float32
             if param.dtype != torch.get_default_dtype():
@@ -262,7 +265,8 @@ class ParallelModel(
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
                 ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
-                (``pad_token_id``, ...).
+                (``pad_token_id``, ...). Without ``attn_implementation``, models that use torch's attention train with
+                ``"oslo_models_blockwise"`` on a CPU; see the guide on long sequences.
 
         Returns:
             The model in evaluation mode, as in transformers.

@@ -28,6 +28,7 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group
 from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects, require_equal
 from oslo_models.distributed.rng import kept_random_state, synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.modeling.attention_choice import AttentionChoice
 from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.memory_check import bytes_on_rank, check_memory
 from oslo_models.modeling.meta_device import allocate, meta_device, uninitialized_on_meta
@@ -52,12 +53,19 @@ def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kw
     world.set_phase(f"construction of {cls.__name__}")
     make = _from_config if method == "from_config_with_parallel" else _from_pretrained
     model, info = make(cls, source, arguments, kwargs, world, f"{cls.__name__}.{method}")
-    start(model, arguments, are_random=info is None)
+    start(model, arguments, are_random=info is None, selects_attention=kwargs.get("attn_implementation") is None)
     return (model, info) if kwargs.get("output_loading_info") else model
 
 
-def start(model: ParallelModelInternals, arguments: Arguments, are_random: bool = False) -> None:
-    """Finish construction after this rank's weights are loaded. This is a collective of all ranks."""
+def start(
+    model: ParallelModelInternals, arguments: Arguments, are_random: bool = False, selects_attention: bool = True
+) -> None:
+    """Finish construction after this rank's weights are loaded. This is a collective of all ranks.
+
+    Args:
+        are_random: whether each stage initialised its weights randomly.
+        selects_attention: whether the mode, training or evaluation, selects the attention.
+    """
     assert model.mesh is not None
     model.gather_logits = arguments.gather_logits
     model.share_loss, model.share_logits = arguments.share_loss, arguments.share_logits
@@ -67,6 +75,9 @@ def start(model: ParallelModelInternals, arguments: Arguments, are_random: bool 
     model.check_inputs = InputCheck(arguments.check_inputs)
     synchronize(model.mesh.tp, model.mesh.device)
     synchronize_numpy(model.mesh.tp)
+    if selects_attention and model.mesh.device.type == "cpu":
+        model._attention_choice = AttentionChoice(model)
+        model._attention_choice.select(model.training)
     model._mark_parameters()
     model._start_pipeline(are_random)
     model.mesh.world.set_phase(f"after construction of {type(model).__name__}")

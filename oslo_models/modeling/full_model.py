@@ -28,6 +28,7 @@ def remove_parallel_state(model: ParallelModelInternals) -> None:
     """Remove the attributes of a parallel model of sizes 1 from a full model, in place."""
     if getattr(model, "_fusion", None) is not None:
         model.unfuse()
+    _release_attention(model)
     mesh = vars(model).get("mesh")
     if mesh is not None:
         for param in model.parameters():
@@ -36,6 +37,13 @@ def remove_parallel_state(model: ParallelModelInternals) -> None:
     vars(model.base_model).pop("mpu", None)
     for name in _attributes(type(model)):
         vars(model).pop(name, None)
+
+
+def _release_attention(model: ParallelModelInternals) -> None:
+    """Select torch's attention, unless the user has named another one."""
+    if (choice := getattr(model, "_attention_choice", None)) is not None:
+        choice.select(training=False)
+        model._attention_choice = None
 
 
 def plain_view(model: nn.Module) -> Any:
@@ -77,6 +85,7 @@ def make_full(model: ParallelModelInternals) -> None:
                 )
             check_not_quantized(model.state_dict(), "shards of quantised weights are not gathered: load it again")
         model.unfuse()
+        _release_attention(model)
         _replace_modules(model, cls, _gather(model, mesh))
         mesh.world.set_phase("after gathering")
     remove_parallel_state(model)

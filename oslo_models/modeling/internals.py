@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from oslo_models.distributed.mesh import ParallelMesh
     from oslo_models.distributed.stopping import UserErrors
     from oslo_models.fusion.swap import Fusion
+    from oslo_models.modeling.attention_choice import AttentionChoice
     from oslo_models.modeling.attention_outputs import AttentionOutputs
     from oslo_models.modeling.replaced_layers import ShardedLayers
     from oslo_models.sharding.layout import Layout
@@ -26,6 +27,8 @@ class ParallelModelInternals(ShardedModel, Protocol):
     check_inputs: InputCheck | None
     full_layouts: dict[str, Layout]
     sharded_layers: ShardedLayers | None
+    training: bool
+    _attention_choice: AttentionChoice | None
     _full_class: type
     _fuses_ngrams_by_default: bool
     _fusion: Fusion | None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from typing_extensions import Self
 
 from oslo_kernels.language import wide
 from oslo_models.checkpoint import optimizer as optimizers
@@ -26,6 +27,7 @@ from oslo_models.distributed.callers import (
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh, check_size
 from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_buffer, mark_parameter
+from oslo_models.modeling.attention_choice import AttentionChoice, check_attention
 from oslo_models.modeling.matrix_optimizer import matrix_optimizer
 from oslo_models.pipeline.pipeline import Pipeline
 from oslo_models.pipeline.stage import Stage
@@ -40,6 +42,24 @@ class TrainableModel(PreTrainedModel):
     stage: Stage | None = None
     micro_batch_size: int = 1
     layouts: dict[str, Layout]
+    _attention_choice: AttentionChoice | None = None
+
+    def train(self, mode: bool = True) -> Self:
+        """Like ``nn.Module.train``. Also selects the attention of the mode, unless the user has named one."""
+        super().train(mode)
+        if self._attention_choice is not None:
+            self._attention_choice.select(mode)
+        return self
+
+    def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Like transformers' method. The attention then stays the same in training and evaluation.
+
+        Raises:
+            ValueError: ``"oslo_models_blockwise"`` for a model that does not support it.
+        """
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+        self._attention_choice = None
+        check_attention(self)
 
     def gpu_modules(self) -> nn.Module:
         """Return this rank's module, to wrap with DDP, FSDP or DeepSpeed."""

@@ -61,6 +61,17 @@ CAPTURED, DRAWN = (
 Row = tuple[str, str, str, str, str, dict[str, Any]]
 """A function of the library, a piece of its source, the replacement; a test: file, name, arguments."""
 
+IMAGES, SEEN = f"{BATCH}.prompt_images", "deploy/test_batched_images.py"
+HELD, PIXELS = "test_chunks_hold_whole_images", "test_prefixes_are_found_by_the_pixels_too"
+LLAVA, QWEN = ({"model_type": kind} for kind in ("llava", "qwen2_5_vl"))
+BETWEEN_IMAGES, FAILS, DROPPED_IMAGES = (
+    "test_rows_get_tokens_while_images_are_encoded",
+    "test_images_that_fail_end_their_call_only",
+    "test_images_of_calls_that_end_early_are_dropped",
+)
+AT_END = "test_prompt_that_ends_with_an_image_is_computed_from_its_first_token"
+NEXT_TURN = "test_answer_about_an_image_is_part_of_the_next_prompt"
+
 FAST: list[Row] = [
     (f"{SLOTS}.mask", ">= (self.window", "> (self.window", LOOP, OWN, CHUNKS),
     (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, CHUNKS),
@@ -69,10 +80,36 @@ FAST: list[Row] = [
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", LOOP, SHARED, {"reuses": True}),
     (f"{PREFIXES}.find", "prompt[:-1]", "prompt", REUSED, LOST, {}),
     (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= 2", LOOP, TOGETHER, {}),
+    (
+        f"{IMAGES}:_digest",
+        "digest.update(x.reshape(-1).view(torch.uint8).numpy().data)",
+        "pass",
+        SEEN,
+        PIXELS,
+        LLAVA,
+    ),
 ]
 """Mutants in this process."""
 
 SLOW: list[Row] = [
+    (f"{IMAGES}:PromptImages.reuse_keys", "digest if key == self.token else key", "key", SEEN, PIXELS, LLAVA),
+    (f"{IMAGES}:PromptInProgress.offsets.fget", "+ 1 -", "-", SEEN, NEXT_TURN, QWEN),
+    (
+        f"{IMAGES}:_encoded",
+        "own, first, stop",
+        "own, 0, stop - first",
+        SEEN,
+        BETWEEN_IMAGES,
+        LLAVA,
+    ),
+    (f"{IMAGES}:PromptImages.chunk_end", "if first < stop < end", "if False", SEEN, HELD, {}),
+    (f"{IMAGES}:PromptImages.whole", "if first < length < end", "if False", SEEN, HELD, {}),
+    (f"{RUNNER}.free", "self._offsets[-1]", "self._offsets[slot]", SEEN, BETWEEN_IMAGES, QWEN),
+    (f"{RUNNER}._decode", "if any(map(any, self._offsets))", "if False", SEEN, BETWEEN_IMAGES, QWEN),
+    (f"{SCHEDULER}.plan", "begins or images[0] < images[1]", "begins", SEEN, HELD, {}),
+    (f"{SCHEDULER}._find_prefix", "prompt.images.whole(length)", "length", SEEN, AT_END, LLAVA),
+    (f"{TAKES}._compute", "except ImagesError as error", "except ZeroDivisionError as error", SEEN, FAILS, LLAVA),
+    (f"{TAKES}._forget", "self._forgotten.append(number)", "pass", SEEN, DROPPED_IMAGES, LLAVA),
     (NUCLEUS[0], "sorted_V[removed - 1] == least", "False", *NUCLEUS[1:], {}),
     (NUCLEUS[0], "warper.min_tokens_to_keep", "1", *NUCLEUS[1:], {}),
     (NUCLEUS[0], "<= 1 - warper", "< 1 - warper", *NUCLEUS[1:], {}),
@@ -150,13 +187,13 @@ SLOW: list[Row] = [
     ),
     (
         f"{RUNNER}._prefill",
-        "torch.arange(done, done + len(step.chunk), ",
-        "torch.arange(len(step.chunk), ",
+        "torch.arange(done, stop, ",
+        "torch.arange(stop - done, ",
         LOOP,
         OWN,
         CHUNKS,
     ),
-    (f"{RUNNER}._prefill", "prompt.lengths = [0]", "prompt.lengths = [1]", LOOP, OWN, CHUNKS),
+    (f"{RUNNER}._begin", "prompt.lengths = [0]", "prompt.lengths = [1]", LOOP, OWN, CHUNKS),
     (f"{RUNNER}.free", "self.rows.free(slot)", "pass", LOOP, OWN, CHUNKS),
     (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, CHUNKS),
     (f"{ROW}:prepare", "max(prompt) >= vocabulary", "False", LOOP, REJECTED, {}),

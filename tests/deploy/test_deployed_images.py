@@ -32,6 +32,11 @@ def test_deployed_model_reads_images(tmp_path: Path, forked: None, model_type: s
     with load(tmp_path, tp, pp, deploy=True, dtype=torch.float64) as model, ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda prompt: model.generate(**prompt, **options), prompts))
         assert all(torch.equal(own, tokens) for own, tokens in zip(found, expected, strict=True))
+        joins = "mm_encoder_outputs" in zoo.parameters_of_forward(name)
+        assert model.can_join(**prompts[0], **options) == joins and "a running batch" in model.describe_batch()
+        before = model.reused_prompt_tokens
+        assert torch.equal(model.generate(**prompts[0], **options), expected[0])
+        assert (model.reused_prompt_tokens > before) == joins
         wrong = {**prompts[0], "pixel_values": prompts[0]["pixel_values"][:, 1:]}
         with pytest.raises((RuntimeError, ValueError)) as caught:
             model.generate(**wrong, **options)

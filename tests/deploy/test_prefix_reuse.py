@@ -25,6 +25,7 @@ class Row:
 
     def __init__(self, number: int, prompt: list[int], answer: list[int]) -> None:
         self.number, self.prompt, self.answer = number, prompt, answer
+        self.keys, self.images = prompt, None
         self.new: list[int] = []
         self.ended, self.shares = False, True
 

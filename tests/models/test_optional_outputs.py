@@ -32,7 +32,7 @@ OPTIONS = ("output_attentions", "output_hidden_states", "output_router_logits", 
 OF_CONFIG = ("output_router_logits", "use_cache")
 LABELS = ("start_positions", "end_positions", "ans", "return_loss", "reduce_loss")
 OF_ROUTERS = re.compile(r"router_(logits|probs)|(z|aux)_loss")
-WITHOUT_ROUTERS = ("NllbMoe", "SwitchTransformers", "Doge")
+WITHOUT_ROUTERS = ("NllbMoe", "SwitchTransformers", "Doge", "Glm4vMoe")
 """Types whose stages refuse router logits, since they would lack those of other stages."""
 CHANGES = {"doge-experts": {"num_experts": 25}}
 """transformers computes the auxiliary loss of Doge for square numbers only."""

@@ -25,6 +25,7 @@ from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
 from oslo_models.layers import (
+    blockwise_attention,
     cross_entropy,
     linear,
     local_attributes,
@@ -318,6 +319,7 @@ def buffers_saved_as_if_whole(patch: Patch) -> None:
     patch.setattr(training, "mark_buffer", lambda module, leaf, sharding: None)
 
 
+BLOCKWISE_BACKWARD = "layers.blockwise_attention:_BlockwiseAttention.backward"
 SHARED_OUTPUT = "layers.summed:SharedOutputLayer.forward"
 
 
@@ -404,6 +406,30 @@ def filters_of_tokens_without_sum_over_copies(patch: Patch) -> None:
     patch.setattr(linear.KeyValueParallelLinear, "forward", linear.ColumnParallelLinear.forward)
 
 
+def mask_rows_off_by_one(patch: Patch) -> None:
+    Edit("layers.lazy_mask:MaskRule.part", "self.offsets[0] + queries.start", "self.offsets[0] + queries.start + 1")(
+        patch
+    )
+
+
+def padding_of_the_first_row(patch: Patch) -> None:
+    Edit("layers.lazy_mask:MaskRule.part", "self.padding[rows]", "self.padding[: rows.stop - rows.start]")(patch)
+
+
+def gradient_of_a_shared_key_of_its_first_head(patch: Patch) -> None:
+    Edit(BLOCKWISE_BACKWARD, "parts[1].sum(0, dtype=wide)", "parts[1][0]")(patch)
+
+
+def parts_of_keys_without_weights(patch: Patch) -> None:
+    patch.setattr(blockwise_attention, "_computes_as_assumed", lambda: True)
+    Edit("layers.blockwise_attention:_merged", "(own - logsum).exp()", "torch.ones_like(own)")(patch)
+
+
+def changes_of_a_lazy_mask_lost(patch: Patch) -> None:
+    changes = "value.rule.changed |= may_change"
+    Edit("layers.lazy_mask:LazyMask.__torch_dispatch__", changes, "pass")(patch)
+
+
 def experts_in_a_loop(patch: Patch) -> None:
     patch.setattr(moe, "_can_use_grouped_mm", lambda *args: False)
 
@@ -475,6 +501,18 @@ MUTANTS: dict[str, list[Caught]] = {
         (norms_of_heads_without_their_hooks, "test_norms_of_heads_with_hooks_run_by_themselves", {}),
     ],
     "fusion/test_late_stops.py": [(a_token_too_many, "test_tokens_are_the_same_and_nothing_waits", {})],
+    "layers/test_blockwise_attention.py": [
+        *[
+            (mutant, "test_attention_by_blocks_matches_torch", {"name": name})
+            for mutant, name in (
+                (mask_rows_off_by_one, "window"),
+                (padding_of_the_first_row, "left padding"),
+                (gradient_of_a_shared_key_of_its_first_head, "packing"),
+                (parts_of_keys_without_weights, "right padding"),
+            )
+        ],
+        (changes_of_a_lazy_mask_lost, "test_operations_on_a_lazy_mask_compute_with_the_whole_mask", {}),
+    ],
     "layers/test_gradient_overlap.py": [
         (
             sum_of_gradients_after_the_products,

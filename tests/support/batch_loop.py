@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from oslo_models.deploy.messages import Failure, Reply, Request, Stepped
+from oslo_models.deploy.running_batch.admission import Admission
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import NoFollowers
@@ -88,9 +89,12 @@ class Application:
         return [value for which, value in pairs if which == number]
 
 
-def request(number: int, call: dict[str, Any], stream: bool = False) -> Request:
-    options = {key: value for key, value in call.items() if key != "seed"}
-    return Request(number, "generate", (), options, call.get("seed", 0), stream, joins=True)
+def request(number: int, call: dict[str, Any], stream: bool = False, config: Any = None) -> Request:
+    """Return the message of a call that joins. ``config`` is needed for a call with images."""
+    options, images = {key: value for key, value in call.items() if key != "seed"}, ()
+    if config is not None:
+        options, images = Admission(config, LIMITS, takes_features=True).separate_images(options)
+    return Request(number, "generate", (), options, call.get("seed", 0), stream, joins=True, images=images)
 
 
 def greedy(seed: int, new: int, length: int = 7, **options: Any) -> dict[str, Any]:

@@ -47,10 +47,10 @@ NO_OPTIONS = {
     *("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "use_bfloat16", "chunk_size"),
     *("chunk_size_feed_forward", "is_composition", "init_std", "use_weighted_layer_sum", "apply_spec_augment"),
     # heads that another class has; a second loss
-    *("add_pooling_layer", "auxiliary_loss", "use_timm_backbone", "use_pretrained_backbone"),
+    *("add_pooling_layer", "auxiliary_loss", "use_timm_backbone", "use_pretrained_backbone", "add_fpn"),
     # options for training from scratch
     # options that another option implies, tables of a model type, and keys that are no model options
-    *("is_gated_act", "early_stopping"),
+    *("is_gated_act", "early_stopping", "use_intermediate_ffn_before_adapter"),
     "legacy",  # DeBERTa: the head applies the word embedding, which is sharded
     *("reduce_loss", "do_deduplication", "exclude_bos_score", "do_marginalize", "output_retrieved", "dummy"),
     *("sparse", "causal", "asm", "quant_mode", "force_dequantize", "separate_cls", "truncate_seq"),
@@ -403,7 +403,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "gptj": _fit_gptj,
     "granitemoehybrid": _fit_mamba_beside_attention,
     "helium": _fit_helium,
-    **dict.fromkeys(("hubert", "unispeech", "unispeech-sat"), _fit_wav2vec2),
+    **dict.fromkeys(("hubert", "unispeech", "unispeech-sat", "wav2vec2-bert"), _fit_wav2vec2),
     "inkling2_loop_text": _fit_inkling2_loop,
     "inkling2_text": _fit_inkling,
     "inkling_text": _fit_inkling,
@@ -425,7 +425,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "prophetnet": _fit_prophetnet,
     **dict.fromkeys(("qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
-    "qwen4_exp_vision": _fit_rotary_grid,
+    **dict.fromkeys(("qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _fit_rotary_grid),
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
@@ -496,7 +496,7 @@ def _configured(
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
     if model_type == "paligemma":
         values["projection_dim"] = values["text_config"]["hidden_size"]
-    if model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"):
+    if "depth" in values.get("vision_config", {}):
         _fit_qwen_tower(values["text_config"], values["vision_config"])
     if not parts:
         _sizes({} if model_type == "clip" else values, model_type, draw)

@@ -30,6 +30,7 @@ _CASTS = {
 }
 _SMALLEST = torch.finfo(torch.float64).min
 _PRODUCTS = {torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__}
+_PRODUCTS |= {F.grid_sample, torch.grid_sampler}  # GLM-4V's positions, at coordinates in float32
 _OTHERS = {Tensor.float, torch.full, Tensor.__mul__, Tensor.mul, Tensor.scatter_reduce, torch._grouped_mm}
 _CHANGED = frozenset(_CASTS | _PRODUCTS | _OTHERS)
 """All changed functions: every other function, and thus nearly every call, takes the fast path."""

@@ -15,8 +15,11 @@ BEAMS = {**GREEDY, "beams": {"num_beams": 3}}
 
 Tokens = dict[str, Tensor]
 
-IMAGES = ("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids", "pixel_attention_mask")
-"""Arguments with images, or about them."""
+IMAGES = (
+    *("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids", "pixel_attention_mask"),
+    *("pixel_values_videos", "video_grid_thw"),
+)
+"""Arguments with images and videos, or about them."""
 
 
 def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:

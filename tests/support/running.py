@@ -14,9 +14,11 @@ from torch import Tensor
 
 from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch import step_runner
+from oslo_models.deploy.running_batch.admission import Admission
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.prefixes import Prefixes
+from oslo_models.deploy.running_batch.prompt_images import PromptImages
 from oslo_models.deploy.running_batch.row import Call, prepare
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.scheduler import Scheduler
@@ -83,7 +85,9 @@ def together(
     """
     limits, table = replace(limits, chunk=rng.choice((limits.chunk, limits.length))), TokenTable()
     runner, scheduler = StepRunner(model, limits), Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows, 2))
+    admission = Admission(model.config, limits, takes_features=True)
     calls: dict[int, Call] = {}
+    seen: dict[tuple[int, int], PromptImages] = {}
     results: list[Tensor | None] = [None] * len(given)
     left = list(range(len(given)))
     dropped = {number for number in left if rng.random() < 0.15}
@@ -92,7 +96,10 @@ def together(
         while left and rng.random() < 0.4:
             number = left.pop(0)
             options = {key: value for key, value in given[number].items() if key != "seed"}
-            calls[number] = prepare(model, Request(number, "generate", (), options, given[number]["seed"]))
+            options, images = admission.separate_images(options)
+            request = Request(number, "generate", (), options, given[number]["seed"], images=images)
+            calls[number] = prepare(model, request)
+            seen |= {(number, each.row): each for each in map(PromptImages._make, images)}
             for row in calls[number].rows:
                 scheduler.add(row)
         for number in [number for number in calls if number in dropped and rng.random() < 0.3]:
@@ -101,7 +108,9 @@ def together(
         steps.append(scheduler.plan(0))
         assert Step.decode(steps[-1].encode()) == steps[-1]
         rows = list(scheduler.rows)
-        assert len(rows) <= limits.rows and len(steps[-1].chunk) <= limits.chunk
+        assert len(rows) <= limits.rows and (seen or len(steps[-1].chunk) <= limits.chunk)
+        if steps[-1].begins and steps[-1].encodes:
+            runner.images = seen[steps[-1].number, steps[-1].row]
         logits_BV = runner.run(steps[-1])
         some = rows[: len(steps[-1].tokens)] or rows[len(rows) - steps[-1].joining :]
         assert (logits_BV is None) == (not some)
@@ -117,7 +126,14 @@ def together(
 
 
 def differences(
-    name: str, variant: str, folder: Any, sizes: dict[str, int], given: list[dict[str, Any]], expected: Any, seed: int
+    name: str,
+    variant: str,
+    folder: Any,
+    sizes: dict[str, int],
+    given: list[dict[str, Any]],
+    expected: Any,
+    seed: int,
+    limits: BatchLimits = LIMITS,
 ) -> list[str]:
     """On a rank, list the calls of a class with unexpected results."""
     from oslo_models import registry
@@ -125,7 +141,7 @@ def differences(
     cls: Any = registry.find(name)
     model = cls.from_pretrained_with_parallel(folder, dtype=torch.float64, **sizes).eval()
     with lifted_casts():
-        found = together(model, given, random.Random(seed))
+        found = together(model, given, random.Random(seed), limits)
     assert sum(result is not None for result in found) >= len(found) // 2
     return [
         f"{number}: {mine.tolist()} instead of {right.tolist()}"

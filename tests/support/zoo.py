@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 _KV: dict[str, Any] = {key: value for key, value in _LLAMA.items() if key != "head_dim"}
+_UNTIED: dict[str, Any] = {**_KV, "tie_word_embeddings": False}
 _WINDOW: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 _SIZE: dict[str, Any] = {key: value for key, value in _BERT.items() if key != "intermediate_size"}
 
@@ -112,6 +114,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_
 
 _PATCHES = {"image_size": 12, "patch_size": 4}
 _VIT: dict[str, Any] = {**_BERT, **_PATCHES, "encoder_stride": 4, "problem_type": "single_label_classification"}
+_DINO: dict[str, Any] = {**_VIT, "mlp_ratio": 2, "layerscale_value": 0.7}
 _CLIP = {**_BERT, "projection_dim": 7}
 _WAV2VEC2: dict[str, Any] = {
     **_BERT,
@@ -159,6 +162,9 @@ _QWEN_TOWER: dict[str, Any] = {
     **{"depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6, "patch_size": 4, "out_hidden_size": 24},
 }
 _SEEING: dict[str, Any] = {"image_token_id": 98, "pad_token_id": 0}
+_LONGER: dict[str, Any] = {"max_position_embeddings": 64, "sliding_window": None}
+_GLM_TOWER = {"image_size": 16, "attention_bias": True}
+_GLM_SEEING = {**_SEEING, "image_start_token_id": 97, "image_end_token_id": 96, "video_token_id": 95}
 
 
 def _mrope(*sections: int) -> dict[str, Any]:
@@ -193,8 +199,11 @@ MORE: dict[str, Mapping[str, Any]] = {
     "deberta": {**_BERT, **_RELATIVE, "embedding_size": 20, "type_vocab_size": 2},
     "deberta-v2": {**_BERT, **_RELATIVE, **_DEBERTA_V2},
     "data2vec-audio": {**_WAV2VEC2, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 5},
+    "beit": {**_VIT, "use_relative_position_bias": True, "drop_path_rate": 0.0, "use_mask_token": False},
     "deit": _VIT,
     "detr": _DETR,
+    "dinov2": {**_DINO, "use_swiglu_ffn": True},
+    "dinov2_with_registers": _DINO,
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
     "data2vec-text": {**_BERT, "is_decoder": True},
     "dots1": {
@@ -287,6 +296,47 @@ MORE: dict[str, Mapping[str, Any]] = {
         "num_attention_heads_per_layer": [6, 4],
     },
     "layoutlm": _BERT,
+    "llava_next": {
+        **{"text_config": {**_LLAMA, **TOKENS, **_LONGER, "model_type": "mistral"}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
+        "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]],
+    },
+    "llava_onevision": {
+        **{"text_config": {**_UNTIED, **TOKENS, **_LONGER, "model_type": "qwen2"}, **_SEEING, "video_token_id": 96},
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "patch_size": 8, "vision_use_head": False},
+        **{"image_grid_pinpoints": [[16, 16], [16, 32], [32, 32]], "vision_aspect_ratio": "anyres_max_1"},
+    },
+    "glm4v": {
+        "text_config": {**_UNTIED, **TOKENS, "model_type": "glm4v_text", "rope_parameters": _mrope(1, 1, 0)},
+        **{"vision_config": {**_QWEN_TOWER, **_GLM_TOWER, "model_type": "glm4v_vision"}, **_GLM_SEEING},
+    },
+    "glm46v": {
+        "text_config": {**_UNTIED, **TOKENS, "model_type": "glm4v_text", "rope_parameters": _mrope(1, 1, 0)},
+        **{"vision_config": {**_QWEN_TOWER, **_GLM_TOWER, "model_type": "glm4v_vision"}, **_GLM_SEEING},
+    },
+    "glm4v_moe": {
+        "text_config": {
+            **{
+                **_UNTIED,
+                **TOKENS,
+                **_MIXTURE,
+                "model_type": "glm4v_moe_text",
+                "rope_parameters": {**_mrope(1, 1, 0), "partial_rotary_factor": 1.0},
+            },
+            **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_routed_experts": 5},
+        },
+        **{"vision_config": {**_QWEN_TOWER, **_GLM_TOWER, "model_type": "glm4v_moe_vision"}, **_GLM_SEEING},
+    },
+    "glm_ocr": {
+        "text_config": {
+            **_UNTIED,
+            "head_dim": 6,
+            **TOKENS,
+            "model_type": "glm_ocr_text",
+            "rope_parameters": _mrope(1, 1, 1),
+        },
+        **{"vision_config": {**_QWEN_TOWER, **_GLM_TOWER, "model_type": "glm_ocr_vision"}, **_GLM_SEEING},
+    },
     "llava": {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, "image_seq_length": 4, **_SEEING},
         "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
@@ -399,7 +449,15 @@ MORE: dict[str, Mapping[str, Any]] = {
     "unispeech-sat": {**_WAV2VEC2, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
     "vit": _VIT,
     "vit_msn": _VIT,
+    "sew": {**_WAV2VEC2, "squeeze_factor": 2, "num_conv_pos_embeddings": 4},
     "wav2vec2": _WAV2VEC2,
+    "wav2vec2-bert": {
+        **{**_WAV2VEC2, "feature_projection_input_dim": 5, "conv_depthwise_kernel_size": 3, "add_adapter": False},
+        **{
+            "position_embeddings_type": "relative",
+            "max_source_positions": 40,
+        },
+    },
     # transformers fails on a text of padding alone, unless padding is also the end token, as in its checkpoints
     "whisper": {**_SPEECH, "pad_token_id": 1, "num_mel_bins": 5, "max_source_positions": 9, "classifier_proj_size": 10},
     "xglm": {"d_model": 24, "ffn_dim": 35, "num_layers": 2, "attention_heads": 6, "max_position_embeddings": 32},
@@ -841,6 +899,10 @@ LEFT_OUT: dict[str, set[str]] = {
         *("Gemma3ForCausalLM", "Gemma3ForSequenceClassification", "Gemma3TextForSequenceClassification"),
         "Gemma3TextModel",
     },
+    # backbones, and a class with labels for masked patches alone
+    "beit": {"BeitBackbone", "BeitForMaskedImageModeling", "BeitForSemanticSegmentation"},
+    "dinov2": {"Dinov2Backbone"},
+    "dinov2_with_registers": {"Dinov2WithRegistersBackbone"},
     # without a loss, and with random replacements in their outputs
     "unispeech": {"UniSpeechForPreTraining"},
     "unispeech-sat": {"UniSpeechSatForPreTraining"},
@@ -895,6 +957,7 @@ SLOW_TESTS_ONLY = {
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("axk1", "deepseek_v32", "deepseek_v4", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3", "longcat_flash"),
     *("data2vec-audio", "ijepa", "unispeech", "unispeech-sat", "vit_msn", "siglip", "audio-spectrogram-transformer"),
+    *("beit", "dinov2_with_registers", "glm46v", "glm4v_moe", "llava_onevision", "sew", "wav2vec2-bert"),
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
@@ -1042,7 +1105,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    length = 14 if sees else length
+    length = (38 if hasattr(config, "image_grid_pinpoints") else 14) if sees else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
         vocab = min(vocab, getattr(config, smaller, None) or vocab)
@@ -1115,21 +1178,33 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
 IMAGES_OF_ROWS = (1, 0, 2)
 """Number of images in each row of a batch of text and images."""
+TILED: dict[str, dict[tuple[int, int], int]] = {
+    "llava_next": {(16, 16): 4 + 2 * 3, (9, 30): 4 + 2 * 5, (30, 17): 4 + 4 * 3},
+    "llava_onevision": {(16, 16): 4 + 2 * 3, (20, 30): 4 + 1 * 3, (30, 30): 4 + 2 * 3},
+}
+"""Heights and widths of the images of model types that divide them into tiles of 4 patches, with their tokens."""
 
 
 def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return images, and the tokens with a placeholder for each of their features."""
     ids, token, side = ids.masked_fill(ids == config.image_token_id, 3), config.image_token_id, _TOWER["image_size"]
+    tokens = iter([*TILED[config.model_type].values()] if config.model_type in TILED else [4] * sum(IMAGES_OF_ROWS))
     for row, images in enumerate(IMAGES_OF_ROWS):
-        for start in range(4, 4 + 5 * images, 5):
-            ids[row, start : start + 4] = token
+        start = 4
+        for count in islice(tokens, images):
+            ids[row, start : start + count] = token
             if (before := getattr(config, "vision_start_token_id", None)) is not None:
                 ids[row, start - 1] = before
+            start += count + 1
     given = {"input_ids": ids}
     if "image_grid_thw" in parameters_of_forward(name):
         given["mm_token_type_ids"] = (ids == token).long()
         grids, patches = _patches(config.vision_config, generator, dtype)
         return {**given, "image_grid_thw": grids, "pixel_values": patches}
+    if config.model_type in TILED:
+        sizes = torch.tensor([*TILED[config.model_type]])
+        pixels = torch.randn(len(sizes), 5, 3, side, side, generator=generator, dtype=dtype)
+        return {**given, "pixel_values": pixels, "image_sizes": sizes}
     pixels = torch.randn(sum(IMAGES_OF_ROWS), 3, side, side, generator=generator, dtype=dtype)
     if name.startswith(("Idefics3", "SmolVLM")):  # by row, padded to the most images of a row
         given["pixel_values"] = torch.zeros(len(IMAGES_OF_ROWS), max(IMAGES_OF_ROWS), *pixels.shape[1:], dtype=dtype)
@@ -1233,6 +1308,7 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         shapes["pixel_values"] = (rows, 3, side, side)
         positions = (side // patch) ** 2
     if "input_features" in known:
+        positions = 29
         whisper = name.startswith("Whisper")  # takes audio of a fixed length, with features before frames
         frames = 2 * config.max_source_positions
         shapes["input_features"] = (rows, config.num_mel_bins, frames) if whisper else (rows, 29, 5)

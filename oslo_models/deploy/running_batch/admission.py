@@ -14,6 +14,7 @@ from torch import Tensor
 from oslo_models import registry
 from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, MOST_CACHE, BatchLimits, columns
+from oslo_models.deploy.running_batch.prompt_images import ARGUMENTS, PromptImages, images_of_call
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
 _INDEXED = "its cache holds keys of an indexer beside keys of attention"
@@ -37,6 +38,8 @@ EXCLUSIVE: Mapping[str, str] = {
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
+    "gemma3": "the tokens of an image attend to each other in both directions",
+    "paligemma": "the tokens of a prompt attend to each other in both directions",
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
@@ -72,19 +75,22 @@ _NEW_TOKENS = 20
 class Admission:
     """Decides which calls of one model join its running batch. A call joins only if its tokens do not change.
 
-    Such a call is greedy or samples one row, passes token ids with padding on the left only, and fits into the batch to
-    its end. The configuration is read once, because transformers takes as long for it as all other checks of a call.
+    Such a call is greedy or samples one row, passes token ids with padding on the left only, perhaps with images, and
+    fits into the batch to its end. The configuration is read once, because transformers takes as long for it as all
+    other checks of a call.
 
     Args:
         config: of the model.
         limits: of the batch.
+        takes_features: whether the model's forward takes encoded images.
 
     Attributes:
         reason: why no call can join; ``None`` if calls can join.
     """
 
-    def __init__(self, config: Any, limits: BatchLimits) -> None:
+    def __init__(self, config: Any, limits: BatchLimits, takes_features: bool = False) -> None:
         reason = reason_against(config)
+        self._config, self._takes_images = config, takes_features
         self.reason = "max_batch_size=1" if reason is None and limits.rows == 1 else reason
         self._rows, self._longest = limits.rows, longest(config, limits)
 
@@ -98,7 +104,8 @@ class Admission:
         """
         if self.reason is not None or defaults is None:
             return False
-        if not all(hasattr(defaults, name) and not name.startswith("_") for name in kwargs.keys() - _NOT_SETTINGS):
+        names = kwargs.keys() - _NOT_SETTINGS - (ARGUMENTS if self._takes_images else set())
+        if not all(hasattr(defaults, name) and not name.startswith("_") for name in names):
             return False
         setting = settings_of(kwargs, defaults)
         if unsupported_setting(kwargs, defaults) is not None:
@@ -114,7 +121,29 @@ class Admission:
             total = length + int(new) if new is not None else int(most) if most is not None else length + _NEW_TOKENS
         except (TypeError, ValueError):
             return False
-        return length < total <= self._longest
+        return length < total <= self._longest and self._fits(kwargs, ids_BL)
+
+    def _fits(self, kwargs: Mapping[str, Any], ids_BL: Tensor) -> bool:
+        """Return whether the images of a call fit its placeholder tokens. Otherwise, `generate` raises."""
+        if not kwargs.keys() & ARGUMENTS:
+            return True
+        try:
+            self._images(kwargs, ids_BL, identified=False)
+        except (ValueError, TypeError, IndexError, RuntimeError, AttributeError):
+            return False
+        return int(ids_BL.max()) < self._config.get_text_config(decoder=True).vocab_size
+
+    def _images(self, kwargs: Mapping[str, Any], ids_BL: Tensor, identified: bool) -> list[PromptImages]:
+        return images_of_call({**kwargs, "input_ids": ids_BL}, self._config, identified)
+
+    def separate_images(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[Any, ...], ...]]:
+        """Return the arguments of a call that joins without its images, and the images of its rows; see `Request`."""
+        rest = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
+        if len(rest) == len(kwargs):
+            return rest, ()
+        ids_BL: Any = kwargs.get("input_ids")
+        ids_BL = kwargs["inputs"] if ids_BL is None else ids_BL
+        return rest, tuple(map(tuple, self._images(kwargs, ids_BL, identified=True)))
 
 
 def unsupported_setting(kwargs: Mapping[str, Any], defaults: Any) -> str | None:
@@ -135,8 +164,6 @@ def reason_against(config: Any) -> str | None:
         return "it is an encoder-decoder, and its encoder computes a batch at once"
     if getattr(config, "is_decoder", True) is False:
         return "it is an encoder: is_decoder=False in its configuration"
-    if getattr(config, "vision_config", None) is not None:
-        return "it reads images, and their features belong to one call"
     text = config.get_text_config(decoder=True)
     if not _has_positions_of_their_own(text):
         return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"

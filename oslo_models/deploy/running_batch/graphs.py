@@ -11,6 +11,7 @@ from torch import Tensor
 
 from oslo_models.deploy.running_batch.static_step import Capture, Compute
 from oslo_models.distributed.object_exchange import agree
+from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
 from oslo_models.pipeline.sharded_model import ShardedModel
 
 GRAPHED = frozenset(("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"))
@@ -48,7 +49,7 @@ def reason_of_model(model: ShardedModel) -> str | None:
     if model.pipeline is not None:
         return "pipeline stages compute in turn"
     attention = config.get_text_config(decoder=True)._attn_implementation
-    if attention not in ("sdpa", "eager"):
+    if attention not in (*TORCH_ATTENTION, "eager"):
         return f"attn_implementation={attention!r}: CUDA graphs need 'sdpa' or 'eager'"
     if any(parameter.device != model.device for parameter in model.parameters()):
         return "its weights are on several devices"

@@ -27,7 +27,7 @@ class BatchLimits:
     @property
     def step_bytes(self) -> int:
         """Maximum bytes of an encoded `Step`."""
-        return 8 * (5 * self.rows + self.chunk + 16)
+        return 8 * (5 * self.rows + max(self.chunk, self.length) + 32)  # a chunk contains whole images
 
 
 DEFAULT_LIMITS = BatchLimits()

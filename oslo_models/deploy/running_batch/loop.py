@@ -17,10 +17,11 @@ from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
+from oslo_models.deploy.running_batch.prompt_images import ImagesError, PromptImages
 from oslo_models.deploy.running_batch.row import Call, Row, prepare
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
-from oslo_models.deploy.running_batch.step import Step
+from oslo_models.deploy.running_batch.step import MOST_FORGOTTEN, Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.deploy.serialization import portable
 from oslo_models.distributed.stopping import OtherRankError
@@ -77,6 +78,8 @@ class RunningBatch:
         self._messages: Messages | None = None  # while the batch runs
         self._others: deque[Any] = deque()  # messages that cannot join
         self._joined: set[int] = set()  # on a follower: the calls that have joined
+        self._images: dict[tuple[int, int], PromptImages] = {}  # of waiting prompts, by call and row
+        self._forgotten: deque[int] = deque()  # calls whose images the followers may drop
         self._failed, self._skipped = False, 0  # on a follower: a step failed, and the steps skipped since
 
     def run(self, first: Request, messages: Messages) -> None:
@@ -164,12 +167,15 @@ class RunningBatch:
             return
 
     def _rest(self) -> None:
+        self._images.clear()
+        self._forgotten.clear()
         for runner in self.runners:
             runner.rest()
 
     def _publish_steps(self) -> None:
         """Publish the next step of each group."""
         for step in self._slots.plan(self._consumed, {step.group for step in self._ahead}):
+            step.forgotten = [self._forgotten.popleft() for _ in range(min(MOST_FORGOTTEN, len(self._forgotten)))]
             self.channel.publish(step)
             self._ahead.append(step)
 
@@ -192,6 +198,7 @@ class RunningBatch:
 
     def _add(self, request: Request) -> None:
         try:
+            self._keep_images(request)
             if request.generation_config is not None:
                 self._model.generation_config = request.generation_config
             call = prepare(self._model, request, self._settings)
@@ -208,8 +215,28 @@ class RunningBatch:
                 self._forget(number)
                 self._send(Reply(number), number)
 
+    def _keep_images(self, request: Request) -> None:
+        for images in map(PromptImages._make, request.images):
+            self._images[request.number, images.row] = images
+
+    def _drop_images(self, number: int) -> bool:
+        """Drop the images of a call. Return whether there were any."""
+        rows = [key for key in self._images if key[0] == number]
+        for key in rows:
+            del self._images[key]
+        return bool(rows)
+
+    def _run(self, step: Step) -> Tensor | None:
+        """Compute a step on this rank. Give its prompt the images."""
+        runner = self.runners[step.group]
+        if step.begins and step.encodes:  # another row of the call may have no images
+            runner.images = self._images.pop((step.number, step.row))
+        return runner.run(step)
+
     def _forget(self, number: int) -> None:
         """Drop a call with its rows."""
+        if self._drop_images(number):
+            self._forgotten.append(number)
         self._calls.pop(number, None)
         self._slots.drop(lambda row: row.number == number)
         self._cancelled.discard(number)
@@ -227,7 +254,10 @@ class RunningBatch:
             (each.number, each.rows[0].host_ids_BL.tolist()) for each in calls if each.streams
         ]
         try:
-            logits_BV = self.runners[step.group].run(step)
+            logits_BV = self._run(step)
+        except ImagesError as error:
+            self._fail(step.number, error.__cause__ or error)
+            return
         except Exception as error:  # noqa: BLE001  everything is reported
             self._give_up(error)
             return
@@ -301,6 +331,8 @@ class RunningBatch:
             while self._consumed < step.consumed:
                 self._consumed += 1
                 self._note(messages.wait())
+            for number in step.forgotten:
+                self._drop_images(number)
             if step.reset:
                 self._failed, self._skipped = False, 0
                 self._clear()
@@ -308,7 +340,7 @@ class RunningBatch:
                 if step.idle or step.other or step.pause or self._skipped >= len(self.runners) - 1:
                     raise RanksDisagree("a step of the running batch failed on this rank only")
                 self.runners[step.group].skip(step)
-                self._skipped += bool(step.shape[0])
+                self._skipped += bool(step.shape[0] or step.encodes)
                 continue
             if step.other:
                 messages.answer(self._others.popleft())
@@ -318,15 +350,18 @@ class RunningBatch:
             if step.idle or step.pause:
                 return
             try:
-                self.runners[step.group].run(step)
+                self._run(step)
+            except ImagesError:
+                continue  # the leader ends the call
             except Exception as error:  # noqa: BLE001  everything is reported
                 self._failed = True
                 self._report(error)
 
     def _note(self, message: Any) -> None:
-        """Note a message that the leader has taken. The leader alone needs the contents of calls that join."""
+        """Note a message that the leader has taken. Of calls that join, followers need the images."""
         if isinstance(message, Request) and message.joins:
             self._joined.add(message.number)
+            self._keep_images(message)
         else:
             self._others.append(message)
 
@@ -338,6 +373,8 @@ class RunningBatch:
         self._clear()
 
     def _clear(self) -> None:
+        self._images.clear()
+        self._forgotten.clear()
         for runner in self.runners:
             runner.clear()
 

@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from oslo_models.deploy.decoding import Decoding
 from oslo_models.deploy.running_batch.nucleus import faster
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
+from oslo_models.deploy.running_batch.prompt_images import PromptImages
 from oslo_models.deploy.running_batch.sampling import warp_of
 from oslo_models.deploy.running_batch.static_step import to_device
 from oslo_models.distributed.stopping import of_one_rank
@@ -37,10 +38,12 @@ class Row:
         settings: processors, criteria and configuration of `generate`, and the function that computes a streamer's
             log-probabilities from scores and a token; ``None`` without log-probabilities.
         device: on which tokens are chosen.
+        images: of the prompt.
 
     Attributes:
         number: of the call.
         given_BL: the prompt, including the padding of the call, [1, L].
+        keys: the tokens of the prompt for prefix reuse; see `PromptImages`.
         scored: the function for log-probabilities in ``settings``.
         generator: set if the row samples.
         warp: the processors as a `Warp`, for batched sampling; ``None`` if a `Warp` cannot express them.
@@ -61,8 +64,11 @@ class Row:
         settings: Any,
         device: torch.device,
         keeps_logprobs: bool = False,
+        images: PromptImages | None = None,
     ) -> None:
         self.number, self.prompt, self.seed, self._device = number, prompt, seed, device
+        self.images, self.keys = images, prompt if images is None else images.reuse_keys()
+        assert len(self.keys) == len(prompt)
         processors, criteria, self._config, self.scored = settings
         self._processors, self.warp = LogitsProcessorList(map(faster, processors)), warp_of(processors)
         self.given_BL = self._buffer_BL = ids_BL
@@ -202,6 +208,7 @@ def prepare(model: ShardedModel, request: Any, known: PlainSettings | None = Non
     ids_BL = kwargs.pop("input_ids", None)
     ids_BL = kwargs.pop("inputs", None) if ids_BL is None else ids_BL
     mask_BL = kwargs.pop("attention_mask", None)
+    images = {each.row: each for each in map(PromptImages._make, request.images)}
     known = known or PlainSettings(model)
     vocabulary = known.vocabulary
     rows, prompts = [], ids_BL.tolist()
@@ -212,7 +219,7 @@ def prepare(model: ShardedModel, request: Any, known: PlainSettings | None = Non
         given = {"input_ids": ids_BL[row : row + 1].long(), **kwargs}
         if mask_BL is not None:
             given["attention_mask"] = mask_BL[row : row + 1]
-        rows.append(_make_row(model, request, given, prompt, decoding, known))
+        rows.append(_make_row(model, request, given, prompt, decoding, known, images.get(row)))
     return Call(request.number, request.stream, rows)
 
 
@@ -254,6 +261,7 @@ def _make_row(
     prompt: list[int],
     decoding: Decoding | None,
     known: PlainSettings,
+    images: PromptImages | None,
 ) -> Row:
     """Make a row. Reuse the settings of a former row if `generate` would prepare the same ones."""
     key = known.key(given) if decoding is None else None
@@ -261,7 +269,7 @@ def _make_row(
     if settings is None:
         ids_BL, prompt, settings = _prepare_row(model, request, given, decoding)
         known.keep(key, settings)
-    return Row(request.number, ids_BL, prompt, request.seed, settings, known.device)
+    return Row(request.number, ids_BL, prompt, request.seed, settings, known.device, images=images)
 
 
 def _prepare_row(

@@ -20,6 +20,8 @@ class Generated(Protocol):
 
     number: int
     prompt: list[int]
+    keys: list[int]
+    images: Any
     new: list[int]
     ended: bool
     shares: bool
@@ -31,9 +33,9 @@ class Scheduler:
 
     Prompts have priority so that their first tokens arrive soon. After a chunk of prompt tokens, all rows get a token
     before the next prompt. A prompt longer than a chunk is computed alone, one chunk per step. A prompt that shares a
-    prefix with a row, or with an earlier prompt in the queue, is computed alone too. A row joins once its prompt is
-    computed, and leaves in the step after its last token. Rows are never preempted: a row joins only if the batch has
-    room for all of its tokens.
+    prefix with a row, or with an earlier prompt in the queue, is computed alone too, and so is a prompt with images.
+    The images of each chunk are encoded in a separate step. A row joins once its prompt is computed, and leaves in the
+    step after its last token. Rows are never preempted: a row joins only if the batch has room for all of its tokens.
 
     Args:
         slots: maximum number of rows.
@@ -53,6 +55,7 @@ class Scheduler:
     prompt: Any = None
     waiting: deque[Any] = field(default_factory=deque)
     _done: int = 0
+    _encoded: int = 0  # the position up to which the images of the prompt are encoded
     _since_rows: int = 0  # prompt tokens computed since the rows last got a token
 
     @property
@@ -107,16 +110,24 @@ class Scheduler:
         source = reused = 0
         if begins:
             source, reused = self._find_prefix(prompt)
-            self._done = reused
-        chunk = [] if prompt is None else prompt.prompt[self._done : self._done + self.chunk]
-        if not chunk or self._rows_wait(len(chunk)):
+            self._done, self._encoded = reused, 0
+        chunk = [] if prompt is None else prompt.prompt[self._done : self._chunk_end(prompt)]
+        cost = min(len(chunk), self.chunk)  # an image may have more tokens than a chunk
+        if not chunk or self._rows_wait(cost):
             return self._decode(consumed, leaving)
         if begins:
             self.prompt = self.waiting.popleft()
-        self._since_rows += len(chunk)
+        self._since_rows += cost
+        step = Step(consumed, leaving=leaving, begins=begins, number=prompt.number, source=source, reused=reused)
+        if prompt.images is not None:
+            stop, step.row = self._done + len(chunk), prompt.images.row
+            images = prompt.images.between(max(self._done, self._encoded), stop)
+            if begins or images[0] < images[1]:
+                step.encodes, step.images, self._encoded = True, images, stop
+                return step
+        step.chunk = chunk
         self._done += len(chunk)
-        step = Step(consumed, leaving=leaving, chunk=chunk, begins=begins, number=prompt.number)
-        step.source, step.reused, step.joins = source, reused, self._done == len(prompt.prompt)
+        step.joins = self._done == len(prompt.prompt)
         if step.joins:
             step.displaced = self._take_slot(prompt)
             self.prompt = None
@@ -142,7 +153,7 @@ class Scheduler:
 
     def _take_slot(self, row: Any) -> int:
         """Append a row. Return the slot to which the former row in its slot moves."""
-        displaced = -1 if self.prefixes is None else self.prefixes.displace(len(self.rows), row.prompt)
+        displaced = -1 if self.prefixes is None else self.prefixes.displace(len(self.rows), row.keys)
         self.rows.append(row)
         return displaced
 
@@ -152,9 +163,9 @@ class Scheduler:
         for row in islice(self.waiting, self.slots - len(self.rows)):
             longest, tokens = max(longest, len(row.prompt)), tokens + len(row.prompt)
             padded = longest * (len(found) + 1)
-            if padded > min(self.chunk, PADDED * tokens) or self._find_prefix(row)[1]:
+            if row.images is not None or padded > min(self.chunk, PADDED * tokens) or self._find_prefix(row)[1]:
                 break
-            if self.prefixes is not None and any(self.prefixes.are_alike(row.prompt, each.prompt) for each in found):
+            if self.prefixes is not None and any(self.prefixes.are_alike(row.keys, each.keys) for each in found):
                 break
             found.append(row)
         return found
@@ -162,7 +173,15 @@ class Scheduler:
     def _find_prefix(self, prompt: Any) -> tuple[int, int]:
         if prompt is None or self.prefixes is None:
             return 0, 0
-        return self.prefixes.find(prompt.prompt, map(_computed, self.rows))
+        slot, length = self.prefixes.find(prompt.keys, map(_computed, self.rows))
+        length = length if prompt.images is None else prompt.images.whole(length)
+        return (slot, length) if length else (0, 0)
+
+    def _chunk_end(self, prompt: Any) -> int:
+        """Return the end of the next chunk of a prompt."""
+        if prompt.images is None:
+            return self._done + self.chunk
+        return int(prompt.images.chunk_end(self._done, self.chunk))
 
     def _next_prompt(self) -> Any:
         return self.waiting[0] if self.waiting and len(self.rows) < self.slots else None
@@ -182,4 +201,4 @@ class Scheduler:
 
 def _computed(row: Generated) -> list[int]:
     """Return the tokens of a row with reusable keys and values. The newest token has none yet."""
-    return [*row.prompt, *row.new[:-1]] if row.shares else []
+    return [*row.keys, *row.new[:-1]] if row.shares else []

@@ -74,5 +74,5 @@ class SlotGroups:
 
     def rows(self, step: Step) -> list[Any]:
         """Return the rows that get a token in ``step``. It must be the last step planned for its group."""
-        rows = self._schedulers[step.group].rows
+        rows = [] if step.encodes else self._schedulers[step.group].rows
         return rows[len(rows) - step.joining :] if step.chunk else rows

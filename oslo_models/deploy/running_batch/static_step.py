@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 from oslo_models.fusion.decoding import rounded_length
 from oslo_models.fusion.grouped_attention import GROUPED
+from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
 
 Compute = Callable[[], Tensor]
 Capture = Callable[[Compute], Compute]
@@ -205,7 +206,7 @@ def _by_groups_of_heads(config: Any) -> Iterator[None]:
     With a mask, torch would copy them for each query head.
     """
     own = config._attn_implementation
-    if own == "sdpa":
+    if own in TORCH_ATTENTION:
         config._attn_implementation = GROUPED
     try:
         yield

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+MOST_FORGOTTEN = 8
+"""Maximum number of forgotten calls that one step names."""
+
 
 class WholePrompt(NamedTuple):
     """A prompt that is computed in one step. Its row joins in the same step.
@@ -47,6 +50,10 @@ class Step:
         reused: length of that prefix in tokens. The chunk starts after it.
         displaced: as in `WholePrompt`.
         group: the group of slots that runs the step.
+        row: index of the prompt's row in its call.
+        encodes: the ranks encode images of the prompt, for its next chunk.
+        images: the first of these images, and the end (exclusive).
+        forgotten: calls with images that have ended before their prompts were computed, at most `MOST_FORGOTTEN`.
     """
 
     consumed: int
@@ -65,6 +72,10 @@ class Step:
     group: int = 0
     other: bool = False
     pause: bool = False
+    row: int = 0
+    encodes: bool = False
+    images: tuple[int, int] = (0, 0)
+    forgotten: list[int] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -81,10 +92,12 @@ class Step:
     def encode(self) -> bytes:
         """Return the step as bytes, with a checksum."""
         flags = self.idle | self.reset << 1 | self.begins << 2 | self.joins << 3 | self.other << 4 | self.pause << 5
-        counts = (len(self.leaving), len(self.tokens), len(self.whole))
-        head = (self.consumed, flags, self.number, *counts, self.source, self.reused, self.displaced, self.group)
+        flags |= self.encodes << 6
+        counts = (len(self.leaving), len(self.tokens), len(self.whole), len(self.forgotten))
+        prefix = (self.source, self.reused, self.displaced, self.group)
+        head = (self.consumed, flags, self.number, self.row, *self.images, *counts, *prefix)
         whole = [value for prompt in self.whole for value in prompt]
-        data = array("q", (*head, *self.leaving, *self.tokens, *whole, *self.chunk)).tobytes()
+        data = array("q", (*head, *self.leaving, *self.tokens, *whole, *self.forgotten, *self.chunk)).tobytes()
         return zlib.crc32(data).to_bytes(8, "little") + data
 
     @classmethod
@@ -97,8 +110,12 @@ class Step:
         def take(count: int) -> list[int]:
             return list(islice(values, count))
 
-        consumed, flags, number, leaving, tokens, whole, source, reused, displaced, group = take(10)
-        lists = (take(leaving), take(tokens), [WholePrompt(*take(3)) for _ in range(whole)], list(values))
-        flag = [bool(flags >> bit & 1) for bit in range(6)]
+        consumed, flags, number, row, first, stop, leaving, tokens, whole, gone = take(10)
+        source, reused, displaced, group = take(4)
+        lists = (take(leaving), take(tokens), [WholePrompt(*take(3)) for _ in range(whole)])
+        forgotten, chunk = take(gone), list(values)
+        flag = [bool(flags >> bit & 1) for bit in range(7)]
         prefix = (source, reused, displaced, group)
-        return cls(consumed, flag[0], flag[1], *lists, flag[2], flag[3], number, *prefix, flag[4], flag[5])
+        step = cls(consumed, flag[0], flag[1], *lists, chunk, flag[2], flag[3], number, *prefix, flag[4], flag[5])
+        step.row, step.encodes, step.images, step.forgotten = row, flag[6], (first, stop), forgotten
+        return step

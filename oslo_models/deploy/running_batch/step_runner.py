@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,13 @@ from oslo_models.cache_argument import generation_name
 from oslo_models.deploy.running_batch.graphs import CaptureError, capture_of
 from oslo_models.deploy.running_batch.head_product import PackedHead, fast_head
 from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.prompt_images import (
+    NO_OFFSETS,
+    ImagesError,
+    PromptImages,
+    PromptInProgress,
+    share_failure,
+)
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 from oslo_models.deploy.running_batch.static_step import StaticSteps, to_device
 from oslo_models.deploy.running_batch.step import Step
@@ -41,6 +49,7 @@ class StepRunner:
 
     Attributes:
         numbers: the call number of each row.
+        images: the images of the prompt that the next step begins; ``None`` without images.
         static: decoding steps of fixed shapes, which CUDA graphs replay; ``None`` for eager decoding.
         eager_reason: why decoding is eager.
     """
@@ -60,13 +69,17 @@ class StepRunner:
             self.static = StaticSteps(self._forward, self.rows, config, capture)
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
+        self.images: PromptImages | None = None
+        self._seen: PromptInProgress | None = None  # the images of the prompt in prefill
+        self._offsets: list[tuple[int, ...]] = []  # by slot, see `PromptInProgress`
+        self._planes = 0  # positions of time, height and width; 0: positions of tokens only
         self._computed: set[int] = set()  # the calls with a prompt in prefill
         self._is_passed_on = False
 
     def rest(self) -> None:
         """Clear the prompt after the last row has left. Former rows stay."""
         self.prompt.clear()
-        self._computed = set()
+        self._computed, self.images, self._seen = set(), None, None
 
     def clear(self) -> None:
         """Remove all rows, including former rows, and the prompt, after a failed step.
@@ -75,8 +88,8 @@ class StepRunner:
         """
         self.drop_graphs()
         self.rows.clear()
-        self.prompt.clear()
-        self.numbers, self._computed = [], set()
+        self.numbers, self._offsets = [], []
+        self.rest()
 
     def drop_graphs(self) -> None:
         """Drop the CUDA graphs. Later steps are captured again."""
@@ -93,23 +106,37 @@ class StepRunner:
         Returns:
             The logits [B, V] after the newest token of each row, or after each prompt that joins. ``None`` if the
             prompt is not complete yet, or if the step computes nothing.
+
+        Raises:
+            ImagesError: on every rank, if a rank cannot encode the images of a prompt. The rows go on.
         """
         self._is_passed_on = False
         try:
             self.free(step.leaving)
-            if not step.shape[0]:
+            if step.begins:
+                self._begin(step)
+            if not step.shape[0] and not step.encodes:
                 return None
             with self.model.generating(), fast_head(self.model, self._packed):
+                if step.encodes:
+                    assert self._seen is not None
+                    self._seen.encode(*step.images)
+                    return None
                 if step.whole:
                     return self._prefill_whole(step)
                 return self._prefill(step) if step.chunk else self._decode(step.tokens)
+        except ImagesError:  # every rank knows of it
+            raise
         except Exception:
             if not self._is_passed_on:
                 self.skip(step)
             raise
 
     def skip(self, step: Step) -> None:
-        """Skip a failed step so that the other pipeline stages go on. The next stage learns of the failure."""
+        """Skip a failed step so that the other ranks go on. The next stage learns of the failure."""
+        if step.encodes:
+            with suppress(ImagesError):
+                share_failure(self.model, RuntimeError("another step has failed"))
         rows, length = step.shape
         if rows and self._keeps_logits and self.model.pipeline is not None:
             self.model.pipeline.skip_generation_step(rows, length)
@@ -118,13 +145,15 @@ class StepRunner:
         """Append copies of a row."""
         self.rows.fork(slot, count)
         self.numbers += [self.numbers[slot]] * count
+        self._offsets += [self._offsets[slot]] * count
 
     def free(self, leaving: Sequence[int]) -> None:
         """Remove the rows in the slots that a step frees."""
         for slot in leaving:
             self.rows.free(slot)
-            self.numbers[slot] = self.numbers[-1]
+            self.numbers[slot], self._offsets[slot] = self.numbers[-1], self._offsets[-1]
             self.numbers.pop()
+            self._offsets.pop()
 
     def _decode(self, tokens: Sequence[int]) -> Tensor:
         rows = self.rows
@@ -134,7 +163,11 @@ class StepRunner:
             rows.make_room(len(tokens), 1)
             ids_B, lengths_B = to_device([tokens, rows.lengths], self._device)
             options = {"next_sequence_length": 1, "attention_mask": rows.mask(1, lengths_B)}
-            logits_BV = self._forward(rows, ids_B[:, None], lengths_B[:, None], options)
+            positions = lengths_B[:, None]
+            if any(map(any, self._offsets)):  # the first of four planes has the positions of tokens
+                seen = positions + to_device(self._offsets, self._device).T[..., None]
+                positions = torch.cat((positions.expand(self._planes - 3, -1, -1), seen))
+            logits_BV = self._forward(rows, ids_B[:, None], positions, options)
         rows.grow(1)
         return logits_BV
 
@@ -166,45 +199,70 @@ class StepRunner:
         logits_BV = self._forward(cache, ids_BL, positions_BL, options)
         for row, (number, length, displaced) in enumerate(prompts):
             self.rows.append(cache.layers, row, longest, length, displaced)
-            self.numbers.append(number)
-        self._computed = set()
+            self._join(number, NO_OFFSETS)
         return logits_BV
 
-    def _prefill(self, step: Step) -> Tensor | None:
+    def _join(self, number: int, offsets: tuple[int, ...]) -> None:
+        """Record a row in the slot after the last row."""
+        self.numbers.append(number)
+        self._offsets.append(offsets)
+        self._computed = set()
+
+    def _begin(self, step: Step) -> None:
+        """Begin a prompt, with the keys and values of a cached prefix."""
         prompt = self.prompt
-        if step.begins:
-            prompt.clear()
-            prompt.lengths = [0]
-            if step.reused:
-                prompt.begin_with(self.rows, step.source, step.reused)
-            self._computed = {step.number}
+        prompt.clear()
+        prompt.lengths = [0]
+        if step.reused:
+            prompt.begin_with(self.rows, step.source, step.reused)
+        self._computed = {step.number}
+        self._seen = None if self.images is None else PromptInProgress(self.model, self.images)
+        self.images = None
+
+    def _prefill(self, step: Step) -> Tensor | None:
+        prompt, seen = self.prompt, self._seen
         (done,) = prompt.lengths
+        stop = done + len(step.chunk)
         prompt.make_room(1, len(step.chunk))
-        position_ids_BL = torch.arange(done, done + len(step.chunk), device=self._device)[None]
+        positions = torch.arange(done, stop, device=self._device)[None] if seen is None else seen.positions(done, stop)
+        features = {} if seen is None else seen.take_features()
         ids_BL = to_device([step.chunk], self._device)
-        logits_BV = self._forward(prompt, ids_BL, position_ids_BL, {"is_first_iteration": done == 0})
+        logits_BV = self._forward(prompt, ids_BL, positions, {"is_first_iteration": done == 0}, features)
         prompt.grow(len(step.chunk))
         if not step.joins:
             return None
         self.rows.append(prompt.layers, 0, prompt.stop, prompt.lengths[0], step.displaced)
-        self.numbers.append(step.number)
+        self._planes = max(self._planes, len(positions) if positions.dim() == 3 else 0)
+        self._join(step.number, NO_OFFSETS if seen is None else seen.offsets)
+        self._seen = None
         prompt.clear()
-        self._computed = set()
         return logits_BV
 
-    def _forward(self, cache: Cache, ids_BL: Tensor, position_ids_BL: Tensor, options: dict[str, Any]) -> Tensor:
-        """Return the logits of the last position of each row. Append the keys and values to the cache."""
+    def _forward(
+        self,
+        cache: Cache,
+        ids_BL: Tensor,
+        positions: Tensor,
+        options: dict[str, Any],
+        features: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Tensor:
+        """Return the logits of the last position of each row. Append the keys and values to the cache.
+
+        Args:
+            positions: [B, L], or [3 or 4, B, L] for images with positions of height and width.
+            features: of the images among the tokens, as an argument of the model.
+        """
         model = self.model
         given: dict[str, Any] = {"use_cache": True, generation_name(): cache, "attention_mask": None, **options}
         if self._takes_positions:
-            given["position_ids"] = position_ids_BL
+            given["position_ids"] = positions
         if self._can_keep_few:
             given["logits_to_keep"] = 1
         inputs = model.prepare_inputs_for_generation(ids_BL, **given)
         keeps = self._keeps_logits and model.pipeline is not None
         self._is_passed_on = True  # if the model raises, it tells the other stages itself
         with model.pipeline.keeping_logits() if keeps else nullcontext():
-            logits_BLV = model(**inputs, return_dict=True).logits
+            logits_BLV = model(**inputs, **features, return_dict=True).logits
         return logits_BLV[:, -1:].flatten(0, 1)
 
     def reserve(self) -> int:

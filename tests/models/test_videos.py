@@ -1,0 +1,121 @@
+"""Models of text, images and videos: rows with different numbers of each, on ranks and pipeline stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from oslo_models import registry
+from oslo_models.media.items import KINDS, items_of_rows
+
+from support import zoo
+from support.generation import GREEDY, Tokens, generate_tokens, token_differences
+from support.pipelines import loop_differences, model_on_stages
+from support.pool import Pool
+from support.reference import Step, parallel_model, reference_model, reference_step, step_differences
+
+BY_PATCH = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+TYPES = (*BY_PATCH, "llava_onevision")
+ITEMS = (("image", "video"), (), ("video", "video"))
+"""Kinds of the items of each row."""
+
+
+def batch_of(model_type: str, name: str, config: Any, seed: int) -> dict[str, Tensor]:
+    """Return a batch whose rows have the items of `ITEMS`, with frames of 4 tokens and one to two frames a video."""
+    generator = torch.Generator().manual_seed(seed)
+    length = 40
+    ids = torch.randint(3, 90, (len(ITEMS), length), generator=generator)
+    mask, types = torch.ones_like(ids), torch.zeros_like(ids)
+    mask[2, :3] = 0  # without images, transformers counts positions from the padding on
+    token = {"image": config.image_token_id, "video": config.video_token_id}
+    frames: dict[str, list[int]] = {"image": [], "video": []}
+    for row, kinds in enumerate(ITEMS):
+        at = 4
+        for kind in kinds:
+            count = 1 if kind == "image" else 2 - len(frames[kind]) % 2
+            frames[kind].append(count)
+            if model_type == "llava_onevision":  # tiles of 4 tokens and lines of 3; or frames pooled to one token
+                sizes = [10 if kind == "image" else 3]
+            else:  # models from Qwen3-VL on have the time between frames
+                sizes = [4] * count if model_type.startswith("qwen3") else [4 * count]
+            for size in sizes:
+                ids[row, at : at + size], types[row, at : at + size] = token[kind], 1 + (kind == "video")
+                at += size + 1
+    labels = ids.masked_fill((types > 0) | (mask == 0), -100)
+    given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if model_type == "llava_onevision":
+        images = torch.randn(1, 5, 3, 16, 16, generator=generator, dtype=torch.float64)
+        videos = torch.randn(3, 2, 3, 16, 16, generator=generator, dtype=torch.float64)
+        given |= {"pixel_values": images, "image_sizes": torch.tensor([[16, 16]])}
+        return {**given, "pixel_values_videos": videos}
+    tower = config.vision_config
+    width = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    for kind, values, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        given[grid] = torch.tensor([[count, 4, 4] for count in frames[kind]])
+        given[values] = torch.randn(16 * sum(frames[kind]), width, generator=generator, dtype=torch.float64)
+    given["mm_token_type_ids"] = types
+    return given
+
+
+def configured(model_type: str) -> tuple[str, Any]:
+    name, config = zoo.main_head(model_type), zoo.config(model_type)
+    config.text_config.max_position_embeddings = 64
+    config.video_token_id = 96
+    return name, config
+
+
+def check(step: Step, tp: int) -> None:
+    model = parallel_model(step.name, step.config, step.weights, tp, gather_logits=True)
+    lines = step_differences(model, step)
+    assert not lines, "\n".join(lines)
+
+
+def check_on_stages(step: Step, tokens: Tokens, sizes: tuple[int, int]) -> None:
+    tp, pp = sizes
+    model = model_on_stages(step.name, step.config, step.weights, tp, pp, micro_batch_size=1)
+    lines = loop_differences(model.train(), step) + token_differences(model, step.batch, tokens, GREEDY)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.stacks
+@pytest.mark.parametrize("model_type", TYPES)
+def test_videos_beside_images_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
+    if (reason := zoo.fault_of_release(model_type)) is not None:
+        pytest.skip(reason)
+    name, config = configured(model_type)
+    batch = batch_of(model_type, name, config, seed)
+    step = reference_step(name, config, seed, batch=batch)
+    pool.run(2, check, step, 2)
+    tokens = generate_tokens(reference_model(name, config, seed), batch, GREEDY)
+    for sizes in ((1, 2), (2, 2)):
+        pool.run(sizes[0] * sizes[1], check_on_stages, step, tokens, sizes)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava_onevision"])
+def test_videos_belong_to_rows_in_order(model_type: str, seed: int) -> None:
+    name, config = configured(model_type)
+    batch = batch_of(model_type, name, config, seed)
+    assert [items_of_rows(kind, batch, config) for kind in KINDS] == [[1, 0, 0], [1, 0, 2]]
+    moved = {**batch, "input_ids": batch["input_ids"].clone()}
+    moved["input_ids"][0, -1] = config.video_token_id
+    with pytest.raises(ValueError, match="pixel_values_videos"):
+        items_of_rows(KINDS[1], moved, config)
+
+
+def refuse(name: str, config: Any, batch: dict[str, Tensor]) -> None:
+    cls: Any = registry.find(name)
+    model = cls.from_config_with_parallel(config, 1, 2, seed=0, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"pixel_values_videos has \d+ patches, and video_grid_thw counts"):
+        model(**{**batch, "pixel_values_videos": batch["pixel_values_videos"][1:]})
+
+
+def test_videos_that_do_not_fit_are_refused_on_every_rank(pool: Pool, seed: int) -> None:
+    name, config = configured("qwen2_5_vl")
+    pool.run(2, refuse, name, config, batch_of("qwen2_5_vl", name, config, seed))
