@@ -186,7 +186,9 @@ def check_work(given: Case, prompt: list[int], folder: Path) -> None:
     handle = model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    config = GenerationConfig(do_sample=True, max_new_tokens=4, num_return_sequences=5, pad_token_id=0)
+    config = GenerationConfig(
+        do_sample=True, min_new_tokens=4, max_new_tokens=4, num_return_sequences=5, pad_token_id=0
+    )
     outputs = model.generate_batch([prompt], config)
     handle.remove()
     assert shapes == [(1, len(prompt)), *[(5, 1)] * 3]
