@@ -229,11 +229,12 @@ def _output(sequence: Any, request: str, times: list[float] | None) -> Any:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate within the block. Afterwards, each module that trained trains again."""
-    trained = [module for module in model.modules() if module.training]
+    """Evaluate within the block. Afterwards, each module is in its former mode."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module in trained:
-            module.training = True
+        model.train(modes[0][1])  # selects the attention of the mode
+        for module, mode in modes:
+            module.training = mode

@@ -63,6 +63,7 @@ def seeds_after(seed: int, count: int) -> list[int]:
 def check_batches(given: Case, tp: int, pp: int, prompts: list[list[int]], expected: dict[str, Any]) -> None:
     model = model_on_stages(*given, tp, pp)
     model.train()
+    attention = model.config._attn_implementation
     frozen = next(module for module in model.modules() if "Norm" in type(module).__name__).eval()
     for rows in (1, 3, None):
         with lifted_casts():
@@ -70,7 +71,7 @@ def check_batches(given: Case, tp: int, pp: int, prompts: list[list[int]], expec
         found = [each.generated_tokens for each in outputs.values()]
         assert found == expected["greedy"], (rows, found)
         assert [each.prompt_ids for each in outputs.values()] == prompts
-    assert model.training and not frozen.training
+    assert model.training and not frozen.training and model.config._attn_implementation == attention
     config = GenerationConfig(**expected["sampling"], num_return_sequences=2)
     torch.manual_seed(7)
     times = SimpleNamespace(return_logprobs=True)
