@@ -127,7 +127,7 @@ def _attention_implementation(module: Any) -> str:
     implementation = module.config._attn_implementation
     if implementation == "eager":
         return "eager attention was asked for; attn_implementation='sdpa' is faster where weights are not looked at"
-    return f"computed by {implementation} attention already"
+    return f"computed by {'sdpa' if implementation in TORCH_ATTENTION else implementation} attention already"
 
 
 ATTENTION_RULES = (

@@ -38,7 +38,7 @@ def asks_for_loss(batch: Mapping[str, Any], more: Collection[str] = ()) -> bool:
 
 def computes_loss(model: ShardedModel) -> bool:
     """Return whether the forward of a model can compute a loss. Some base models accept labels and ignore them."""
-    if model.base_model is not model:
+    if getattr(model, "base_model", None) is not model:
         return True
     output = inspect.unwrap(type(model).forward).__annotations__.get("return")
     kinds = [each for each in get_args(output) or (output,) if isinstance(each, type) and issubclass(each, ModelOutput)]

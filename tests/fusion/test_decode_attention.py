@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from oslo_kernels import decode_attention as kernel
 from oslo_models.fusion import decode_attention
@@ -228,7 +229,7 @@ def check_function(seed: int) -> None:
             for scaling in (None, 0.2):
                 given = {"scaling": scaling, "position_bias": position_bias}
                 found, _ = decoding_attention(layer, query, key, key, mask, **given)
-                expected, _ = decode_attention.sdpa_attention_forward(layer, query, key, key, mask, **given)
+                expected, _ = sdpa_attention_forward(layer, query, key, key, mask, **given)
                 torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -115,7 +115,7 @@ def test_ranks_are_limited_by_the_heads_of_the_tower() -> None:
 @pytest.mark.parametrize(
     ("part", "model_type", "message"),
     [
-        ("vision_config", "dinov2", "AutoModel has no class for 'dinov2'"),
+        ("vision_config", "swin", "AutoModel has no class for 'swin'"),
         ("text_config", "jetmoe", "JetMoeModel is not supported as a part of .*, since it has attention_groups"),
         ("text_config", "mamba", "MambaModel is not supported .* since it has attention with all heads"),
     ],

@@ -569,13 +569,15 @@ def test_choices_of_a_stream_are_computed_together() -> None:
 
 
 def test_an_error_of_one_choice_ends_the_stream_and_the_other_choices() -> None:
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     def generate(input_ids: torch.Tensor, streamer: Any, seed: int, cancellation: Any, **_: Any) -> torch.Tensor:
         streamer.put(input_ids)
         if seed:
+            assert begun.wait(10)  # before the first token, the answer is an error in place of a stream
             raise RuntimeError("broken")
         streamer.put(torch.tensor([5]))
+        begun.set()
         while not cancellation.cancelled:
             time.sleep(0.01)
         ended.set()
