@@ -209,7 +209,7 @@ def longest_standstill(url: str, pids: list[int], bodies: list[bytes]) -> float:
                     last = now
         for each in asking:
             each.result()
-    assert len(gaps) > 100 and statuses <= {200, 400}, (len(gaps), statuses)
+    assert len(gaps) > 30 and statuses <= {200, 400}, (len(gaps), statuses)
     return max(gaps)
 
 
