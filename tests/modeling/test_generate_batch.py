@@ -91,7 +91,7 @@ def check_batches(given: Case, tp: int, pp: int, prompts: list[list[int]], expec
 
 
 def expectations(model: Any, prompts: list[list[int]]) -> dict[str, Any]:
-    first = [alone(model, prompt, max_new_tokens=NEW, do_sample=False) for prompt in prompts]
+    first = [alone(model, prompt, min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False) for prompt in prompts]
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": first[0][2], "pad_token_id": 0}
     sampling = {**SAMPLED, "max_new_tokens": NEW, "eos_token_id": first[0][2], "pad_token_id": 0}
     greedy, sampled = [alone(model, prompt, **options) for prompt in prompts], []
