@@ -163,7 +163,7 @@ def test_prefixes_are_found_by_the_pixels_too(model_type: str, seed: int) -> Non
 def test_answer_about_an_image_is_part_of_the_next_prompt(model_type: str, seed: int) -> None:
     """The second turn of a chat computes its new tokens only: the towers see no image again."""
     name, model, whole = pair(model_type, seed)
-    call = one_row(name, model.config, seed, 0, 6)
+    call = {**one_row(name, model.config, seed, 0, 6), "suppress_tokens": [model.config.image_token_id]}
     answer = whole.generate(**call)
     turn = {**call, "input_ids": torch.cat((answer, torch.tensor([[5, 7]])), 1)}
     turn["attention_mask"] = torch.ones_like(turn["input_ids"])
