@@ -15,8 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from oslo_models.contracts import require
 from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.admission import reason_against, unsupported_setting
-from oslo_models.distributed.object_exchange import agree
-from oslo_models.distributed.rng import synchronize
+from oslo_models.distributed.object_exchange import agree, require_equal
+from oslo_models.distributed.rng import stable_hash, synchronize
 
 _NEW_TOKENS = 20
 """Default number of new tokens of `generate`."""
@@ -69,7 +69,8 @@ class BatchGeneratingModel(PreTrainedModel):
 
         Raises:
             ValueError: a prompt is empty or has a token outside the vocabulary; or the model or a setting needs another
-                decoding method; or a sequence would be longer than the model allows; on every rank.
+                decoding method; or a sequence would be longer than the model allows; or the ranks of one replica got
+                different arguments; on every rank.
         """
         if self.mesh is None:
             if num_return_sequences is not None:
@@ -83,16 +84,18 @@ class BatchGeneratingModel(PreTrainedModel):
             length = _longest(self, prompts, settings_of(given, self.generation_config))
             if max_batch_size is not None and max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+        keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
+        planned = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
+        planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
+        require_equal(self.mesh.model, planned, "arguments of generate_batch")  # else ranks would plan other steps
         if not prompts:
             return {}
-        flat = torch.tensor([token for prompt in prompts for token in (len(prompt), *prompt)])
-        self._compare((), {"inputs": flat})
         return _generate(
             self,
             prompts,
             given,
             (copies, length, max_batch_size),
-            keeps_logprobs=bool(getattr(continuous_batching_config, "return_logprobs", False)),
+            keeps_logprobs=keeps_logprobs,
             keeps_times=record_timestamps,
             shows_progress=progress_bar,
             streamer=streamer,

@@ -210,7 +210,9 @@ def adapt(model: Any, seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    return get_peft_model(
+        model, LoraConfig(target_modules=["q_proj", "down_proj"], lora_alpha=256, init_lora_weights=False)
+    )
 
 
 def check_adapters(given: Case, prompts: list[list[int]], folder: Path, expected: list[list[int]]) -> None:
@@ -295,7 +297,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "mask": ("has no argument attention_mask: it takes settings", {"attention_mask": torch.ones(1, 2)}),
     "empty": (r"inputs\[1\] is empty", {"inputs": [[1], []]}),
     "token": (r"inputs\[0\] has the token 9999; the vocabulary has", {"inputs": [[1, 9999]]}),
-    "differing": ("ranks that share one model were given different batches", {"inputs": "by rank"}),
+    "differing": ("ranks were given different arguments of generate_batch:\n  hash of inputs", {"inputs": "by rank"}),
 }
 
 
@@ -307,6 +309,10 @@ def check_refusals(given: Case) -> None:
             options["inputs"] = [[1, 2 + model.mesh.tp.rank]]
         with pytest.raises(ValueError, match=message):
             model.generate_batch(**options)
+    with pytest.raises(ValueError, match=r"max_batch_size: rank 0 has 1, rank 1 has 2"):
+        model.generate_batch([[1, 2]], do_sample=False, max_batch_size=1 + model.mesh.tp.rank)
+    with pytest.raises(ValueError, match="hash of inputs"):
+        model.generate_batch([[1, 2]] * model.mesh.tp.rank, do_sample=False)
     mamba: Any = MambaForCausalLM.from_config_with_parallel(zoo.config("mamba"), 2, seed=0)
     with pytest.raises(ValueError, match=r"run MambaForCausalLM: some of its blocks keep a state .*; call generate"):
         mamba.generate_batch([[1, 2]])

@@ -88,7 +88,6 @@ class Planner:
 
     Attributes:
         rows: the sequences in the batch, by slot.
-        joining: the sequences that get a token from the logits of this step, by row of the logits.
     """
 
     def __init__(self, sequences: Sequence[Generated], limits: BatchLimits) -> None:
