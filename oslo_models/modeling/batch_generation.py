@@ -85,7 +85,7 @@ class BatchGeneratingModel(PreTrainedModel):
             if max_batch_size is not None and max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
         keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
-        planned = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
+        planned: dict[str, Any] = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
         planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
         require_equal(self.mesh.model, planned, "arguments of generate_batch")  # else ranks would plan other steps
         if not prompts:
