@@ -101,6 +101,8 @@ class GrammarChecker:
         self._vocabulary = [tokenizer, size, list(ends)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._ended_by: int | None = None
+        """Signal that ended the last process; 0: an exit; ``None``: it exceeded its time."""
         _checkers.add(self)
 
     def compile(self, kind: str, source: Any) -> str:
@@ -111,14 +113,24 @@ class GrammarChecker:
         """
         check_size(kind, source)
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            answer = self._ask([kind, source], WAIT_SECONDS)
+            answer = self._answer(kind, source)
+            if answer is None and self._ended_by == signal.SIGKILL:  # not by the grammar
+                answer = self._answer(kind, source)
         if answer is None:
-            raise ValueError(f"the {kind} for structured output is too complex: its parser failed or took too long")
+            raise ValueError(f"the {kind} for structured output is too complex: {self._why_ended()}")
         if "error" in answer:
             raise ValueError(f"the {kind} for structured output cannot be used: {one_line(answer['error'])}")
         return str(answer["text"])
+
+    def _answer(self, kind: str, source: Any) -> Any:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        return self._ask([kind, source], WAIT_SECONDS)
+
+    def _why_ended(self) -> str:
+        if self._ended_by is None or self._ended_by == signal.SIGPROF:
+            return "its parser took too long"
+        return f"its parser failed with signal {self._ended_by}" if self._ended_by else "its parser failed"
 
     def _start(self) -> None:
         self.close()
@@ -133,7 +145,7 @@ class GrammarChecker:
         answer = self._ask(self._vocabulary, START_SECONDS)
         if answer is None or "error" in answer:
             self.close()
-            why = "its process ended" if answer is None else one_line(answer["error"])
+            why = self._why_ended() if answer is None else one_line(answer["error"])
             raise ValueError(f"structured output cannot be used with this model: {why}")
 
     def _ask(self, message: Any, seconds: float) -> Any:
@@ -144,9 +156,14 @@ class GrammarChecker:
             self._process.stdin.write(_LENGTH.pack(len(body)) + body)
             self._process.stdin.flush()
             return json.loads(_read(self._process.stdout, time.monotonic() + seconds))
-        except (OSError, EOFError, ValueError):
-            self.close()
-            return None
+        except TimeoutError:
+            self._ended_by = None
+        except (OSError, EOFError, ValueError):  # the pipe closes a moment before the process ends
+            self._ended_by = 0
+            with suppress(subprocess.TimeoutExpired):
+                self._ended_by = max(0, -self._process.wait(1.0))
+        self.close()
+        return None
 
     def close(self) -> None:
         """End the process."""

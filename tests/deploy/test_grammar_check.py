@@ -116,6 +116,22 @@ def test_a_slow_grammar_is_refused_and_its_process_ended(
     assert pid(vocabulary) != before
 
 
+def test_a_process_that_others_kill_is_started_again(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar is not at fault when the kernel ends its process for want of memory."""
+    asked, ask = list[Any](), vocabulary.checker._ask
+    before = pid(vocabulary)
+
+    def killed(message: Any, seconds: float) -> Any:
+        asked.append(message)
+        if len(asked) == 1:
+            os.kill(before, signal.SIGKILL)
+        return ask(message, seconds)
+
+    monkeypatch.setattr(vocabulary.checker, "_ask", killed)
+    assert Grammar.compiled("regex", "ab", vocabulary).with_vocabulary(vocabulary).processor() is not None
+    assert asked[0] == asked[-1] and len(asked) == 3, "the grammar, the vocabulary of another process, the grammar"
+
+
 def test_grammars_of_ordinary_size_are_compiled(vocabulary: Vocabulary) -> None:
     for kind, source in (
         ("json", nested(20)),

@@ -4,7 +4,7 @@ HTML comments, which readers of a page do not see, direct the run:
 
 * ``<!-- ranks: 2 -->``: number of processes that run the blocks of the page; the default is one.
 * ``<!-- script -->``: the blocks run as one script started by ``python``.
-* ``<!-- setup`` and code up to ``-->``: runs at this place.
+* ``<!-- setup`` and code up to ``-->``: runs at this place. Ranks wait for each other after it: all write its files.
 * ``<!-- replace: old -> new; old -> new -->``: in the blocks from here on, such as sizes.
 * ``<!-- not run: why -->`` above a block, ``<!-- run: command -->`` above a shell command.
 """
@@ -15,6 +15,7 @@ import io
 import os
 import re
 import shlex
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
@@ -36,11 +37,13 @@ class Page:
     Attributes:
         ranks: the number of processes; 0: a script.
         steps: code, with the output printed below it or ``None``.
+        setups: indices of the steps that readers do not see.
         unmarked: the line numbers of blocks that are neither run nor marked.
     """
 
     ranks: int = 1
     steps: list[tuple[str, str | None]] = field(default_factory=list)
+    setups: list[int] = field(default_factory=list)
     unmarked: list[int] = field(default_factory=list)
 
 
@@ -58,6 +61,7 @@ def read_page(path: Path) -> Page:
             elif kind == "replace":
                 replaced |= dict(pair.strip().split(" -> ") for pair in value.split(";"))
             elif comment.startswith("setup\n"):
+                page.setups.append(len(page.steps))
                 page.steps.append(("\n" * line + comment.removeprefix("setup\n"), None))
             skipped, command = kind == "not run", kind == "run"
             continue
@@ -88,13 +92,27 @@ def inside(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
+def wait_for_ranks(name: str) -> None:
+    """Wait for the other ranks of the page by means of files: there may be no process group yet."""
+    Path(f"{name}-{os.environ.get('RANK', '0')}").touch()
+    deadline = time.monotonic() + 60
+    while missing := [
+        rank for rank in range(int(os.environ.get("WORLD_SIZE", "1"))) if not Path(f"{name}-{rank}").exists()
+    ]:
+        assert time.monotonic() < deadline, f"ranks {missing} did not reach {name}"
+        time.sleep(0.01)
+
+
 def run_page(path: Path, folder: Path) -> None:
     """Run the blocks of a page in a folder, on each rank, and compare what rank 0 prints."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     with inside(folder):
-        for code, expected in read_page(path).steps:
+        page = read_page(path)
+        for step, (code, expected) in enumerate(page.steps):
             printed = io.StringIO()
             with redirect_stdout(printed):
                 exec(compile(code, str(path), "exec"), namespace)
+            if step in page.setups:
+                wait_for_ranks(f".setup-{step}")
             if expected is not None and os.environ.get("RANK", "0") == "0":
                 assert printed.getvalue() == expected, f"{path} prints {expected!r}, which is {printed.getvalue()!r}"
