@@ -15,8 +15,8 @@ from oslo_models.deploy import torchrun_executor as torchrun
 from oslo_models.deploy.forking import start_fork_server
 from oslo_models.deploy.handshake import check_secret
 from oslo_models.deploy.process_executor import ProcessExecutor, StartExecutor, worker_environment
-from oslo_models.deploy.running_batch.admission import default_limits, longest
-from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits
+from oslo_models.deploy.running_batch.admission import default_limits, longest, reason_against_drafts
+from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits, check_drafted
 from oslo_models.distributed.mesh import check_size
 
 BACKENDS = ("auto", "process", "ray", "torchrun")
@@ -38,6 +38,9 @@ class DeployOptions:
             on CPUs, 2048 on GPUs.
         reuse_prefixes: prompts of the running batch reuse the keys and values of a prefix that they share with an
             earlier call.
+        speculative_tokens: maximum drafted tokens of a row in one step of the running batch, for speculative decoding.
+            They are the tokens that followed the last occurrence of the newest tokens in the row (prompt lookup). By
+            default, none are drafted.
         threads_per_worker: number of torch threads in each worker on CPUs. By default the threads of this process are
             divided among the workers.
         verbose: ``"simple"`` or ``"detail"`` prints the memory of each device.
@@ -52,6 +55,7 @@ class DeployOptions:
     max_batch_length: int = DEFAULT_LIMITS.length
     prefill_chunk_size: int | None = None
     reuse_prefixes: bool = DEFAULT_LIMITS.reuse
+    speculative_tokens: int | None = None
     threads_per_worker: int | None = None
     verbose: str | bool | None = None
     deploy_secret: str | None = field(default=None, repr=False)
@@ -73,6 +77,13 @@ class DeployOptions:
                 check_size(name, getattr(self, name))
         if not isinstance(self.reuse_prefixes, bool):
             raise ValueError(f"reuse_prefixes must be True or False, got {self.reuse_prefixes!r}")
+        if self.speculative_tokens is not None:
+            check_drafted(self.speculative_tokens)
+            if self.max_batch_size == 1:
+                raise ValueError(
+                    f"speculative_tokens={self.speculative_tokens} is for the running batch, and max_batch_size=1 "
+                    "turns it off: use a larger max_batch_size, or prompt_lookup_num_tokens of generate"
+                )
         if self.verbose not in (None, False, True, "simple", "detail"):
             raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
         if self.deploy_secret is not None:
@@ -83,11 +94,21 @@ class DeployOptions:
             raise ValueError(f"master_addr must be an address of this host, got {self.master_addr!r}")
 
     def limits(self, config: Any, ranks: int) -> BatchLimits:
-        """Return the limits of the running batch for a model on ``ranks`` ranks."""
+        """Return the limits of the running batch for a model on ``ranks`` ranks.
+
+        Raises:
+            ValueError: rows of the model cannot have drafted tokens.
+        """
         length = longest(config, BatchLimits(length=self.max_batch_length))
         default = default_limits(config, length, ranks if torch.cuda.device_count() else 0)
         rows, chunk = self.max_batch_size or default.rows, self.prefill_chunk_size or default.chunk
-        return BatchLimits(rows, length, chunk, self.reuse_prefixes)
+        drafted = self.speculative_tokens or 0
+        if drafted and (reason := reason_against_drafts(config, length)) is not None:
+            raise ValueError(
+                f"speculative_tokens={drafted} is not possible for model_type={config.model_type!r}: {reason}. Leave it "
+                "out, or use a smaller max_batch_length for a model with a window"
+            )
+        return BatchLimits(rows, length, chunk, self.reuse_prefixes, drafted)
 
     def threads(self, ranks: int) -> int:
         """Return the number of torch threads of each worker."""

@@ -14,7 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from oslo_models.contracts import require
 from oslo_models.deploy.generation_limits import settings_of
-from oslo_models.deploy.running_batch.admission import reason_against, unsupported_setting
+from oslo_models.deploy.running_batch.admission import reason_against, reason_against_drafts, unsupported_setting
+from oslo_models.deploy.running_batch.limits import check_drafted
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.distributed.rng import stable_hash, synchronize
 
@@ -38,6 +39,7 @@ class BatchGeneratingModel(PreTrainedModel):
         *args: Any,
         num_return_sequences: int | None = None,
         max_batch_size: int | None = None,
+        speculative_tokens: int | None = None,
         streamer: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -59,6 +61,8 @@ class BatchGeneratingModel(PreTrainedModel):
             num_return_sequences: sequences for each prompt. Default: as ``generation_config`` says.
             max_batch_size: maximum number of rows that are decoded together. Default: up to 64, as many as have keys
                 and values of 16 GiB on each GPU, or 4 GiB on CPUs.
+            speculative_tokens: maximum drafted tokens of a row in one step, for speculative decoding by prompt lookup:
+                they followed the last occurrence of the row's newest tokens. The sequences stay the same. Default: none.
             streamer: its ``put(number, token)`` gets each token of sequence ``number``, and ``end(number)`` is called
                 after the last one. It may be set on some ranks only.
             **kwargs: settings of ``generate``, such as ``max_new_tokens``.
@@ -69,13 +73,18 @@ class BatchGeneratingModel(PreTrainedModel):
 
         Raises:
             ValueError: a prompt is empty or has a token outside the vocabulary; or the model or a setting needs another
-                decoding method; or a sequence would be longer than the model allows; or the ranks of one replica got
+                decoding method; or ``speculative_tokens`` is out of range, or the model cannot have drafted tokens; or a sequence would be longer than the model allows; or the ranks of one replica got
                 different arguments; on every rank.
         """
         if self.mesh is None:
             if num_return_sequences is not None:
                 raise ValueError(
                     f"num_return_sequences={num_return_sequences} of a full model belongs into generation_config"
+                )
+            if speculative_tokens is not None:
+                raise ValueError(
+                    f"speculative_tokens={speculative_tokens} needs a sharded model; generate of a full model takes "
+                    "prompt_lookup_num_tokens"
                 )
             options = (continuous_batching_config, record_timestamps, progress_bar, *args)
             return super().generate_batch(inputs, generation_config, *options, **kwargs)
@@ -84,9 +93,17 @@ class BatchGeneratingModel(PreTrainedModel):
             length = _longest(self, prompts, settings_of(given, self.generation_config))
             if max_batch_size is not None and max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+            if speculative_tokens is not None:
+                check_drafted(speculative_tokens)
+                if (reason := reason_against_drafts(self.config, length)) is not None:
+                    raise ValueError(
+                        f"speculative_tokens={speculative_tokens} is not possible for {type(self).__name__}: {reason}. "
+                        "Leave it out"
+                    )
         keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
         planned: dict[str, Any] = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
         planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
+        planned |= {"speculative_tokens": speculative_tokens}
         require_equal(self.mesh.model, planned, "arguments of generate_batch")  # else ranks would plan other steps
         if not prompts:
             return {}
@@ -94,7 +111,7 @@ class BatchGeneratingModel(PreTrainedModel):
             self,
             prompts,
             given,
-            (copies, length, max_batch_size),
+            (copies, length, max_batch_size, speculative_tokens or 0),
             keeps_logprobs=keeps_logprobs,
             keeps_times=record_timestamps,
             shows_progress=progress_bar,
@@ -171,7 +188,7 @@ def _generate(
     model: Any,
     prompts: Sequence[list[int]],
     given: dict[str, Any],
-    sizes: tuple[int, int, int | None],
+    sizes: tuple[int, int, int | None, int],
     keeps_logprobs: bool,
     keeps_times: bool,
     shows_progress: bool,
@@ -180,12 +197,13 @@ def _generate(
     """Complete the prompts on this rank.
 
     Args:
-        sizes: sequences for each prompt, maximum tokens of a sequence, maximum number of rows.
+        sizes: sequences for each prompt, maximum tokens of a sequence, maximum number of rows, maximum drafted
+            tokens of a row in one step.
     """
     from oslo_models.deploy.running_batch.offline import Generated, OfflineBatch, limits_of
 
     require("deploy.running_batch")
-    copies, length, most_rows = sizes
+    copies, length, most_rows, drafted = sizes
     synchronize(model.mesh.model, model.mesh.device)
     count = len(prompts) * copies
     seeds = torch.randint(2**63 - 1, (count,), device="cpu").tolist()
@@ -200,7 +218,7 @@ def _generate(
             if ends:
                 streamer.end(number)
 
-    limits = limits_of(model, count, length, most_rows)
+    limits = limits_of(model, count, length, most_rows, drafted)
     hidden = not shows_progress or model.mesh.model.rank > 0
     with _evaluating(model), model.generating(), tqdm(total=count, disable=hidden, unit="sequence") as bar:
         watches = on_token if keeps_times or streamer is not None else None

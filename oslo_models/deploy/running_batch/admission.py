@@ -43,6 +43,10 @@ EXCLUSIVE: Mapping[str, str] = {
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
+_BY_COLUMNS: Mapping[str, str] = {
+    "mpt": "its biases count the columns of the cache between two tokens, and rows with drafted tokens leave some empty",
+}
+"""Decoder types that join, but without drafted tokens."""
 _NOT_SETTINGS = {
     *("input_ids", "inputs", "attention_mask"),
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "decoding"),
@@ -171,6 +175,37 @@ def reason_against(config: Any) -> str | None:
         return "the first passes of its loop read the whole cache of the last pass (recurrent_kv_cache_mode last_loop)"
     kinds = getattr(text, "layer_types", None) or ()
     return next(filter(None, (_KINDS.get(kind, _STATES) for kind in kinds)), EXCLUSIVE.get(config.model_type))
+
+
+def reason_against_drafts(config: Any, length: int) -> str | None:
+    """Return why rows of a model cannot have drafted tokens; ``None`` if they can.
+
+    Args:
+        length: maximum tokens of a row.
+    """
+    reason = reason_against(config)
+    if reason is not None:
+        return f"its calls do not join the running batch: {reason}"
+    text = config.get_text_config(decoder=True)
+    window = _smallest_window(text)
+    if window is not None and window < columns(length):
+        return (
+            f"some of its blocks attend to a window of {window} tokens, and rows of {length} tokens with drafts need "
+            f"{columns(length)}"
+        )
+    return next((_BY_COLUMNS[each.model_type] for each in (config, text) if each.model_type in _BY_COLUMNS), None)
+
+
+def _smallest_window(text: Any) -> int | None:
+    """Return the smallest window or chunk of attention in a decoder; ``None`` if every block attends to all tokens."""
+    kinds = getattr(text, "layer_types", None)
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        return int(text.window_size)
+    if kinds is not None and not set(kinds) - {"full_attention"}:
+        return None
+    sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    found = [int(size) for size in sizes if size is not None]
+    return min(found, default=0 if kinds else None)
 
 
 def _has_positions_of_their_own(text: Any) -> bool:

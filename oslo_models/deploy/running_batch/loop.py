@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from oslo_models.deploy.errors import RanksDisagree
-from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
+from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Speculated, Stepped
 from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
@@ -21,6 +21,7 @@ from oslo_models.deploy.running_batch.prompt_images import ImagesError, PromptIm
 from oslo_models.deploy.running_batch.row import Call, Row, prepare
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
+from oslo_models.deploy.running_batch.speculation import going_on
 from oslo_models.deploy.running_batch.step import MOST_FORGOTTEN, Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.deploy.serialization import portable
@@ -265,9 +266,25 @@ class RunningBatch:
         if step.reused:
             self._send(Reused(step.reused), 0)
         if logits_BV is not None:
-            self._take_all(rows, logits_BV, streamed)
+            if step.drafts:
+                self._take_drafted(rows, logits_BV, step.drafts, streamed)
+            else:
+                self._take_all(rows, logits_BV, streamed)
             self._count_token()
         self._finish({row.number for row in rows if row.ended}, streamed)
+
+    def _take_drafted(
+        self, rows: list[Row], logits_BLV: Tensor, drafts: list[list[int]], streamed: list[tuple[int, Any]]
+    ) -> None:
+        """Let each row take the drafted tokens that it would draw, and one more."""
+        accepted, spent = -len(rows), 0.0
+        for going, logits_BV in going_on(rows, logits_BLV, drafts):
+            some = [rows[index] for index in going]
+            self._take_all(some, logits_BV, streamed)
+            accepted, spent = accepted + len(some), spent + sum(row.seconds for row in some)
+            if spent > STEP_SECONDS:  # the other rows wait
+                break
+        self._send(Speculated(sum(map(len, drafts)), accepted), 0)
 
     def _take_all(self, rows: list[Row], logits_BV: Tensor, streamed: list[tuple[int, Any]]) -> None:
         """Let each row take its token. An exception ends only the call of its row."""

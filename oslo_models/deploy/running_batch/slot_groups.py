@@ -13,6 +13,7 @@ from typing import Any
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.speculation import Drafts
 from oslo_models.deploy.running_batch.step import Step
 
 
@@ -30,7 +31,10 @@ class SlotGroups:
     """
 
     def __init__(self, limits: Sequence[BatchLimits]) -> None:
-        self._schedulers = [Scheduler(own.rows, own.chunk, Prefixes(own.rows) if own.reuse else None) for own in limits]
+        self._schedulers = [
+            Scheduler(own.rows, own.chunk, Prefixes(own.rows) if own.reuse else None, Drafts(own.drafted))
+            for own in limits
+        ]
 
     @property
     def is_idle(self) -> bool:

@@ -110,8 +110,9 @@ class StaticSteps:
         slots = _StaticSlots(self._cache, inputs)
 
         def compute() -> Tensor:
-            first_B = inputs.stop - inputs.positions_B  # so padding rows attend to one column
-            options = {"next_sequence_length": 1, "attention_mask": (inputs.columns_L >= first_B[:, None]).long()}
+            first_B = inputs.last_B - inputs.positions_B  # so padding rows attend to one column
+            shown_BL = (inputs.columns_L >= first_B[:, None]) & (inputs.columns_L <= inputs.last_B[:, None])
+            options = {"next_sequence_length": 1, "attention_mask": shown_BL.long()}
             with _by_groups_of_heads(self._config):
                 logits_BV = self._forward(slots, inputs.ids_B[:, None], inputs.positions_B[:, None], options)
             return self._shared(logits_BV)
@@ -132,24 +133,26 @@ class _Inputs:
     """Step inputs at fixed addresses: the token, position and written column of each row.
 
     Attributes:
-        stop: the column after the last position of every row.
+        stop: see `SlotCache`.
+        last_B: the last column to which each row attends.
         slots_B, columns_L: the slots and columns of the bucket.
     """
 
     def __init__(self, cache: SlotCache, rows: int, columns: int) -> None:
         self._cache, self._rows = cache, rows
         device = next(layer.keys.device for layer in cache.layers if layer.is_initialized)
-        self._packed_4B = torch.zeros(4, rows, dtype=torch.long, device=device)
-        self.ids_B, self.positions_B, self.written_B, stop_B = self._packed_4B
+        self._packed_5B = torch.zeros(5, rows, dtype=torch.long, device=device)
+        self.ids_B, self.positions_B, self.written_B, self.last_B, stop_B = self._packed_5B
         self.stop = stop_B[0]
         self.slots_B, self.columns_L = torch.arange(rows, device=device), torch.arange(columns, device=device)
 
     def load(self, tokens: Sequence[int]) -> None:
         """Load the tokens of the rows, and their columns in the cache, with one copy."""
         cache, padding = self._cache, [0] * (self._rows - len(tokens))
-        written = [cache.stop] * len(tokens) + [cache.columns - 1] * len(padding)
-        values = [[*tokens, *padding], [*cache.lengths, *padding], written, [cache.stop] * self._rows]
-        self._packed_4B.copy_(for_device(values, self._packed_4B.device), non_blocking=True)
+        last = [cache.stop - cache.lags.get(slot, 0) for slot in range(self._rows)]
+        written = [*last[: len(tokens)], *[cache.columns - 1] * len(padding)]
+        values = [[*tokens, *padding], [*cache.lengths, *padding], written, last, [cache.stop] * self._rows]
+        self._packed_5B.copy_(for_device(values, self._packed_5B.device), non_blocking=True)
 
 
 class _StaticSlots(Cache):
