@@ -64,10 +64,8 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     anew = "compute every prompt from its first token, also where it begins as one that was computed before"
     add("--threads-per-worker", **sizes, help=threads)
     add("--no-prefix-reuse", dest="reuse_prefixes", action="store_false", help=anew)
-    drafts = (
-        "tokens that are drafted for each answer and checked in one step: they followed the answer's newest tokens "
-    )
-    drafts += "before (default: none)"
+    drafts = "tokens that are drafted for each answer and checked in one step: they followed its newest tokens before "
+    drafts += "(default: none)"
     add("--speculative-tokens", **sizes, help=drafts)
     calls = "calls that run or wait; beyond it, status 429 (default: %(default)s)"
     add("--max-queue-size", **sizes, default=64, help=calls)

@@ -105,8 +105,8 @@ class DeployOptions:
         drafted = self.speculative_tokens or 0
         if drafted and (reason := reason_against_drafts(config, length)) is not None:
             raise ValueError(
-                f"speculative_tokens={drafted} is not possible for model_type={config.model_type!r}: {reason}. Leave it "
-                "out, or use a smaller max_batch_length for a model with a window"
+                f"speculative_tokens={drafted} is not possible for model_type={config.model_type!r}: {reason}. Leave "
+                "it out, or use a smaller max_batch_length for a model with a window"
             )
         return BatchLimits(rows, length, chunk, self.reuse_prefixes, drafted)
 

@@ -62,7 +62,7 @@ class BatchGeneratingModel(PreTrainedModel):
             max_batch_size: maximum number of rows that are decoded together. Default: up to 64, as many as have keys
                 and values of 16 GiB on each GPU, or 4 GiB on CPUs.
             speculative_tokens: maximum drafted tokens of a row in one step, for speculative decoding by prompt lookup:
-                they followed the last occurrence of the row's newest tokens. The sequences stay the same. Default: none.
+                they followed the last occurrence of the row's newest tokens. Sequences stay the same. Default: none.
             streamer: its ``put(number, token)`` gets each token of sequence ``number``, and ``end(number)`` is called
                 after the last one. It may be set on some ranks only.
             **kwargs: settings of ``generate``, such as ``max_new_tokens``.
@@ -73,8 +73,9 @@ class BatchGeneratingModel(PreTrainedModel):
 
         Raises:
             ValueError: a prompt is empty or has a token outside the vocabulary; or the model or a setting needs another
-                decoding method; or ``speculative_tokens`` is out of range, or the model cannot have drafted tokens; or a sequence would be longer than the model allows; or the ranks of one replica got
-                different arguments; on every rank.
+                decoding method; or a sequence would be longer than the model allows; or ``speculative_tokens`` is out of
+                range, or the model cannot have drafted tokens; or the ranks of one replica got different arguments; on
+                every rank.
         """
         if self.mesh is None:
             if num_return_sequences is not None:

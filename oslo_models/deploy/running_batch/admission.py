@@ -44,7 +44,7 @@ EXCLUSIVE: Mapping[str, str] = {
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
 _BY_COLUMNS: Mapping[str, str] = {
-    "mpt": "its biases count the columns of the cache between two tokens, and rows with drafted tokens leave some empty",
+    "mpt": "its biases count the columns of the cache between two tokens, and drafts leave empty columns",
 }
 """Decoder types that join, but without drafted tokens."""
 _NOT_SETTINGS = {

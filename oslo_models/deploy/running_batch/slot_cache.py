@@ -28,10 +28,10 @@ class SlotCache(Cache):
     sliding-window attention do so too: their mask hides the positions outside the window. Memory doubles as needed, up
     to the limits.
 
-    With drafted tokens, some rows get more tokens in a step than others. A row with fewer tokens lags: empty columns, which
-    the mask hides too, are between its last position and ``stop``. Every forward writes after ``stop``, so that its
-    positions follow each other. `settle` moves the kept positions to their rows. If rows lag far, all are right-aligned
-    again.
+    With drafted tokens, some rows get more tokens in a step than others. A row with fewer tokens lags: there are empty
+    columns between its last position and ``stop``, and the mask hides them too. Every forward writes after ``stop``, so
+    the mask of its new positions is causal. `settle` moves the kept positions to their rows. When a row lags far, all
+    rows are right-aligned again.
 
     The slots after the rows hold former rows until new rows need the slots. A former row keeps its columns.
 
