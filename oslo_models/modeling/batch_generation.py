@@ -73,9 +73,9 @@ class BatchGeneratingModel(PreTrainedModel):
 
         Raises:
             ValueError: a prompt is empty or has a token outside the vocabulary; or the model or a setting needs another
-                decoding method; or a sequence would be longer than the model allows; or ``speculative_tokens`` is out of
-                range, or the model cannot have drafted tokens; or the ranks of one replica got different arguments; on
-                every rank.
+                decoding method; or a sequence would be longer than the model allows; or ``speculative_tokens`` is out
+                of range, or the model cannot have drafted tokens; or the ranks of one replica got different arguments;
+                on every rank.
         """
         if self.mesh is None:
             if num_return_sequences is not None:

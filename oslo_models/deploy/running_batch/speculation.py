@@ -145,12 +145,7 @@ class Drafts:
         """Return drafted tokens for each row; an empty list if the next step computes none."""
         if not self._most:
             return []
-        drafts = []
-        for row in rows:
-            most = 0 if row.ended else int(min(self._most, row.room - 1))
-            if most > 0:
-                row.speculation = row.speculation or Speculation(row.keys)
-            drafts.append(row.speculation.draft(row.new, most) if row.speculation and most > 0 else [])
+        drafts = self.propose(rows, [0 if row.ended else int(min(self._most, row.room - 1)) for row in rows])
         positions = len(rows) + sum(map(len, drafts))
         width = 1 + max(map(len, drafts), default=0)
         if width == 1 or positions < LEAST_FILLED * len(rows) * width:
@@ -158,12 +153,20 @@ class Drafts:
         self._computed = [(row, len(row.new), len(draft)) for row, draft in zip(rows, drafts, strict=True)]
         return drafts
 
+    def propose(self, rows: Sequence[Speculating], most: Sequence[int]) -> list[list[int]]:
+        """Return up to ``most[i]`` drafted tokens for each row."""
+        drafts = []
+        for row, count in zip(rows, most, strict=True):
+            row.speculation = row.speculation or Speculation(row.keys)
+            drafts.append(row.speculation.draft(row.new, count) if count > 0 else [])
+        return drafts
+
     def settle(self) -> list[int]:
         """Return the number of tokens that each row has got in the step with drafts; empty if there was none."""
         counts = []
         for row, before, drafted in self._computed:
             counts.append(len(row.new) - before)
-            if drafted:
+            if drafted and row.speculation is not None:
                 row.speculation.note(drafted, max(0, counts[-1] - 1), len(row.new))
         self._computed = []
         return counts
