@@ -95,7 +95,7 @@ def test_step_has_drafts_if_half_of_its_positions_have_tokens() -> None:
     for others, drafts in ((1, True), (2, False)):
         rows = [
             SimpleNamespace(keys=keys, new=[keys[-1]], ended=False, room=9.0, speculation=None)
-            for keys in [repeats[:-1] + [5, 6]] + [other] * others
+            for keys in [[*repeats[:-1], 5, 6]] + [other] * others
         ]
         rows[0].new = [7]
         found = Drafts(4).draft(rows)
@@ -162,10 +162,9 @@ def test_cache_keeps_the_positions_of_each_row(seed: int, static: bool) -> None:
                     for slot, (known, count) in enumerate(zip(rows, counts, strict=True))
                 ]
                 lagged += bool(cache.lags)
-            assert (
-                cache.lengths == list(map(len, rows)) and cache.window <= columns(30) and cache.columns <= columns(30)
-            )
-            assert not rows or 0 not in [cache.lags.get(slot, 0) for slot in range(len(rows))] or True
+            assert cache.lengths == list(map(len, rows))
+            assert not rows or len(cache.lags) < len(rows)
+            assert max(cache.window, cache.columns) <= columns(30)
     assert lagged > 50
 
 
@@ -235,12 +234,8 @@ def test_right_drafts_save_steps_and_end_where_the_answer_ends(pair: Any, seed: 
     model, whole = pair
     plain = [greedy(seed + number, 12, pad_token_id=0) for number in range(3)]
     first = [running.alone(whole, {"seed": 0, **call})[0, 7:].tolist() for call in plain]
-    calls = [
-        {**plain[0], "min_new_tokens": 0, "eos_token_id": first[0][5]},
-        plain[1],
-        {**plain[2], "max_new_tokens": 9},
-    ]
-    calls[2]["min_new_tokens"] = 9
+    calls = [{**plain[0], "min_new_tokens": 0, "eos_token_id": first[0][5]}, plain[1]]
+    calls.append({**plain[2], "min_new_tokens": 9, "max_new_tokens": 9})
     application, expected, _ = guessing(model, whole, calls, random.Random(seed), wrong=0.0, full=True)
     for number, call in enumerate(calls):
         application.send(0, request(number, call, stream=True))
@@ -447,9 +442,8 @@ def test_other_numbers_are_refused(count: Any) -> None:
 def test_models_with_other_caches_are_refused(variant: str, changes: dict[str, Any], reason: str) -> None:
     config = zoo.config(variant, **changes)
     cls: Any = registry.find(zoo.lm_head(variant))
-    with pytest.raises(
-        ValueError, match=rf"speculative_tokens=3 is not possible for model_type='{config.model_type}': .*{reason}"
-    ):
+    message = rf"speculative_tokens=3 is not possible for model_type='{config.model_type}': .*{reason}"
+    with pytest.raises(ValueError, match=message):
         cls.from_config_with_parallel(config, deploy=True, speculative_tokens=3)
 
 
@@ -460,9 +454,7 @@ def test_a_window_of_the_whole_cache_is_no_window() -> None:
 
 
 def test_a_batch_of_one_row_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="speculative_tokens=2 is for the running batch, and max_batch_size=1 turns it off"
-    ):
+    with pytest.raises(ValueError, match="speculative_tokens=2 is for the running batch, and max_batch_size=1"):
         GPT2LMHeadModel.from_config_with_parallel(
             deployment.CONFIG, deploy=True, speculative_tokens=2, max_batch_size=1
         )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from oslo_models import LlamaForCausalLM, MambaForCausalLM
+from oslo_models import Gemma2ForCausalLM, LlamaForCausalLM, MambaForCausalLM
+from oslo_models.deploy.running_batch import offline
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.offline import Generated, Planner
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
@@ -20,6 +21,7 @@ from oslo_models.distributed.stopping import OtherRankError
 
 from support import zoo
 from support.float64 import lifted_casts
+from support.guesses import Guesses
 from support.mutants import Edit, MutantPool
 from support.pipelines import model_on_stages
 from support.pool import Pool, WorkerError
@@ -103,6 +105,73 @@ def expectations(model: Any, prompts: list[list[int]]) -> dict[str, Any]:
             param.mul_(0.5)
     halved = [alone(model, prompt, **options) for prompt in prompts]
     return {"options": options, "sampling": sampling, "greedy": greedy, "sampled": sampled, "halved": halved}
+
+
+def check_drafts(given: Case, tp: int, pp: int, prompts: list[list[int]], expected: dict[str, Any]) -> None:
+    """Rows accept different numbers of drafted tokens; prompts join later, and groups are copied."""
+    model = model_on_stages(*given, tp, pp)
+    made: list[Guesses] = []
+
+    def following(answers: list[list[int]]) -> Any:
+        def drafts(most: int) -> Guesses:
+            made.append(Guesses(most, random.Random(len(made)), lambda row: answers[row.number]))
+            return made[-1]
+
+        return drafts
+
+    with pytest.MonkeyPatch.context() as patch, lifted_casts():
+        patch.setattr(offline, "Drafts", following(expected["greedy"]))
+        for rows in (1, 3, None):
+            streamer = Streamer()
+            options = {"max_batch_size": rows, "streamer": streamer, "speculative_tokens": 3}
+            outputs = model.generate_batch(prompts, **options, **expected["options"])
+            found = [each.generated_tokens for each in outputs.values()]
+            assert found == expected["greedy"] == [streamer.tokens[number] for number in range(len(prompts))]
+            assert sorted(streamer.ended) == [*range(len(prompts))]
+        patch.setattr(offline, "Drafts", following(expected["sampled"]))
+        config = GenerationConfig(**expected["sampling"], num_return_sequences=2)
+        logprobs: list[Any] = []
+        for drafted in (4, None):
+            torch.manual_seed(7)
+            options = {"max_batch_size": 4, "speculative_tokens": drafted}
+            outputs = model.generate_batch(prompts, config, SimpleNamespace(return_logprobs=True), **options)
+            assert [each.generated_tokens for each in outputs.values()] == expected["sampled"]
+            logprobs.append(torch.tensor([value for each in outputs.values() for value in each.logprobs]))
+    torch.testing.assert_close(*logprobs, rtol=1e-6, atol=1e-6)  # processors compute in float32
+    assert all(any(each.widths) for each in made[:-1]) and not made[-1].widths
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize(("tp", "pp"), SIZES)
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "qwen3_moe", "bloom"])
+def test_drafts_change_no_sequence(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+    model, given = case(variant, seed)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    pool.run(tp * pp, check_drafts, given, tp, pp, prompts, expectations(model, prompts))
+
+
+def check_lookup(given: Case, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    model = model_on_stages(*given, 2, 1)
+    steps: list[int] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: steps.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    with lifted_casts():
+        outputs = model.generate_batch(prompts, speculative_tokens=5, **options)
+    handle.remove()
+    assert [each.generated_tokens for each in outputs.values()] == expected
+    assert len(steps) < 50 and max(steps[1:]) == 6
+
+
+def test_repeated_tokens_take_fewer_steps(pool: Pool, seed: int) -> None:
+    """A GPT-2 with small tied weights repeats its last token."""
+    name, config = "GPT2LMHeadModel", zoo.config("gpt2", initializer_range=0.02)
+    model = reference_model(name, config, seed).eval()
+    prompts = [[5, 6, 7], [9, 8]]
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    expected = [alone(model, prompt, **options) for prompt in prompts]
+    pool.run(2, check_lookup, (name, config, full_parameters(model)), prompts, expected)
 
 
 @pytest.mark.drawn(6)
@@ -294,6 +363,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "no room": ("max_new_tokens=0 leaves no room", {"max_new_tokens": 0}),
     "positions": ("more than the max_position_embeddings=", {"max_new_tokens": 10_000}),
     "rows": ("max_batch_size must be at least 1, got 0", {"max_batch_size": 0}),
+    "drafts": ("speculative_tokens must be from 1 to 32, or left out for none; got 0", {"speculative_tokens": 0}),
     "mask": ("has no argument attention_mask: it takes settings", {"attention_mask": torch.ones(1, 2)}),
     "empty": (r"inputs\[1\] is empty", {"inputs": [[1], []]}),
     "token": (r"inputs\[0\] has the token 9999; the vocabulary has", {"inputs": [[1, 9999]]}),
@@ -311,11 +381,16 @@ def check_refusals(given: Case) -> None:
             model.generate_batch(**options)
     with pytest.raises(ValueError, match=r"max_batch_size: rank 0 has 1, rank 1 has 2"):
         model.generate_batch([[1, 2]], do_sample=False, max_batch_size=1 + model.mesh.tp.rank)
+    with pytest.raises(ValueError, match=r"speculative_tokens: rank 0 has 1, rank 1 has 2"):
+        model.generate_batch([[1, 2]], do_sample=False, speculative_tokens=1 + model.mesh.tp.rank)
     with pytest.raises(ValueError, match="hash of inputs"):
         model.generate_batch([[1, 2]] * model.mesh.tp.rank, do_sample=False)
     mamba: Any = MambaForCausalLM.from_config_with_parallel(zoo.config("mamba"), 2, seed=0)
     with pytest.raises(ValueError, match=r"run MambaForCausalLM: some of its blocks keep a state .*; call generate"):
         mamba.generate_batch([[1, 2]])
+    gemma: Any = Gemma2ForCausalLM.from_config_with_parallel(zoo.config("gemma2"), 2, seed=0)
+    with pytest.raises(ValueError, match=r"speculative_tokens=2 is not possible for Gemma2ForCausalLM: some of its"):
+        gemma.generate_batch([[1, 2]], max_new_tokens=2, speculative_tokens=2)
 
 
 def test_unsupported_calls_are_refused_on_every_rank(pool: Pool, seed: int) -> None:
@@ -327,6 +402,8 @@ def test_a_full_model_generates_by_transformers() -> None:
     model: Any = LlamaForCausalLM(zoo.config("llama"))
     with pytest.raises(ValueError, match="num_return_sequences=2 of a full model belongs into generation_config"):
         model.generate_batch([[1, 2]], num_return_sequences=2)
+    with pytest.raises(ValueError, match="speculative_tokens=2 needs a sharded model"):
+        model.generate_batch([[1, 2]], speculative_tokens=2)
 
 
 # Mutants --------------------------------------------------------------------------------------------------------------

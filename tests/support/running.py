@@ -101,10 +101,8 @@ def together(
         return found
 
     drafts = Guesses(limits.drafted, rng, answer) if limits.drafted else Drafts(0)
-    runner, scheduler = (
-        StepRunner(model, limits),
-        Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows, 2), drafts),
-    )
+    runner = StepRunner(model, limits)
+    scheduler = Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows, 2), drafts)
     admission = Admission(model.config, limits, takes_features=True)
     seen: dict[tuple[int, int], PromptImages] = {}
     results: list[Tensor | None] = [None] * len(given)
