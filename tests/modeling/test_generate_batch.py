@@ -431,3 +431,23 @@ def test_mutants_are_caught(pool: Pool, name: str, seed: int) -> None:
     pool.run(2, check_batches, given, 2, 1, prompts, expected)
     with pytest.raises(WorkerError, match="AssertionError"):
         MutantPool(pool, MUTANTS[name]).run(2, check_batches, given, 2, 1, prompts, expected)
+
+
+DRAFTED_MUTANTS = {
+    "tokens after the last one": Edit(f"{OFFLINE}:OfflineBatch._take", "if mark:", "if True:"),
+    "unsettled cache": Edit(f"{OFFLINE}:Planner.next", "step.settled = settled", "pass"),
+    "probabilities of another position": Edit(
+        f"{OFFLINE}:OfflineBatch._choose", "chosen[2, going, place]", "chosen[2, going, 0]"
+    ),
+}
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("name", DRAFTED_MUTANTS)
+def test_mutants_of_drafts_are_caught(pool: Pool, name: str, seed: int) -> None:
+    model, given = case("llama", seed)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    expected = expectations(model, prompts)
+    pool.run(2, check_drafts, given, 2, 1, prompts, expected)
+    with pytest.raises(WorkerError, match=r"AssertionError|IndexError"):
+        MutantPool(pool, DRAFTED_MUTANTS[name]).run(2, check_drafts, given, 2, 1, prompts, expected)
