@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +14,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from oslo_models.contracts import require
 from oslo_models.deploy.generation_limits import settings_of
-from oslo_models.deploy.running_batch.admission import reason_against, reason_against_drafts, unsupported_setting
-from oslo_models.deploy.running_batch.limits import check_drafted
+from oslo_models.deploy.running_batch.admission import (
+    reason_against,
+    reason_against_draft_model,
+    reason_against_drafts,
+    unsupported_setting,
+)
+from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, check_drafted
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.distributed.rng import stable_hash, synchronize
 
@@ -40,6 +45,7 @@ class BatchGeneratingModel(PreTrainedModel):
         num_return_sequences: int | None = None,
         max_batch_size: int | None = None,
         speculative_tokens: int | None = None,
+        speculative_model: Any = None,
         streamer: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -63,6 +69,8 @@ class BatchGeneratingModel(PreTrainedModel):
                 and values of 16 GiB on each GPU, or 4 GiB on CPUs.
             speculative_tokens: maximum drafted tokens of a row in one step, for speculative decoding by prompt lookup:
                 they followed the last occurrence of the row's newest tokens. Sequences stay the same. Default: none.
+            speculative_model: a full model of this library with the same vocabulary that drafts these tokens (default:
+                4), such as ``LlamaForCausalLM.from_pretrained(name)``. Only the first rank of the last stage calls it.
             streamer: its ``put(number, token)`` gets each token of sequence ``number``, and ``end(number)`` is called
                 after the last one. It may be set on some ranks only.
             **kwargs: settings of ``generate``, such as ``max_new_tokens``.
@@ -82,10 +90,10 @@ class BatchGeneratingModel(PreTrainedModel):
                 raise ValueError(
                     f"num_return_sequences={num_return_sequences} of a full model belongs into generation_config"
                 )
-            if speculative_tokens is not None:
+            if speculative_tokens is not None or speculative_model is not None:
                 raise ValueError(
-                    f"speculative_tokens={speculative_tokens} needs a sharded model; generate of a full model takes "
-                    "prompt_lookup_num_tokens"
+                    "speculative_tokens and speculative_model need a sharded model; generate of a full model takes "
+                    "prompt_lookup_num_tokens and assistant_model"
                 )
             options = (continuous_batching_config, record_timestamps, progress_bar, *args)
             return super().generate_batch(inputs, generation_config, *options, **kwargs)
@@ -94,17 +102,11 @@ class BatchGeneratingModel(PreTrainedModel):
             length = _longest(self, prompts, settings_of(given, self.generation_config))
             if max_batch_size is not None and max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
-            if speculative_tokens is not None:
-                check_drafted(speculative_tokens)
-                if (reason := reason_against_drafts(self.config, length)) is not None:
-                    raise ValueError(
-                        f"speculative_tokens={speculative_tokens} is not possible for {type(self).__name__}: {reason}. "
-                        "Leave it out"
-                    )
+            drafted = _drafted(self, speculative_tokens, speculative_model, length)
         keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
         planned: dict[str, Any] = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
         planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
-        planned |= {"speculative_tokens": speculative_tokens}
+        planned |= {"speculative_tokens": speculative_tokens, "speculative_model": speculative_model is not None}
         require_equal(self.mesh.model, planned, "arguments of generate_batch")  # else ranks would plan other steps
         if not prompts:
             return {}
@@ -112,12 +114,38 @@ class BatchGeneratingModel(PreTrainedModel):
             self,
             prompts,
             given,
-            (copies, length, max_batch_size, speculative_tokens or 0),
+            (copies, length, max_batch_size, drafted),
             keeps_logprobs=keeps_logprobs,
             keeps_times=record_timestamps,
             shows_progress=progress_bar,
             streamer=streamer,
+            draft_model=speculative_model,
         )
+
+
+def _drafted(model: Any, count: int | None, draft_model: Any, length: int) -> int:
+    """Return the maximum number of drafted tokens of a row in one step.
+
+    Raises:
+        ValueError: see `BatchGeneratingModel.generate_batch`.
+    """
+    if count is not None:
+        check_drafted(count)
+    elif draft_model is None:
+        return 0
+    count, name = count or DEFAULT_DRAFTED, type(model).__name__
+    if (reason := reason_against_drafts(model.config, length)) is not None:
+        raise ValueError(f"speculative_tokens={count} is not possible for {name}: {reason}. Leave it out")
+    if draft_model is None:
+        return count
+    if not isinstance(draft_model, BatchGeneratingModel) or getattr(draft_model, "mesh", None) is not None:
+        raise ValueError(
+            f"speculative_model must be a full model of this library, such as {name}.from_pretrained(...), got "
+            f"{type(draft_model).__name__}"
+        )
+    if (reason := reason_against_draft_model(model.config, draft_model.config, length)) is not None:
+        raise ValueError(f"speculative_model={type(draft_model).__name__} cannot draft tokens for {name}: {reason}")
+    return count
 
 
 def _checked(
@@ -194,6 +222,7 @@ def _generate(
     keeps_times: bool,
     shows_progress: bool,
     streamer: Any,
+    draft_model: Any,
 ) -> dict[str, Any]:
     """Complete the prompts on this rank.
 
@@ -221,10 +250,12 @@ def _generate(
 
     limits = limits_of(model, count, length, most_rows, drafted)
     hidden = not shows_progress or model.mesh.model.rank > 0
-    with _evaluating(model), model.generating(), tqdm(total=count, disable=hidden, unit="sequence") as bar:
+    drafting = nullcontext() if draft_model is None else _evaluating(draft_model)
+    with drafting, _evaluating(model), model.generating(), tqdm(total=count, disable=hidden, unit="sequence") as bar:
         watches = on_token if keeps_times or streamer is not None else None
         try:
-            OfflineBatch(model, limits, given, keeps_logprobs, watches).run(sequences, bar.update)
+            batch = OfflineBatch(model, limits, given, keeps_logprobs, watches, draft_model)
+            batch.run(sequences, bar.update)
         except torch.OutOfMemoryError:
             model._release_caches()
             raise

@@ -355,6 +355,78 @@ def test_drawn_tokens_have_the_distribution_of_the_model(seed: int) -> None:
     assert sum(terms) < 130, sum(terms)
 
 
+# Draft models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Any:
+    """A model that agrees with the model of `pair` on many tokens, but not on all."""
+    torch.manual_seed(0)
+    model: Any = GPT2LMHeadModel.from_config_with_parallel(deployment.SENSITIVE, dtype=torch.float64)
+    small = GPT2LMHeadModel(deployment.SENSITIVE).double().eval()
+    small.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for param in small.parameters():
+            param += 0.002 * torch.randn_like(param)
+    return small
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_calls_with_a_draft_model_get_their_own_tokens(pair: Any, drafter: Any, seed: int, groups: int) -> None:
+    """Its cache follows rows that accept some of its tokens, pause, leave and join."""
+    model, whole = pair
+    rng = random.Random(seed)
+    calls = running.requests(rng, 12)
+    application = Application(model, LIMITS, groups, drafter)
+    for number, call in enumerate(calls):
+        application.send(rng.randrange(20), request(number, call, len(call["input_ids"]) == 1))
+    application.run()
+    for number, call in enumerate(calls):
+        assert torch.equal(application.answer(number).result, running.alone(whole, call))
+    reported = [each for each in application.sent if isinstance(each, Speculated)]
+    drafted, accepted = (sum(getattr(each, name) for each in reported) for name in ("drafted", "accepted"))
+    assert 0.1 * drafted < accepted < drafted
+
+
+def test_draft_model_computes_only_new_tokens(pair: Any, seed: int) -> None:
+    """The model itself drafts: all tokens are accepted, and its cache has the tokens of the rows."""
+    model, whole = pair
+    small = GPT2LMHeadModel(deployment.SENSITIVE).double().eval()
+    small.load_state_dict(whole.state_dict())
+    computed: list[int] = []
+    small.register_forward_pre_hook(
+        lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    application = Application(model, replace(LIMITS, chunk=64), draft_model=small)
+    calls = [greedy(seed + number, 21) for number in range(2)]
+    for number, call in enumerate(calls):
+        application.send(0, request(number, call))
+    application.run()
+    for number, call in enumerate(calls):
+        assert application.answer(number).result.tolist() == running.alone(whole, {"seed": 0, **call}).tolist()
+    reported = [each for each in application.sent if isinstance(each, Speculated)]
+    assert sum(each.drafted for each in reported) == sum(each.accepted for each in reported) == 2 * 4 * 4
+    # a prompt of 7 tokens for each row; then the newest tokens, and three drafted ones one after the other
+    assert computed == [7, 7, *[2, 2, 2, 2], *[4, 2, 2, 2] * 3]
+
+
+def test_draft_model_that_fails_is_left_out(pair: Any, drafter: Any, seed: int) -> None:
+    model, whole = pair
+
+    def fails(*args: Any) -> None:
+        raise MemoryError("of the draft model")
+
+    application = Application(model, LIMITS, draft_model=drafter)
+    handle = drafter.register_forward_pre_hook(fails)
+    call = greedy(seed, 9)
+    application.send(0, request(0, call))
+    with pytest.warns(UserWarning, match="the running batch drafts no tokens from now on: MemoryError"):
+        application.run()
+    handle.remove()
+    assert application.answer(0).result.tolist() == running.alone(whole, {"seed": 0, **call}).tolist()
+    assert not any(isinstance(each, Speculated) for each in application.sent)
+
+
 # All decoders ---------------------------------------------------------------------------------------------------------
 
 DECODERS = [
@@ -460,6 +532,27 @@ def test_a_batch_of_one_row_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"vocab_size": 90}, "its vocabulary has 90 tokens, and the vocabulary of the model 101"),
+        (None, "do not join the running batch: some of its blocks keep a state"),
+    ],
+)
+def test_models_that_cannot_draft_are_refused(tmp_path: Path, changes: dict[str, Any] | None, reason: str) -> None:
+    draft = zoo.config("mamba", vocab_size=101) if changes is None else zoo.config("gpt2", **changes)
+    draft.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"speculative_model='{tmp_path}' cannot draft tokens: .*{reason}"):
+        GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, deploy=True, speculative_model=tmp_path)
+
+
+def test_a_draft_model_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, deploy=True, speculative_model="./nowhere")
+    with pytest.raises(ValueError, match="speculative_model must be a directory or a name, got int"):
+        GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, deploy=True, speculative_model=3)
+
+
 # With workers ---------------------------------------------------------------------------------------------------------
 
 
@@ -481,3 +574,15 @@ def test_deployed_model_counts_drafted_and_accepted_tokens(
         assert torch.equal(model.generate(**call, streamer=streamer), expected)
         assert streamer.tokens == expected[0].tolist() and streamer.ended
         assert model.drafted_tokens > 0 and 0 <= model.accepted_tokens <= model.drafted_tokens
+
+
+def test_deployed_model_has_a_draft_model(stand: Any, tmp_path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    whole = transformers.GPT2LMHeadModel(deployment.SENSITIVE).double().eval()
+    whole.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"dtype": torch.float64, "tensor_parallel_size": 2, "deploy": True}
+    call = {**prompt(seed, 2), "max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    with GPT2LMHeadModel.from_pretrained_with_parallel(tmp_path, speculative_model=tmp_path, **options) as model:
+        assert model.describe_batch().endswith("; up to 4 tokens of a row are drafted")
+        assert torch.equal(model.generate(**call), whole.generate(**call))
+        assert model.accepted_tokens == model.drafted_tokens == 2 * 12

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
@@ -148,6 +149,35 @@ def test_drafts_change_no_sequence(pool: Pool, variant: str, tp: int, pp: int, s
     model, given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed)
     pool.run(tp * pp, check_drafts, given, tp, pp, prompts, expectations(model, prompts))
+
+
+def check_draft_model(given: Case, tp: int, pp: int, folder: Path, prompts: list[list[int]], expected: Any) -> None:
+    model = model_on_stages(*given, tp, pp)
+    small = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    called: list[int] = []
+    small.register_forward_pre_hook(lambda module, args: called.append(1))
+    steps: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: steps.append(1))
+    with lifted_casts():
+        outputs = model.generate_batch(prompts, speculative_model=small.train(), **expected["options"])
+    assert [each.generated_tokens for each in outputs.values()] == expected["greedy"]
+    assert small.training and bool(called) is (model.mesh.model.rank == tp * (pp - 1))
+    assert len(steps) <= 1 + 2  # six tokens: the first one by the prompt, then five drafted ones at most
+    config = GenerationConfig(**expected["sampling"], num_return_sequences=2)
+    torch.manual_seed(7)
+    with lifted_casts():
+        outputs = model.generate_batch(prompts, config, speculative_model=small, speculative_tokens=2, max_batch_size=3)
+    assert [each.generated_tokens for each in outputs.values()] == expected["sampled"]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_draft_model_changes_no_sequence(pool: Pool, tmp_path: Path, tp: int, pp: int, seed: int) -> None:
+    """The model itself drafts, so that all greedy tokens are accepted."""
+    model, given = case("llama", seed)
+    model.save_pretrained(tmp_path)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    pool.run(tp * pp, check_draft_model, given, tp, pp, tmp_path, prompts, expectations(model, prompts))
 
 
 def check_lookup(given: Case, prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -388,6 +418,12 @@ def check_refusals(given: Case) -> None:
     mamba: Any = MambaForCausalLM.from_config_with_parallel(zoo.config("mamba"), 2, seed=0)
     with pytest.raises(ValueError, match=r"run MambaForCausalLM: some of its blocks keep a state .*; call generate"):
         mamba.generate_batch([[1, 2]])
+    plain: Any = transformers.LlamaForCausalLM(zoo.config("llama"))
+    with pytest.raises(ValueError, match=r"speculative_model must be a full model of this library, such as Llama"):
+        model.generate_batch([[1, 2]], max_new_tokens=2, speculative_model=plain)
+    with pytest.raises(ValueError, match="speculative_model: rank 0 has False, rank 1 has True"):
+        full = LlamaForCausalLM(zoo.config("llama")) if model.mesh.tp.rank else None
+        model.generate_batch([[1, 2]], max_new_tokens=2, speculative_model=full)
     gemma: Any = Gemma2ForCausalLM.from_config_with_parallel(zoo.config("gemma2"), 2, seed=0)
     with pytest.raises(ValueError, match=r"speculative_tokens=2 is not possible for Gemma2ForCausalLM: some of its"):
         gemma.generate_batch([[1, 2]], max_new_tokens=2, speculative_tokens=2)
@@ -402,7 +438,7 @@ def test_a_full_model_generates_by_transformers() -> None:
     model: Any = LlamaForCausalLM(zoo.config("llama"))
     with pytest.raises(ValueError, match="num_return_sequences=2 of a full model belongs into generation_config"):
         model.generate_batch([[1, 2]], num_return_sequences=2)
-    with pytest.raises(ValueError, match="speculative_tokens=2 needs a sharded model"):
+    with pytest.raises(ValueError, match="speculative_tokens and speculative_model need a sharded model"):
         model.generate_batch([[1, 2]], speculative_tokens=2)
 
 

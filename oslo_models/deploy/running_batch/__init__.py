@@ -9,7 +9,7 @@ other ranks are followers: they run the steps that the leader plans. In the orde
 * `slot_cache`, `static_step`, `graphs`, `head_product`, `step_runner`: the key-value cache of the batch and the model's
   forward on it, on every rank, replayed from CUDA graphs where possible;
 * `nucleus`, `sampling`, `row`: sampling and stopping of each row, on the leader;
-* `speculation`: drafted tokens of the rows, on the leader;
+* `speculation`, `draft_model`: drafted tokens of the rows, on the leader;
 * `prefixes`, `scheduler`, `slot_groups`: prefix reuse and scheduling, on the leader;
 * `loop`: the worker loop that runs all of them.
 """

@@ -196,6 +196,20 @@ def reason_against_drafts(config: Any, length: int) -> str | None:
     return next((_BY_COLUMNS[each.model_type] for each in (config, text) if each.model_type in _BY_COLUMNS), None)
 
 
+def reason_against_draft_model(config: Any, draft: Any, length: int) -> str | None:
+    """Return why a model cannot draft for another one; ``None`` if it can.
+
+    Args:
+        config: of the other model.
+        draft: the configuration of the model that drafts.
+        length: maximum tokens of a row.
+    """
+    sizes = [each.get_text_config(decoder=True).vocab_size for each in (draft, config)]
+    if sizes[0] != sizes[1]:
+        return f"its vocabulary has {sizes[0]} tokens, and the vocabulary of the model {sizes[1]}"
+    return reason_against_drafts(draft, length)
+
+
 def _smallest_window(text: Any) -> int | None:
     """Return the smallest window or chunk of attention in a decoder; ``None`` if every block attends to all tokens."""
     kinds = getattr(text, "layer_types", None)

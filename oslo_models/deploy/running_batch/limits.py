@@ -7,6 +7,8 @@ from typing import Any
 
 LEAST_COLUMNS = 64
 """Minimum number of spare columns in the cache, beyond the longest row."""
+DEFAULT_DRAFTED = 4
+"""Drafted tokens of a row in one step by a model, if no number is given."""
 MOST_DRAFTED = LEAST_COLUMNS // 2
 """Maximum drafted tokens of a row in one step. They are computed in the spare columns."""
 
@@ -21,6 +23,7 @@ class BatchLimits:
         chunk: tokens of a prompt that are computed in one step.
         reuse: prompts reuse the keys and values of prefixes that were computed before.
         drafted: maximum drafted tokens of a row in one step; 0 turns speculation off.
+        draft_model: directory or name of the model that drafts them; empty for prompt lookup.
     """
 
     rows: int = 8
@@ -28,6 +31,7 @@ class BatchLimits:
     chunk: int = 256
     reuse: bool = True
     drafted: int = 0
+    draft_model: str = ""
 
     @property
     def step_bytes(self) -> int:

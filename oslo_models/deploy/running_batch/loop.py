@@ -12,6 +12,7 @@ from torch import Tensor
 
 from oslo_models.deploy.errors import RanksDisagree
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Speculated, Stepped
+from oslo_models.deploy.running_batch.draft_model import DraftModel
 from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
@@ -21,7 +22,7 @@ from oslo_models.deploy.running_batch.prompt_images import ImagesError, PromptIm
 from oslo_models.deploy.running_batch.row import Call, Row, prepare
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
-from oslo_models.deploy.running_batch.speculation import going_on
+from oslo_models.deploy.running_batch.speculation import Drafts, going_on
 from oslo_models.deploy.running_batch.step import MOST_FORGOTTEN, Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.deploy.serialization import portable
@@ -53,6 +54,7 @@ class RunningBatch:
         send: sends a message about a call to the application.
         cancelled: numbers of calls to end. Another thread changes it.
         count_token: is called after each step that generates tokens.
+        draft_model: drafts tokens, on the leader; ``None`` for prompt lookup.
     """
 
     def __init__(
@@ -65,11 +67,13 @@ class RunningBatch:
         cancelled: set[int],
         count_token: Callable[[], None],
         stages: int = 1,
+        draft_model: ShardedModel | None = None,
     ) -> None:
         each = limits_of_groups(limits, stages)
         self._packed = PackedHead()
         self.runners = [StepRunner(model, own, keeps_logits=True, packed=self._packed) for own in each]
-        self.channel, self.leads, self._slots = channel, leads, SlotGroups(each)
+        self._drafts = [Drafts(own.drafted) if draft_model is None else DraftModel(draft_model, own) for own in each]
+        self.channel, self.leads, self._slots = channel, leads, SlotGroups(each, self._drafts)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
         self._settings, self._token_table = PlainSettings(model), TokenTable()
         self._calls: dict[int, Call] = {}
@@ -135,7 +139,8 @@ class RunningBatch:
         Raises:
             MemoryError: there is too little memory.
         """
-        return sum(runner.reserve() for runner in self.runners) + self._packed.reserve(self._model)
+        own = (*self.runners, *(drafts for drafts in self._drafts if isinstance(drafts, DraftModel)))
+        return sum(each.reserve() for each in own) + self._packed.reserve(self._model)
 
     def describe_graphs(self) -> str:
         """Return the number of captured CUDA graphs, or why decoding is eager."""

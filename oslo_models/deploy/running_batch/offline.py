@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from oslo_models.deploy.running_batch.admission import bytes_of_token
+from oslo_models.deploy.running_batch.draft_model import DraftModel, SharedDrafts
 from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.row import Row, rows_of_prompt
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.scheduler import PADDED
-from oslo_models.deploy.running_batch.speculation import Drafts, Speculation, going_on
+from oslo_models.deploy.running_batch.speculation import Drafts, going_on
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.distributed.collectives import all_reduce
@@ -65,7 +66,7 @@ class Generated:
     logprobs: list[float] = field(default_factory=list)
     ended: bool = False
     longest: int = 0
-    speculation: Speculation | None = None
+    speculation: Any = None
 
     @property
     def keys(self) -> list[int]:
@@ -104,8 +105,8 @@ class Planner:
         rows: the sequences in the batch, by slot.
     """
 
-    def __init__(self, sequences: Sequence[Generated], limits: BatchLimits) -> None:
-        self._limits, self._drafts = limits, Drafts(limits.drafted)
+    def __init__(self, sequences: Sequence[Generated], limits: BatchLimits, drafts: Drafts | None = None) -> None:
+        self._limits, self._drafts = limits, drafts or Drafts(0)
         for sequence in sequences:
             sequence.longest = limits.length
         groups: dict[tuple[int, ...], list[Generated]] = {}
@@ -183,6 +184,7 @@ class OfflineBatch:
         kwargs: arguments of `generate` for each prompt.
         keeps_logprobs: record the log-probability of each token.
         on_token: is called on this rank for each token of each sequence.
+        draft_model: drafts tokens; ``None`` for prompt lookup.
     """
 
     def __init__(
@@ -192,6 +194,7 @@ class OfflineBatch:
         kwargs: dict[str, Any],
         keeps_logprobs: bool = False,
         on_token: OnToken | None = None,
+        draft_model: ShardedModel | None = None,
     ) -> None:
         self._model, self._limits, self._kwargs = model, limits, kwargs
         self._keeps_logprobs, self._on_token = keeps_logprobs, on_token
@@ -201,6 +204,10 @@ class OfflineBatch:
         self._settings, self._token_table = PlainSettings(model), TokenTable()
         self._rows: dict[int, Row] = {}
         self._error: Exception | None = None
+        self._drafts = Drafts(limits.drafted)
+        if draft_model is not None:
+            own = DraftModel(draft_model, limits) if self._leads else None
+            self._drafts = SharedDrafts(limits.drafted, own, self._exchange)
 
     def run(self, sequences: Sequence[Generated], on_end: Callable[[int], Any] = lambda count: None) -> None:
         """Complete the sequences. A collective of the ranks of one model.
@@ -211,7 +218,7 @@ class OfflineBatch:
         Raises:
             Exception: on every rank, if a processor, a criterion or ``on_token`` raises on one.
         """
-        planner = Planner(sequences, self._limits)
+        planner = Planner(sequences, self._limits, self._drafts)
         while (planned := planner.next()) is not None:
             step, groups = planned
             logits_BV = self._runner.run(step)

@@ -24,7 +24,6 @@ from oslo_models.deploy.running_batch.nucleus import faster
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.prompt_images import PromptImages
 from oslo_models.deploy.running_batch.sampling import warp_of
-from oslo_models.deploy.running_batch.speculation import Speculation
 from oslo_models.deploy.running_batch.static_step import to_device
 from oslo_models.distributed.stopping import of_one_rank
 from oslo_models.pipeline.sharded_model import ShardedModel
@@ -77,7 +76,7 @@ class Row:
         self._written = self._length = ids_BL.shape[1]
         self._ends = _Ends(criteria)
         self.new: list[int] = []
-        self.speculation: Speculation | None = None
+        self.speculation: Any = None
         self.ended, self.shares, self.seconds = False, True, 0.0
         self.generator: torch.Generator | None = None
         if self._config.do_sample:

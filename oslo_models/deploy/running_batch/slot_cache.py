@@ -157,9 +157,21 @@ class SlotCache(Cache):
         self.lengths.pop()
         if self._keeps:
             self.kept[last] = begin, end
-        if self.lags and len(self.lags) == len(self.lengths):  # the foremost row has left
+        self._move_stop()
+
+    def cut(self, counts: Sequence[int]) -> None:
+        """Drop the last positions of each row: ``counts[slot]`` of them."""
+        for slot, count in enumerate(counts):
+            if count:
+                self.lengths[slot] -= count
+                self.lags[slot] = self.lags.get(slot, 0) + count
+        self._move_stop()
+
+    def _move_stop(self) -> None:
+        """Move ``stop`` to the end of the foremost row, after it has left or was cut."""
+        if self.lags and len(self.lags) == len(self.lengths):
             least = min(self.lags.values())
-            self.lags = {other: lag - least for other, lag in self.lags.items() if lag > least}
+            self.lags = {slot: lag - least for slot, lag in self.lags.items() if lag > least}
             self.stop -= least
 
     def _begin(self, slot: int) -> int:

@@ -28,12 +28,13 @@ class SlotGroups:
 
     Args:
         limits: of each group.
+        drafts: of each group.
     """
 
-    def __init__(self, limits: Sequence[BatchLimits]) -> None:
+    def __init__(self, limits: Sequence[BatchLimits], drafts: Sequence[Drafts]) -> None:
         self._schedulers = [
-            Scheduler(own.rows, own.chunk, Prefixes(own.rows) if own.reuse else None, Drafts(own.drafted))
-            for own in limits
+            Scheduler(own.rows, own.chunk, Prefixes(own.rows) if own.reuse else None, each)
+            for own, each in zip(limits, drafts, strict=True)
         ]
 
     @property

@@ -43,7 +43,7 @@ class Speculating(Protocol):
 
     new: list[int]
     ended: bool
-    speculation: Speculation | None
+    speculation: Any
 
     @property
     def keys(self) -> list[int]: ...
