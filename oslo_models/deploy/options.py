@@ -134,7 +134,7 @@ class DeployOptions:
             reason = reason_against_draft_model(config, auto_config(_folder(draft_model)), length)
             if reason is not None:
                 raise ValueError(
-                    f"speculative_model={draft_model!r} cannot draft tokens: {reason}. Name a decoder of the same family"
+                    f"speculative_model={draft_model!r} cannot draft tokens: {reason}. Choose another decoder"
                 )
         return BatchLimits(rows, length, chunk, self.reuse_prefixes, drafted, draft_model)
 
