@@ -17,13 +17,14 @@ ENGINES = ("transformers-compile", "llama.cpp")
 """Peers that generate only."""
 ONE_THREAD = "oslo_models-one-thread"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
-OUR_BATCH = "oslo_models-tp2-batch"
+OUR_BATCH, OUR_DRAFTS, LOOKUP = "oslo_models-tp2-batch", "oslo_models-tp2-drafts", "transformers-lookup"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
 SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
-OWN = (OURS_FUSED, OURS, OUR_BATCH, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, ONE_THREAD, OUR_DATA, DEPLOYED, *OUR_SERVERS)
+OWN = (OURS_FUSED, OURS, OUR_DRAFTS, OUR_BATCH, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, ONE_THREAD, OUR_DATA, DEPLOYED)
+OWN += OUR_SERVERS
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ def _mixture(cls: str, experts: int, top_k: int, width: int) -> tuple[str, dict[
 # Random float32 weights. No dropout, so that losses can be compared; no end token, so that all texts are equally long.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-100m": _llama(768, 2048, 12, 12),
+    # tied weights of a random model repeat the last token: every draft is right
+    "llama-100m-repeating": (
+        "LlamaForCausalLM",
+        {**_llama(768, 2048, 12, 12)[1], "tie_word_embeddings": True, "initializer_range": 0.005},
+    ),
     "llama-20m": _llama(256, 688, 4, 8),
     "llama-1gb": _llama(1024, 2816, 16, 16),
     "mixtral-small": _mixture("MixtralForCausalLM", 8, 2, 896),
@@ -289,6 +295,17 @@ CASES = {
             baseline="transformers-batch",
             options={"prompts": 4, "group": 8, "prompt": 64, "new": 128, "mean": 64, "timed": 3},
             smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
+        ),
+        *(
+            Case(
+                *(f"{model}-drafts-{prompts}", f"{label}, {prompts} repeating prompts", measure.draft, model),
+                peers=(ALONE, LOOKUP, OUR_BATCH, OUR_DRAFTS),
+                baseline=LOOKUP,
+                options={"prompts": prompts, "passage": 32, "repeats": 4, "new": 96, "drafted": 4, "timed": 3},
+                smoke={"prompts": 2, "passage": 4, "repeats": 2, "new": 8, "timed": 1},
+            )
+            for model, label in (("llama-100m", "Llama 100M"), ("llama-100m-repeating", "Llama 100M that repeats"))
+            for prompts in (1, 8)
         ),
         Case(
             *("serve-threads", "Llama 20M, 8 threads x 50 prompts", measure.serve, "llama-20m", (DEPLOYED,)),
