@@ -97,8 +97,8 @@ def draft(
 ) -> Result:
     """Greedy answers to prompts that repeat a passage: the median of ``timed`` runs after a warm-up run.
 
-    A peer with a name that ends in ``-lookup`` or ``-drafts`` drafts tokens by prompt lookup. transformers does so for one
-    prompt at a time, and the running batch for all prompts at once.
+    A peer with a name that ends in ``-lookup`` or ``-drafts`` drafts tokens by prompt lookup. transformers does so for
+    one prompt at a time, and the running batch for all prompts at once.
 
     Args:
         passage: tokens of the repeated passage.
