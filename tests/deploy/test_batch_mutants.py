@@ -86,7 +86,7 @@ FAST: list[Row] = [
         "test_drawn_tokens_have_the_distribution_of_the_model",
         {},
     ),
-    (f"{SLOTS}.settle", "layer.draw_back(lagging, most)", "pass", SPECULATED, KEEPS, {"static": False}),
+    (f"{SLOTS}.settle", "layer.draw_back(lags_N2, most)", "pass", SPECULATED, KEEPS, {"static": False}),
     (f"{SLOTS}.mask", "& (columns_L < ends_B[:, None])", "", SPECULATED, GUESSED, {"groups": 1}),
     (f"{SLOTS}.mask", ">= (window", "> (window", LOOP, OWN, CHUNKS),
     (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, CHUNKS),

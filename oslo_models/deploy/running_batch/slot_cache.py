@@ -2,6 +2,7 @@
 
 Legend:
     B: rows, or slots.
+    N: rows that lag.
     H: key-value heads of this rank.
     L: columns, the positions of the longest row.
     D: size of a head.
@@ -9,7 +10,7 @@ Legend:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -134,9 +135,11 @@ class SlotCache(Cache):
         """Keep the first positions that a forward has written after ``stop``: ``counts[slot]`` of each row."""
         lagging = {slot: lag for slot, lag in self.lags.items() if counts[slot]}
         if lagging:
-            most = max(counts[slot] for slot in lagging)
+            most, lags_N2 = max(counts[slot] for slot in lagging), torch.tensor([*lagging.items()])
             for layer in self.layers:
-                layer.draw_back(lagging, most)
+                if layer.is_initialized:  # else, another stage holds it
+                    lags_N2 = lags_N2.to(layer.keys.device)
+                    layer.draw_back(lags_N2, most)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         gained = [count - self.lags.get(slot, 0) for slot, count in enumerate(counts)]
         self.stop += max(gained)
@@ -313,17 +316,15 @@ class _SlotLayer(CacheLayerMixin):
         column_BL = (first_B1 + torch.arange(longest)).clamp(min=0).to(held.device)
         return held[torch.arange(rows, device=held.device)[:, None], :, column_BL].transpose(1, 2)
 
-    def draw_back(self, lags: Mapping[int, int], count: int) -> None:
+    def draw_back(self, lags_N2: Tensor, count: int) -> None:
         """Copy ``count`` positions after the cache's ``stop`` to the ends of rows that lag.
 
         Args:
-            lags: of these rows, by slot.
+            lags_N2: slots and lags of these rows.
         """
-        if not self.is_initialized:  # another stage holds the layer
-            return
-        device, stop = self.keys.device, self._cache.stop
-        slot_N1, lag_N1 = torch.tensor([*lags.items()], device=device).split(1, 1)
-        column_1L = torch.arange(stop, stop + count, device=device)[None]
+        stop = self._cache.stop
+        slot_N1, lag_N1 = lags_N2.split(1, 1)
+        column_1L = torch.arange(stop, stop + count, device=lags_N2.device)[None]
         for held in (self.keys, self.values):
             held[slot_N1, :, column_1L - lag_N1] = held[slot_N1, :, column_1L]
 
