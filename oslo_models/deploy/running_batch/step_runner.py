@@ -66,7 +66,7 @@ class StepRunner:
         self.static: StaticSteps | None = None
         if capture is not None:
             config = model.config.get_text_config(decoder=True)
-            self.static = StaticSteps(self._forward, self.rows, config, capture)
+            self.static = StaticSteps(self._forward, self.rows, config, capture, limits.drafted)
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
         self.images: PromptImages | None = None
@@ -162,15 +162,18 @@ class StepRunner:
     def _decode(self, tokens: Sequence[int], drafts: Sequence[list[int]]) -> Tensor:
         rows = self.rows
         assert len(tokens) == len(rows.lengths)
+        new = [[token, *draft] for token, draft in zip(tokens, drafts or [[]] * len(tokens), strict=True)]
+        logits_BLV = self._replay(new)
+        is_static = logits_BLV is not None
+        if logits_BLV is None:
+            logits_BLV = self._decode_eagerly(new)
         if drafts:  # the next step settles the cache
-            return self._decode_eagerly([[token, *draft] for token, draft in zip(tokens, drafts, strict=True)])
-        logits_BV = self._replay(tokens)
-        if logits_BV is not None:  # the step has written each position to the end of its row
+            return logits_BLV
+        if is_static:  # the step has written each position to the end of its row
             rows.grow(1)
-            return logits_BV
-        logits_BV = self._decode_eagerly([[token] for token in tokens])[:, -1]
-        rows.settle([1] * len(tokens))
-        return logits_BV
+        else:
+            rows.settle([1] * len(tokens))
+        return logits_BLV[:, -1]
 
     def _decode_eagerly(self, tokens: Sequence[list[int]]) -> Tensor:
         """Return the logits [B, L, V] after new tokens of each row. Shorter rows are padded on the right."""
@@ -189,7 +192,7 @@ class StepRunner:
             positions = torch.cat((positions.expand(self._planes - 3, -1, -1), seen))
         return self._forward(rows, ids_BL, positions, options, keep=longest).unflatten(0, (-1, longest))
 
-    def _replay(self, tokens: Sequence[int]) -> Tensor | None:
+    def _replay(self, tokens: Sequence[list[int]]) -> Tensor | None:
         """Return the logits of a static step; ``None`` if decoding is eager, or if this step cannot be captured."""
         if self.static is None:
             return None
