@@ -115,10 +115,8 @@ def test_padded_steps_compute_the_logits_of_the_eager_ones(
         found = running.together(model, calls, random.Random(seed), BatchLimits(rows=6, length=32, chunk=4))
     for mine, right in zip(found, expected, strict=True):
         assert mine is None or torch.equal(mine, right)
-    assert (
-        len({rows for rows, *_ in runners[0].buckets}) > 1
-        and len({columns for _, columns, _ in runners[0].buckets}) > 1
-    )
+    rows, columns, _ = zip(*runners[0].buckets, strict=True)
+    assert len({*rows}) > 1 and len({*columns}) > 1
 
 
 def test_step_sees_no_more_than_its_bucket(pair: Any, seed: int) -> None:
