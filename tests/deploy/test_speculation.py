@@ -53,7 +53,7 @@ def last_continuation(tokens: list[int], most: int) -> list[int]:
 def test_lookup_finds_the_last_occurrence(seed: int) -> None:
     rng, drafted = random.Random(seed), 0
     for _ in range(300):
-        tokens = [rng.randrange(4) for _ in range(rng.randrange(14))]
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(20))]
         lookup, left = PromptLookup(), [*tokens]
         while left:
             count = rng.randint(1, len(left))
@@ -63,7 +63,7 @@ def test_lookup_finds_the_last_occurrence(seed: int) -> None:
         expected = last_continuation(tokens, most)
         assert lookup.draft(most) == expected
         drafted += bool(expected)
-    assert drafted > 100
+    assert drafted > 50
 
 
 def test_images_are_not_drafted() -> None:

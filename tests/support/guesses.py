@@ -15,7 +15,7 @@ class Guesses(Drafts):
     Args:
         answer: returns all new tokens of a row.
         wrong: probability of a mistake in a drafted token.
-        full: draft as many tokens as allowed; otherwise, any number.
+        full: draft as many tokens as allowed in every step; otherwise, any number, and none in some steps.
 
     Attributes:
         widths: the longest draft of each step.
@@ -29,6 +29,7 @@ class Guesses(Drafts):
         self.widths: list[int] = []
 
     def propose(self, rows: Sequence[Any], most: Sequence[int]) -> list[list[int]]:
+        most = most if self._full or self._rng.random() < 0.8 else [0] * len(rows)
         drafts = [self._guess(row, count) if count > 0 else [] for row, count in zip(rows, most, strict=True)]
         self.widths.append(max(map(len, drafts), default=0))
         return drafts
