@@ -41,6 +41,14 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
+def is_decoder(variant: str) -> bool:
+    """Whether the main configuration is a decoder that generates text in transformers."""
+    config = zoo.config(variant)
+    if config.is_encoder_decoder or getattr(config, "is_decoder", True) is False:
+        return False
+    return any(zoo.original(name).can_generate() for name in zoo.lm_heads(variant) if "DoubleHeads" not in name)
+
+
 def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11) -> list[dict[str, Any]]:
     """Arguments of calls of `generate`, each with a ``seed`` for its draws; some have two rows, one of them padded.
 
