@@ -77,11 +77,9 @@ class ModelRunner:
         """Return the full model that drafts tokens; ``None`` without a name."""
         if not name:
             return None
-        from oslo_models.auto import AutoModelForCausalLM
+        from oslo_models.deploy.running_batch.draft_loading import load_draft_model
 
-        config = AutoModelForCausalLM._config_of(name, {})
-        model = AutoModelForCausalLM.class_for(config).from_pretrained(name, dtype=self.model.dtype)
-        return model.eval().to(self.device)
+        return load_draft_model(name, self.model.dtype, self.device)
 
     @locked_property
     def batch(self) -> RunningBatch:

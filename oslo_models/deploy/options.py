@@ -8,13 +8,10 @@ import sys
 from dataclasses import dataclass, field, fields
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from oslo_models.checkpoint import current_folder
-from oslo_models.config.sources import auto_config
 from oslo_models.deploy import torchrun_executor as torchrun
 from oslo_models.deploy.forking import start_fork_server
 from oslo_models.deploy.handshake import check_secret
@@ -25,6 +22,7 @@ from oslo_models.deploy.running_batch.admission import (
     reason_against_draft_model,
     reason_against_drafts,
 )
+from oslo_models.deploy.running_batch.draft_loading import read_draft_config
 from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, DEFAULT_LIMITS, BatchLimits, check_drafted
 from oslo_models.distributed.mesh import check_size
 
@@ -131,7 +129,7 @@ class DeployOptions:
                 "it out, or use a smaller max_batch_length for a model with a window"
             )
         if draft_model:
-            reason = reason_against_draft_model(config, auto_config(_folder(draft_model)), length)
+            reason = reason_against_draft_model(config, read_draft_config(draft_model), length)
             if reason is not None:
                 raise ValueError(
                     f"speculative_model={draft_model!r} cannot draft tokens: {reason}. Choose another decoder"
@@ -183,10 +181,6 @@ class DeployOptions:
                 "ray.init() first"
             )
         return chosen
-
-
-def _folder(name: str) -> str | Path:
-    return current_folder(name, "config.json") if Path(name).is_dir() else name
 
 
 OF_DEPLOYMENT = tuple(each.name for each in fields(DeployOptions))

@@ -485,5 +485,5 @@ def test_mutants_of_drafts_are_caught(pool: Pool, name: str, seed: int) -> None:
     prompts = drawn_prompts(given[1].vocab_size, seed)
     expected = expectations(model, prompts)
     pool.run(2, check_drafts, given, 2, 1, prompts, expected)
-    with pytest.raises(WorkerError, match="AssertionError|IndexError|KeyError"):
+    with pytest.raises(WorkerError, match=r"AssertionError|IndexError|KeyError"):
         MutantPool(pool, DRAFTED_MUTANTS[name]).run(2, check_drafts, given, 2, 1, prompts, expected)

@@ -4,6 +4,7 @@ The leader is the first rank of the last pipeline stage. It plans each step, dra
 other ranks are followers: they run the steps that the leader plans. In the order of imports:
 
 * `limits`, `admission`: decide in the application which calls may join;
+* `draft_loading`: the model that drafts tokens;
 * `prompt_images`: the images of prompts, their digests and features;
 * `step`, `plan_channel`: the plan of one step, and the channel that sends it from the leader to the followers;
 * `slot_cache`, `static_step`, `graphs`, `head_product`, `step_runner`: the key-value cache of the batch and the model's

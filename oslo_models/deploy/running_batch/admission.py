@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from oslo_models import registry
 from oslo_models.deploy.generation_limits import settings_of
@@ -204,6 +205,8 @@ def reason_against_draft_model(config: Any, draft: Any, length: int) -> str | No
         draft: the configuration of the model that drafts.
         length: maximum tokens of a row.
     """
+    if draft.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return f"model_type={draft.model_type!r} is no language model"
     sizes = [each.get_text_config(decoder=True).vocab_size for each in (draft, config)]
     if sizes[0] != sizes[1]:
         return f"its vocabulary has {sizes[0]} tokens, and the vocabulary of the model {sizes[1]}"

@@ -139,8 +139,9 @@ class RunningBatch:
         Raises:
             MemoryError: there is too little memory.
         """
-        own = (*self.runners, *(drafts for drafts in self._drafts if isinstance(drafts, DraftModel)))
-        return sum(each.reserve() for each in own) + self._packed.reserve(self._model)
+        drafting = [drafts for drafts in self._drafts if isinstance(drafts, DraftModel)]
+        rows = sum(runner.reserve() for runner in self.runners) + sum(drafts.reserve() for drafts in drafting)
+        return rows + self._packed.reserve(self._model)
 
     def describe_graphs(self) -> str:
         """Return the number of captured CUDA graphs, or why decoding is eager."""

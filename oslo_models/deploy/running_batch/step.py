@@ -102,8 +102,8 @@ class Step:
         counts = (len(self.leaving), len(self.tokens), len(self.whole), len(self.forgotten))
         drafts = [*map(len, self.drafts), *(token for draft in self.drafts for token in draft)]
         prefix = (self.source, self.reused, self.displaced, self.group)
-        head = (self.consumed, flags, self.number, self.row, *self.images, *counts, *prefix)
-        head = (*head, len(self.drafts), len(self.settled))
+        head = [self.consumed, flags, self.number, self.row, *self.images, *counts, *prefix]
+        head += (len(self.drafts), len(self.settled))
         whole = [value for prompt in self.whole for value in prompt]
         lists = (*self.leaving, *self.tokens, *whole, *self.forgotten, *drafts, *self.settled, *self.chunk)
         data = array("q", (*head, *lists)).tobytes()
