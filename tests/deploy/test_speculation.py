@@ -216,10 +216,10 @@ def test_calls_get_their_own_tokens(pair: Any, seed: int, groups: int) -> None:
     """Greedy and sampled calls, with penalties and minimum lengths; streams get each token once, in order."""
     model, whole = pair
     rng = random.Random(seed)
-    calls = running.requests(rng, 12)
+    calls = running.requests(rng, 24)
     application, expected, drafts = guessing(model, whole, calls, rng, groups)
     for number, call in enumerate(calls):
-        application.send(rng.randrange(20), request(number, call, len(call["input_ids"]) == 1))
+        application.send(rng.randrange(30), request(number, call, len(call["input_ids"]) == 1))
     application.run()
     for number, (call, right) in enumerate(zip(calls, expected, strict=True)):
         assert torch.equal(application.answer(number).result, right)

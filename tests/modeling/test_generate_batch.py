@@ -115,7 +115,7 @@ def check_drafts(given: Case, tp: int, pp: int, prompts: list[list[int]], expect
 
     def following(answers: list[list[int]]) -> Any:
         def drafts(most: int) -> Guesses:
-            made.append(Guesses(most, random.Random(len(made)), lambda row: answers[row.number]))
+            made.append(Guesses(most, random.Random(len(made)), lambda row: [*answers[row.number], 5, 5, 5]))
             return made[-1]
 
         return drafts
@@ -139,7 +139,7 @@ def check_drafts(given: Case, tp: int, pp: int, prompts: list[list[int]], expect
             assert [each.generated_tokens for each in outputs.values()] == expected["sampled"]
             logprobs.append(torch.tensor([value for each in outputs.values() for value in each.logprobs]))
     torch.testing.assert_close(*logprobs, rtol=1e-6, atol=1e-6)  # processors compute in float32
-    assert all(any(each.widths) for each in made[:-1]) and not made[-1].widths
+    assert sum(any(each.widths) for each in made) > 1 and not made[-1].widths  # some answers end soon
 
 
 @pytest.mark.drawn(4)
@@ -470,6 +470,7 @@ def test_mutants_are_caught(pool: Pool, name: str, seed: int) -> None:
 
 
 DRAFTED_MUTANTS = {
+    "tokens after the end token": Edit("deploy.running_batch.speculation:going_on", "and not rows[index].ended", ""),
     "tokens after the last one": Edit(f"{OFFLINE}:OfflineBatch._take", "if mark:", "if True:"),
     "unsettled cache": Edit(f"{OFFLINE}:Planner.next", "step.settled = settled", "pass"),
     "probabilities of another position": Edit(
