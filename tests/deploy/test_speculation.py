@@ -15,7 +15,8 @@ import transformers
 from torch import Tensor
 
 from oslo_models import GPT2LMHeadModel, registry
-from oslo_models.deploy.messages import Failure, Speculated
+from oslo_models.deploy.decoding import Decoding
+from oslo_models.deploy.messages import Failure, Request, Speculated
 from oslo_models.deploy.running_batch import admission, graphs, loop, speculation
 from oslo_models.deploy.running_batch.limits import BatchLimits, columns
 from oslo_models.deploy.running_batch.row import Row
@@ -301,6 +302,75 @@ def test_slow_processors_take_fewer_of_the_drafted_tokens(
     application.run()
     assert torch.equal(application.answer(0).result, expected[0]) and loop.STEP_SECONDS == 0.5
     assert len(application.rows) == 1 + 6  # two tokens in each step after the prompt, of five
+
+
+class Counts(transformers.LogitsProcessor):
+    """Bans other tokens after each call. Each call sees one token more than the call before, as a grammar requires."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        assert self.length in (0, input_ids.shape[1] - 1)
+        self.length = input_ids.shape[1]
+        scores[:, self.length % 3 :: 3] = -float("inf")
+        return scores
+
+
+def test_processors_with_states_see_each_token_once(pair: Any, seed: int) -> None:
+    model, whole = pair
+    calls = [greedy(seed + number, 12) for number in range(3)]
+    stateful = [
+        lambda: {"logits_processor": [Counts()]},
+        lambda: {"logits_processor": [Counts()], "do_sample": True},
+        dict,
+    ]
+    expected = [running.alone(whole, {"seed": 5, **call, **made()}) for call, made in zip(calls, stateful, strict=True)]
+    application = Application(model, LIMITS)
+    rng = random.Random(seed)
+    application.batch._slots._schedulers[0].drafts = Guesses(4, rng, lambda row: expected[row.number][0, 7:].tolist())
+    for number, (call, made) in enumerate(zip(calls, stateful, strict=True)):
+        application.send(0, request(number, {**call, "seed": 5, **made()}))
+    application.run()
+    for number, right in enumerate(expected):
+        assert torch.equal(application.answer(number).result, right)
+
+
+def test_streams_have_the_log_probabilities_of_each_token(pair: Any, seed: int) -> None:
+    model, _ = pair
+    calls = [greedy(seed + number, 12, decoding=Decoding(logprobs=2, presence_penalty=0.5)) for number in range(2)]
+    streams: list[list[list[Any]]] = []
+    for drafted in (0, 4):
+        application = Application(model, replace(LIMITS, drafted=drafted))
+        if drafted:
+            drafts = Guesses(
+                drafted, random.Random(seed), lambda row: [scored.token for scored in streams[0][row.number]]
+            )
+            application.batch._slots._schedulers[0].drafts = drafts
+        for number, call in enumerate(calls):
+            application.send(0, request(number, call, stream=True))
+        application.run()
+        streams.append([application.streamed(number)[1:-1] for number in range(2)])
+    assert any(drafts.widths) and all(len(stream) == 12 for stream in streams[0])
+    for plain, drafted_ in zip(*streams, strict=True):
+        assert [each.token for each in plain] == [each.token for each in drafted_]
+        for one, other in zip(plain, drafted_, strict=True):
+            assert other.logprob == pytest.approx(one.logprob, abs=1e-6)
+            assert [token for token, _ in other.top] == [token for token, _ in one.top]
+
+
+def test_rows_with_drafts_go_on_beside_a_call_that_cannot_join(pair: Any, seed: int) -> None:
+    model, whole = pair
+    calls = [greedy(seed + number, 20) for number in range(2)]
+    application, expected, _ = guessing(model, whole, calls, random.Random(seed))
+    for number, call in enumerate(calls):
+        application.send(0, request(number, call, stream=True))
+    application.send(2, Request(2, "generate", (9,), {}, 0, gives_way=True))
+    application.send(4, Request(3, "forward", (), {}, 0))
+    application.run()
+    for number, right in enumerate(expected):
+        assert torch.equal(application.answer(number).result, right)
+    assert application.answer(2).result == "generate" and application.answer(3).result == "forward"
 
 
 def test_prompt_lookup_saves_steps(pair: Any, seed: int) -> None:
