@@ -72,6 +72,7 @@ BETWEEN_IMAGES, FAILS, DROPPED_IMAGES = (
 AT_END = "test_prompt_that_ends_with_an_image_is_computed_from_its_first_token"
 NEXT_TURN = "test_answer_about_an_image_is_part_of_the_next_prompt"
 
+DRAFTED, FOLLOWS = f"{BATCH}.draft_model:DraftModel", "test_calls_with_a_draft_model_get_their_own_tokens"
 DRAFTS, SPECULATED = f"{BATCH}.speculation", "deploy/test_speculation.py"
 KEEPS, LAGGING = "test_cache_keeps_the_positions_of_each_row", "test_steps_of_fixed_shapes_follow_drafts"
 GUESSED = "test_calls_get_their_own_tokens"
@@ -126,6 +127,10 @@ SLOW: list[Row] = [
         {},
     ),
     (f"{SCHEDULER}.plan", "step.settled = settled", "pass", SPECULATED, GUESSED, {"groups": 2}),
+    (f"{DRAFTED}._catch_up", "len(held) - right", "0", SPECULATED, FOLLOWS, {"groups": 1}),
+    (f"{DRAFTED}._join", "row.new[:-1]", "row.new", SPECULATED, "test_draft_model_computes_only_new_tokens", {}),
+    (f"{DRAFTED}._leave", "self._runner.free([slot])", "pass", SPECULATED, FOLLOWS, {"groups": 1}),
+    (f"{SLOTS}.cut", "self.lags.get(slot, 0) + count", "self.lags.get(slot, 0)", SPECULATED, FOLLOWS, {"groups": 1}),
     (
         f"{TAKES}._take_drafted",
         "spent > STEP_SECONDS",
