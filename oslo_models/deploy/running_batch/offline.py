@@ -259,18 +259,20 @@ class OfflineBatch:
             for group in groups:
                 self._prepare(group)
             own = [self._rows[row.number] for row in rows]
+            taken: list[list[list[int]]] = torch.zeros_like(chosen[:2]).tolist()  # faster to fill than a tensor
             every = list(range(len(own)))
             for place, (going, logits_BV) in enumerate(going_on(own, logits, drafts) if drafts else [(every, logits)]):
                 some = [own[index] for index in going]
                 tokens = choose_tokens(some, logits_BV, self._token_table)
-                for index, row, token, logits_V in zip(going, some, tokens, logits_BV, strict=True):
+                for at, (index, row, token) in enumerate(zip(going, some, tokens, strict=True)):
                     if isinstance(token, Exception):
                         raise token
-                    token = row.take(logits_V) if token is None else row.take_token(token)
-                    chosen[0, index, place], chosen[1, index, place] = int(token), 1 + row.ended
+                    token = row.take(logits_BV[at]) if token is None else row.take_token(token)
+                    taken[0][index][place], taken[1][index][place] = int(token), 1 + row.ended
                 if self._keeps_logprobs:
                     last = [row.logprobs[-1] for row in some]  # type: ignore[index]
                     chosen[2, going, place] = torch.tensor(last, dtype=torch.float64).view(torch.int64)
+            chosen[:2] = torch.tensor(taken)
         except Exception as error:  # noqa: BLE001  raised on all ranks by the exchange
             self._error = error
         return chosen

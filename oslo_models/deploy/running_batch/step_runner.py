@@ -169,7 +169,7 @@ class StepRunner:
             logits_BLV = self._decode_eagerly(new)
         if drafts:  # the next step settles the cache
             return logits_BLV
-        if is_static:  # the step has written each position to the end of its row
+        if is_static or not rows.lags:  # the step has written each position to the end of its row
             rows.grow(1)
         else:
             rows.settle([1] * len(tokens))
@@ -181,8 +181,10 @@ class StepRunner:
         longest = max(map(len, tokens))
         rows.make_room(len(tokens), longest)
         # per row: its length, its tokens and padding, and their distances to its length; positions stay in the row
-        padded = [[*row, *row[-1:] * (longest - len(row))] for row in tokens]
-        steps = [[min(place, len(row) - 1) for place in range(longest)] for row in tokens]
+        padded, steps = tokens, [[0]] * len(tokens)
+        if longest > 1:
+            padded = [[*row, *row[-1:] * (longest - len(row))] for row in tokens]
+            steps = [[min(place, len(row) - 1) for place in range(longest)] for row in tokens]
         values = [[length, *own, *more] for length, own, more in zip(rows.lengths, padded, steps, strict=True)]
         lengths_B1, ids_BL, steps_BL = to_device(values, self._device).split((1, longest, longest), 1)
         options = {"next_sequence_length": longest, "attention_mask": rows.mask(longest, lengths_B1[:, 0])}
