@@ -177,9 +177,9 @@ def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: li
         if next(count) == 8:
             raise MemoryError("of one stage")
 
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **kwargs: Any) -> Any:
         breaks()
-        return forward(*args)
+        return forward(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if rank == failing and where == "before the model":

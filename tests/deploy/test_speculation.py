@@ -24,6 +24,8 @@ from oslo_models.deploy.running_batch.row import Row
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 from oslo_models.deploy.running_batch.speculation import REST, Acceptance, Drafts, PromptLookup, going_on
 from oslo_models.deploy.running_batch.static_step import run_eagerly
+from oslo_models.deploy.running_batch.step import Step, WholePrompt
+from oslo_models.deploy.running_batch.step_runner import StepRunner
 
 from support import deployment, running, zoo
 from support.batch_loop import Application, greedy, request
@@ -190,6 +192,23 @@ def test_rows_that_lag_far_are_aligned_again() -> None:
         cache.settle([1, 3])
         windows.append(cache.window - max(cache.lengths))
     assert cache.lengths == [1000, 1400] and 40 < max(windows) <= columns(1400) - 1400
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_steps_after_drafts_have_the_logits_of_the_kept_tokens(pair: Any, static: bool) -> None:
+    model, whole = pair
+    limits = BatchLimits(2, 64, 64, drafted=2)
+    runner = running.static_runner(model, limits, run_eagerly) if static else StepRunner(model, limits)
+    runner.run(Step(0, whole=[WholePrompt(0, 3, -1), WholePrompt(1, 2, -1)], chunk=[3, 4, 5, 6, 7]))
+    rows = [[3, 4, 5, 8], [6, 7, 9, 10, 11]]
+    runner.run(Step(0, tokens=[8, 9], drafts=[[12, 13], [10, 11]]))  # the first row keeps one position, the other three
+    for number in range(3):
+        tokens = [20 + number, 30 + number]
+        logits_BV = runner.run(Step(0, tokens=tokens, settled=[1, 3] if number == 0 else []))
+        for row, token, logits_V in zip(rows, tokens, logits_BV, strict=True):
+            row.append(token)
+            torch.testing.assert_close(logits_V, whole(torch.tensor([row])).logits[0, -1], rtol=1e-10, atol=1e-10)
+    assert runner.rows.lags == {0: 2} and runner.rows.lengths == [7, 8]
 
 
 # The loop -------------------------------------------------------------------------------------------------------------
