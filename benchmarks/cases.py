@@ -23,7 +23,21 @@ OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
 SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
-OWN = (OURS_FUSED, OURS, OUR_BATCH, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, ONE_THREAD, OUR_DATA, DEPLOYED, *OUR_SERVERS)
+ZERO_BUBBLE, OUR_1F1B, TORCH_1F1B = "oslo_models-zb-h1", "oslo_models-1f1b", "torch-1f1b-pp4"
+OWN = (
+    ZERO_BUBBLE,
+    OUR_1F1B,
+    OURS_FUSED,
+    OURS,
+    OUR_BATCH,
+    OUR_EXPERTS,
+    OUR_STAGES,
+    OURS_ALONE,
+    ONE_THREAD,
+    OUR_DATA,
+    DEPLOYED,
+    *OUR_SERVERS,
+)
 
 
 @dataclass(frozen=True)
@@ -275,6 +289,13 @@ CASES = {
         *_mixtures_of("qwen3-moe-small", "A small Qwen3 MoE"),
         _stages_of("llama-100m", "Llama 100M", (TORCH_STAGES, OUR_STAGES, NATIVE, ROWS, ALONE)),
         _stages_of("gpt2-124m", "GPT-2 124M", (TORCH_STAGES, OUR_STAGES, ROWS, ALONE)),
+        Case(
+            *("schedules", "Four stages of slept work, 16 micro-batches", measure.idle_time, ""),
+            peers=(TORCH_1F1B, "torch-interleaved-zb-pp4", OUR_1F1B, ZERO_BUBBLE),
+            baseline=TORCH_1F1B,
+            options={"seconds": 0.04, "number": 16, "timed": 3},
+            smoke={"seconds": 0.005, "number": 8, "timed": 1},
+        ),
         Case(
             *("llama-100m-lora", "Llama 100M, train LoRA of rank 16, 4 x 256 tokens", measure.train_lora),
             *("llama-100m", (ALONE, OURS)),

@@ -25,6 +25,7 @@ UNITS = {
     "rollouts": "tokens/s",
     "training step": "s",
     "training": "tokens/s",
+    "idle time": "%",
     "peak memory": "MB",
     "peak anonymous memory": "MB",
     "all-reduces a block, forward": "calls",

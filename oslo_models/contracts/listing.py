@@ -297,6 +297,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "torch._C._disabled_torch_function_impl",
         "checkpoint.quantized.packed distributed.sharded_tensor layers.lazy_mask",
     ),
+    _contract("torch._C._autograd._top_saved_tensors_default_hooks", "layers.deferred_gradients"),
     _contract("torch._C._len_torch_dispatch_stack", "distributed.collectives"),
     _contract("torch._addmm_activation", "fusion.mlps"),
     _contract("torch._assert_async", "layers.cross_entropy layers.token_statistics"),

@@ -27,6 +27,7 @@ from oslo_models.fusion import norms
 from oslo_models.layers import (
     blockwise_attention,
     cross_entropy,
+    deferred_gradients,
     linear,
     local_attributes,
     local_experts,
@@ -202,6 +203,52 @@ def one_micro_batch_more(patch: Patch) -> None:
 
 def one_micro_batch_after_another(patch: Patch) -> None:
     after_start(patch, lambda loop: setattr(loop, "num_warmup", 0))
+
+
+def deferred_gradient_dropped(patch: Patch) -> None:
+    right = deferred_gradients.MicroBatchGradients.compute
+
+    def compute(self: Any, accumulate: Any) -> None:
+        self._products.popleft()
+        right(self, accumulate)
+
+    patch.setattr(deferred_gradients.MicroBatchGradients, "compute", compute)
+
+
+def deferred_gradients_twice(patch: Patch) -> None:
+    right = deferred_gradients.MicroBatchGradients.compute
+
+    def compute(self: Any, accumulate: Any) -> None:
+        right(self, lambda weight, grad: [accumulate(weight, grad), accumulate(weight, grad)])
+
+    patch.setattr(deferred_gradients.MicroBatchGradients, "compute", compute)
+
+
+def deferred_gradients_after_the_step(patch: Patch) -> None:
+    """The last micro-batch is left to the next loop."""
+    right, left = deferred_gradients.DeferredGradients.compute, []
+
+    def compute(self: Any, keep: int = 0) -> None:
+        if not keep:
+            self._due.extendleft(left)
+            left[:] = [self._due.pop()]
+        right(self, keep)
+
+    patch.setattr(deferred_gradients.DeferredGradients, "compute", compute)
+
+
+def weight_gradients_at_once(patch: Patch) -> None:
+    right = deferred_gradients.DeferredGradients.compute
+    patch.setattr(deferred_gradients.DeferredGradients, "compute", lambda self, keep=0: right(self, 0))
+
+
+def weight_gradients_all_at_the_end(patch: Patch) -> None:
+    right = deferred_gradients.DeferredGradients.compute
+    patch.setattr(deferred_gradients.DeferredGradients, "compute", lambda self, keep=0: None if keep else right(self))
+
+
+def replicas_that_reduce_too_early(patch: Patch) -> None:
+    patch.setattr(schedule.Schedule, "_accumulate", lambda self, i, param, grad: schedule._add_gradient(param, grad))
 
 
 def norm_counts_tied_copies(patch: Patch) -> None:
@@ -757,6 +804,15 @@ MUTANTS: dict[str, list[Caught]] = {
     ],
     "pipeline/test_overlap.py": [
         (one_micro_batch_after_another, "test_pipeline_step_takes_the_ideal_time_on_logical_clocks", STEP),
+    ],
+    "pipeline/test_zero_bubble.py": [
+        (deferred_gradient_dropped, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 2}),
+        (deferred_gradients_twice, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 2}),
+        (deferred_gradients_after_the_step, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 2}),
+        (weight_gradients_at_once, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 3}),
+        (weight_gradients_all_at_the_end, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 3}),
+        (replicas_that_reduce_too_early, "test_ddp_reduces_once_after_the_last_micro_batch", {}),
+        (one_micro_batch_more, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 3}),
     ],
     "pipeline/test_schedule_precision.py": [
         (dropout_at_both_ends, "test_each_dropout_runs_on_exactly_one_stage", {"variant": "t5", "pp": 2}),
