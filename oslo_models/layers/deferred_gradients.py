@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels.linear import plain_conv1d
+from oslo_kernels.linear import plain_conv1d, product_by, trained_product
 from oslo_models.distributed.collectives import has_dispatch_mode
 from oslo_models.distributed.sharded_tensor import without_override
 
@@ -62,6 +62,7 @@ class _Product(NamedTuple):
         grad: gradient of the output, ``[rows, out]``, in the dtype of the computation.
         x: input, ``[rows, in]``.
         is_io: whether the weight is ``[in, out]``.
+        way: implementation of the products (`oslo_kernels.linear.MANY`). ``None`` for torch's.
         versions: versions of ``grad`` and ``x``.
     """
 
@@ -69,6 +70,7 @@ class _Product(NamedTuple):
     grad: Tensor
     x: Tensor
     is_io: bool
+    way: str | None
     versions: tuple[int, int]
 
     def weight_gradient(self) -> Tensor:
@@ -78,7 +80,13 @@ class _Product(NamedTuple):
                 'schedule="zb-h1": the input of a linear layer, or the gradient of its output, was modified in place '
                 f'before the gradient of its weight {tuple(self.weight.shape)} was computed; use schedule="1f1b"'
             )
-        return self.x.t().mm(self.grad) if self.is_io else self.grad.t().mm(self.x)
+        left, right = (self.x, self.grad) if self.is_io else (self.grad, self.x)
+        return _multiply(self.way, left.t(), right.t())
+
+
+def _multiply(way: str | None, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right.T`` of two matrices."""
+    return left.mm(right.t()) if way is None else product_by(way, left, right)
 
 
 class MicroBatchGradients:
@@ -94,9 +102,9 @@ class MicroBatchGradients:
         self.deferred: set[int] = set()
         self.others: set[int] = set()
 
-    def add(self, weight: nn.Parameter, grad: Tensor, x: Tensor, is_io: bool) -> None:
+    def add(self, weight: nn.Parameter, grad: Tensor, x: Tensor, is_io: bool, way: str | None) -> None:
         """Add a product of ``x``, ``[rows, in]``, with ``grad``, the gradient of its output, ``[rows, out]``."""
-        self._products.append(_Product(weight, grad, x, is_io, (grad._version, x._version)))
+        self._products.append(_Product(weight, grad, x, is_io, way, (grad._version, x._version)))
 
     def compute(self, accumulate: Callable[[nn.Parameter, Tensor], None]) -> None:
         """Compute the gradients, pass each to ``accumulate``, and free its tensors.
@@ -220,10 +228,10 @@ class _Recording(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func in _OPERANDS and len(args) > 1 and kwargs.keys() <= {"bias"}:
-            x, weight, bias, is_io = _OPERANDS[func](*args, **kwargs)
+            x, weight, bias, *kind = _OPERANDS[func](*args, **kwargs)
             value = self._deferred.value_of(weight)
             if value is not None and _is_deferrable(x, value[1], bias):
-                return _product(x, *value, bias, is_io, self._gradients)
+                return _product(x, *value, bias, *kind, self._gradients)
         result = func(*args, **kwargs)
         given = (*args, *kwargs.values())
         if given and isinstance(given[0], (list, tuple)):
@@ -233,26 +241,34 @@ class _Recording(TorchFunctionMode):
         return result
 
 
-def _linear_operands(x: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any, bool]:
-    return x, weight, bias, False
+_Operands = tuple[Any, Any, Any, bool, str | None]
 
 
-def _addmm_operands(bias: Any, x: Any, weight: Any) -> tuple[Any, Any, Any, bool]:
-    return x, weight, bias, True
+def _linear_operands(x: Any, weight: Any, bias: Any = None) -> _Operands:
+    return x, weight, bias, False, None
 
 
-def _matmul_operands(x: Any, weight: Any) -> tuple[Any, Any, Any, bool]:
-    return x, weight, None, True
+def _addmm_operands(bias: Any, x: Any, weight: Any) -> _Operands:
+    return x, weight, bias, True, None
 
 
-_OPERANDS: Mapping[Any, Callable[..., tuple[Any, Any, Any, bool]]] = {
+def _matmul_operands(x: Any, weight: Any) -> _Operands:
+    return x, weight, None, True, None
+
+
+def _operands(*args: Any) -> _Operands:
+    return args  # type: ignore[return-value]
+
+
+_OPERANDS: Mapping[Any, Callable[..., _Operands]] = {
     F.linear: _linear_operands,
     torch.addmm: _addmm_operands,
     torch.matmul: _matmul_operands,
     Tensor.matmul: _matmul_operands,
     Tensor.__matmul__: _matmul_operands,
+    trained_product: _operands,
 }
-"""By product: its arguments as ``(x, weight, bias, whether the weight is [in, out])``."""
+"""By product: its arguments as ``(x, weight, bias, whether the weight is [in, out], implementation)``."""
 _CONVERSIONS = {Tensor.to, Tensor.type_as}
 """Functions with a graph of their first argument only."""
 
@@ -276,13 +292,19 @@ def _is_deferrable(x: Any, weight: Tensor, bias: Any) -> bool:
 
 
 def _product(
-    x: Tensor, weight: nn.Parameter, value: Tensor, bias: Any, is_io: bool, gradients: MicroBatchGradients
+    x: Tensor,
+    weight: nn.Parameter,
+    value: Tensor,
+    bias: Any,
+    is_io: bool,
+    way: str | None,
+    gradients: MicroBatchGradients,
 ) -> Tensor:
     gradients.deferred.add(id(weight))
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, value, bias = x.to(dtype), value.to(dtype), None if bias is None else bias.to(dtype)
-    return _DeferredProduct.apply(x, value, bias, is_io, partial(gradients.add, weight))
+    return _DeferredProduct.apply(x, value, bias, is_io, way, partial(gradients.add, weight))
 
 
 class _DeferredProduct(torch.autograd.Function):
@@ -293,12 +315,21 @@ class _DeferredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, value: Tensor, bias: Tensor | None, is_io: bool, defer: Callable[..., None]
+        ctx: Any,
+        x: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        is_io: bool,
+        way: str | None,
+        defer: Callable[[Tensor, Tensor, bool, str | None], None],
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, value)
-        ctx.is_io, ctx.defer = is_io, defer
-        out: Tensor = (plain_conv1d if is_io else F.linear)(x, value, bias)
+        ctx.is_io, ctx.way, ctx.defer = is_io, way, defer
+        if way is None:
+            out: Tensor = (plain_conv1d if is_io else F.linear)(x, value, bias)
+        else:
+            out = product_by(way, x, value.t() if is_io else value, bias)
         # no autograd view: the all-reduce over ranks changes the output in place
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
@@ -306,9 +337,9 @@ class _DeferredProduct(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return None, None, None, None, None
+            return (None,) * 6
         x, value = ctx.saved_tensors
         grad_ro, x_ri = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        ctx.defer(grad_ro, x_ri, ctx.is_io)
-        of_x = grad_ro.mm(value.t() if ctx.is_io else value).view(x.shape)
-        return of_x, None, grad_ro.sum(0) if ctx.needs_input_grad[2] else None, None, None
+        ctx.defer(grad_ro, x_ri, ctx.is_io, ctx.way)
+        of_x = _multiply(ctx.way, grad_ro, value if ctx.is_io else value.t()).view(x.shape)
+        return of_x, None, grad_ro.sum(0) if ctx.needs_input_grad[2] else None, None, None, None

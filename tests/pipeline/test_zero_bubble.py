@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
+import oslo_models
+from oslo_kernels.linear import ONEDNN, has_onednn, trained_product
 from oslo_models import registry
 from oslo_models.layers import deferred_gradients
 from oslo_models.layers.deferred_gradients import DeferredGradients, MicroBatchGradients
@@ -383,6 +386,30 @@ def test_fused_modules(pool: Pool, variant: str, seed: int) -> None:
     pool.run(2, check_same_bits, name, config, batches, 1, 2, {}, prepare=fused, dtype=torch.float32)
 
 
+def check_initialized(given: Case) -> None:
+    """OSLO 2's configuration has the schedule too."""
+    model: Any = getattr(transformers, given.name)(given.config).double()
+    model.load_state_dict(given.weights, strict=False)
+    options = {"pipeline_parallel_size": 2, "schedule": "zb-h1"}
+    with pytest.raises(ValueError, match="schedule must be one of"):
+        oslo_models.initialize(model, {"model_parallelism": {**options, "schedule": 1}})
+    model = oslo_models.initialize(model, {"model_parallelism": options})
+    assert model.schedule == "zb-h1"
+    with deferred_counted() as counts:
+        run_micro_batches(model.train(), given.batches[0][0])
+    assert bool(counts) == bool(model.stage.index)
+    lines = gradient_differences(model, given.gradients)
+    assert not lines, "\n".join(lines)
+    plain = getattr(transformers, given.name)(given.config)
+    oslo_models.initialize(plain, {"model_parallelism": {**options, "enable": False}})
+    assert plain.schedule == "1f1b"
+
+
+def test_schedule_in_the_configuration_of_oslo2(pool: Pool, seed: int) -> None:
+    given = pipelines.case(LM["llama"], pipelines.config("llama", tie_word_embeddings=False), seed)
+    pool.run(2, check_initialized, given)
+
+
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
@@ -442,8 +469,8 @@ def check_in_place(given: Case) -> None:
     model, (batch,) = case_on_stages(given, 1, 2, schedule="zb-h1"), given.batches[0]
     add = MicroBatchGradients.add
 
-    def damaged(self: MicroBatchGradients, weight: nn.Parameter, grad: Tensor, x: Tensor, is_io: bool) -> None:
-        add(self, weight, grad, x, is_io)
+    def damaged(self: MicroBatchGradients, weight: nn.Parameter, grad: Tensor, *args: Any) -> None:
+        add(self, weight, grad, *args)
         grad.zero_()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -462,11 +489,11 @@ def test_modified_gradient_raises_on_every_stage(pool: Pool, seed: int) -> None:
     pool.run(2, check_in_place, lm_case("gpt2", seed))
 
 
-def test_accelerated_names_of_products() -> None:
-    """The functions that layers of transformers call."""
-    weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
-    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(4, dtype=torch.float64)
+def test_products_of_layers_defer_their_weight_gradient() -> None:
+    """The functions that layers of transformers call, and this library's own product for many rows."""
+    weight = nn.Parameter(torch.randn(4, 4))
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    bias = torch.randn(4)
     calls: list[Callable[[], Tensor]] = [
         lambda: torch.nn.functional.linear(x, weight),
         lambda: torch.nn.functional.linear(x, weight, bias=bias),
@@ -474,6 +501,7 @@ def test_accelerated_names_of_products() -> None:
         lambda: x @ weight,
         lambda: torch.matmul(x, weight),
         lambda: x.matmul(weight),
+        *(lambda io=io: trained_product(x, weight, bias, io, ONEDNN) for io in (False, True) if has_onednn()),
     ]
     for call in calls:
         x.grad = weight.grad = None
