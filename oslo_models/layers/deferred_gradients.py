@@ -139,6 +139,7 @@ class DeferredGradients:
     ) -> None:
         with without_override():
             self._values = {id(weight): (weight, Tensor.detach(weight)) for weight in weights}
+        self._casts: dict[tuple[int, torch.dtype], Tensor] = {}
         self._accumulate = accumulate
         self._with_other_uses: set[int] = set()
         self._recorded: dict[int, MicroBatchGradients] = {}
@@ -188,10 +189,18 @@ class DeferredGradients:
         """Drop all gradients."""
         self._recorded.clear()
         self._due.clear()
+        self._casts.clear()
 
     def value_of(self, weight: Any) -> tuple[nn.Parameter, Tensor] | None:
         """Return the parameter and its values without a graph, if its gradient can be deferred."""
         return None if id(weight) in self._with_other_uses else self._values.get(id(weight))
+
+    def cast(self, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """Return the values of a weight in the dtype of autocast. They are the same in the whole loop."""
+        key = id(weight), dtype
+        if key not in self._casts:
+            self._casts[key] = self._values[id(weight)][1].to(dtype)
+        return self._casts[key]
 
     def note_other_use(self, args: Iterable[Any], gradients: MicroBatchGradients) -> None:
         """Stop deferring the gradients of the weights among ``args``."""
@@ -210,6 +219,7 @@ class _Recording(TorchFunctionMode):
     def __init__(self, deferred: DeferredGradients, gradients: MicroBatchGradients) -> None:
         super().__init__()
         self._deferred, self._gradients = deferred, gradients
+        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
         self._token: Token[bool] | None = None
 
     def __enter__(self) -> Any:
@@ -231,7 +241,7 @@ class _Recording(TorchFunctionMode):
             x, weight, bias, *kind = _OPERANDS[func](*args, **kwargs)
             value = self._deferred.value_of(weight)
             if value is not None and _is_deferrable(x, value[1], bias):
-                return _product(x, *value, bias, *kind, self._gradients)
+                return self._product(x, *value, bias, *kind)
         result = func(*args, **kwargs)
         given = (*args, *kwargs.values())
         if given and isinstance(given[0], (list, tuple)):
@@ -239,6 +249,27 @@ class _Recording(TorchFunctionMode):
         if self._deferred.are_among(given) and _has_graph(result) and not any(result is arg for arg in given):
             self._deferred.note_other_use(given[:1] if func in _CONVERSIONS else given, self._gradients)
         return result
+
+    def _product(
+        self, x: Tensor, weight: nn.Parameter, value: Tensor, bias: Any, is_io: bool, way: str | None
+    ) -> Tensor:
+        self._gradients.deferred.add(id(weight))
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, value, bias = (
+                self._cast(x, dtype),
+                self._deferred.cast(weight, dtype),
+                None if bias is None else bias.to(dtype),
+            )
+        return _DeferredProduct.apply(x, value, bias, is_io, way, partial(self._gradients.add, weight))
+
+    def _cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Cast an activation like autocast, which casts a leaf once and so sums its gradients in ``dtype``."""
+        if not x.is_leaf or x.dtype == dtype:
+            return x.to(dtype)
+        if id(x) not in self._casts:
+            self._casts[id(x)] = x, x.to(dtype)
+        return self._casts[id(x)][1]
 
 
 _Operands = tuple[Any, Any, Any, bool, str | None]
@@ -289,22 +320,6 @@ def _is_deferrable(x: Any, weight: Tensor, bias: Any) -> bool:
     if torch.is_autocast_enabled(x.device.type):
         return torch.float64 not in (x.dtype, weight.dtype)
     return x.dtype == weight.dtype
-
-
-def _product(
-    x: Tensor,
-    weight: nn.Parameter,
-    value: Tensor,
-    bias: Any,
-    is_io: bool,
-    way: str | None,
-    gradients: MicroBatchGradients,
-) -> Tensor:
-    gradients.deferred.add(id(weight))
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, value, bias = x.to(dtype), value.to(dtype), None if bias is None else bias.to(dtype)
-    return _DeferredProduct.apply(x, value, bias, is_io, way, partial(gradients.add, weight))
 
 
 class _DeferredProduct(torch.autograd.Function):

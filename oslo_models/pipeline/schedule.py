@@ -382,8 +382,6 @@ class Schedule:
     def _complete_communication(self) -> None:
         """Complete the remaining communication with zeros, so that no other stage waits for this stage."""
         self.in_flight.clear()
-        if self._deferred is not None:
-            self._deferred.clear()
         for iteration in range(self.num_micro_batches):
             while self.forwards < min(self.num_micro_batches, iteration + self.num_warmup + 1):
                 i = self.forwards
@@ -407,6 +405,8 @@ class Schedule:
         if self._finished:
             return
         self._finished = True
+        if self._deferred is not None:
+            self._deferred.clear()
         self._set_phase("end of the loop over micro-batches")
         if self.deepspeed is not None:
             self.deepspeed.set_boundary(is_last=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
@@ -25,7 +25,7 @@ from oslo_models.pipeline.stage_runner import StageRunner
 from support import pipelines, zoo
 from support.pipelines import LM, Batch, Case, case_on_stages, gradient_differences, lm_case, run_micro_batches
 from support.pool import Pool
-from support.reference import TOLERANCE, differences
+from support.reference import TOLERANCE, differences, reference_model
 
 SCHEDULES = ("1f1b", "zb-h1")
 Step = Callable[[Any, Batch], Any]
@@ -39,7 +39,7 @@ def make(
 
 
 def plain_step(model: Any, batch: Batch) -> Tensor:
-    return run_micro_batches(model, batch, lift=False)
+    return run_micro_batches(model, batch, lift=next(model.parameters()).dtype is torch.float64)
 
 
 @contextmanager
@@ -62,15 +62,13 @@ def bits(x: Any) -> Any:
     return None if x is None else x.detach().as_subclass(Tensor).clone()
 
 
-def results_of(model: Any, batches: list[Batch], step: Step, wrapped: Any = None) -> dict[str, Any]:
-    """Return the losses of all batches and the accumulated gradients."""
+def results_of(model: Any, trained: Any, batches: list[Batch], step: Step) -> dict[str, Any]:
+    """Return the losses of all batches, the norm and the clipped gradients."""
     found: dict[str, Any] = {}
     for number, batch in enumerate(batches):
         torch.manual_seed(number)  # the same dropout masks
-        loss = step(model if wrapped is None else wrapped, batch)
-        found[f"loss {number}"] = bits(loss)
-    norm = model.clip_grad_norm_(0.5)
-    found["norm"] = bits(norm)
+        found[f"loss {number}"] = bits(step(trained, batch))
+    found["norm"] = bits(model.clip_grad_norm_(0.5))
     return found | {name: bits(param.grad) for name, param in model.named_parameters()}
 
 
@@ -82,36 +80,47 @@ def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return [key for key in expected if not equal(found[key], expected[key])]
 
 
-def check_same_bits(
-    name: str,
-    config: PreTrainedConfig,
-    batches: list[Batch],
-    tp: int,
-    pp: int,
-    options: dict[str, Any],
-    prepare: Callable[[Any], Any] = lambda model: model,
-    step: Step = plain_step,
-    ddp: bool = False,
-    dtype: torch.dtype = torch.float64,
-    defers: bool = True,
-) -> None:
+def unchanged(model: Any) -> Any:
+    return model
+
+
+@dataclass
+class Run:
+    """Two accumulated batches on stages.
+
+    Attributes:
+        prepare: changes the model after construction.
+        step: runs a batch.
+        ddp: whether replicas train in ``DistributedDataParallel``.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    batches: list[Batch]
+    tp: int = 1
+    pp: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any], Any] = unchanged
+    step: Step = plain_step
+    ddp: bool = False
+    dtype: torch.dtype = torch.float64
+
+
+def check_same_bits(run: Run) -> None:
     """Train by both schedules. Every loss, norm and gradient is equal bit for bit, and gradients were deferred."""
     found = {}
     for schedule in SCHEDULES:
-        model = make(name, config, tp, pp, dtype, schedule, **options)
-        trained = prepare(model)
-        rank, size = model.mesh.dp.rank, model.mesh.dp.size
-        own = [
-            {key: x[rank::size] if isinstance(x, Tensor) and x.dim() else x for key, x in b.items()} for b in batches
-        ]
-        wrapped = (
-            DistributedDataParallel(trained, process_group=model.mpu.get_data_parallel_group()) if ddp else trained
-        )
+        model = make(run.name, run.config, run.tp, run.pp, run.dtype, schedule, **run.options)
+        trained = run.prepare(model)
+        replicas, batches = model.mesh.dp, run.batches
+        if run.ddp:
+            trained = DistributedDataParallel(trained, process_group=model.mpu.get_data_parallel_group())
+            batches = [{key: x[replicas.rank :: replicas.size] for key, x in batch.items()} for batch in run.batches]
         with deferred_counted() as counts:
-            found[schedule] = results_of(model, own, step, wrapped)
-        later = schedule == "zb-h1" and model.stage.index > 0 and defers
+            found[schedule] = results_of(model, trained, batches, run.step)
+        later = schedule == "zb-h1" and model.stage.index > 0
         assert (sum(counts) > 0) == later, (schedule, model.stage.index, counts)
-    assert any(x is not None and x.any() for x in found["1f1b"].values())
+    assert all(x is None or not x.isnan().any() for x in found["1f1b"].values())
     assert not (lines := different(found["zb-h1"], found["1f1b"])), lines
 
 
@@ -122,7 +131,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-one-kv": {"num_hidden_layers": 4},
     "t5": {},
-    "deberta_v2": {"num_hidden_layers": 4},  # projections that are called twice
+    "deberta-v2": {"num_hidden_layers": 4},  # projections that are called twice
     "bloom": {"n_layer": 4},
     "mixtral": {"num_hidden_layers": 4},
     "qwen3_moe": {"num_hidden_layers": 4},
@@ -146,16 +155,16 @@ def test_gradients_are_those_of_1f1b_bit_for_bit(
     """Two accumulated batches with dropout, and micro-batches with unequal numbers of labels."""
     config = pipelines.config(variant, 0.1, **FAMILIES[variant])
     name = zoo.main_head(variant)
-    pool.run(tp * pp, check_same_bits, name, config, batches_of(name, config, seed), tp, pp, {"micro_batch_size": size})
+    run = Run(name, config, batches_of(name, config, seed), tp, pp, {"micro_batch_size": size})
+    pool.run(tp * pp, check_same_bits, run)
 
 
 @pytest.mark.parametrize("size", [1, 2, 6])
 def test_any_number_of_micro_batches(pool: Pool, size: int, seed: int) -> None:
     """As many micro-batches as stages, fewer, and one."""
     config = pipelines.config("gpt2", 0.1)
-    pool.run(
-        3, check_same_bits, LM["gpt2"], config, batches_of(LM["gpt2"], config, seed), 1, 3, {"micro_batch_size": size}
-    )
+    batches = batches_of(LM["gpt2"], config, seed)
+    pool.run(3, check_same_bits, Run(LM["gpt2"], config, batches, 1, 3, {"micro_batch_size": size}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -163,7 +172,7 @@ def test_any_number_of_micro_batches(pool: Pool, size: int, seed: int) -> None:
 def test_bits_in_other_dtypes(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None:
     config, name = pipelines.config(variant, 0.1), LM[variant]
     batches = batches_of(name, config, seed, dtype=dtype)
-    pool.run(2, check_same_bits, name, config, batches, 1, 2, {}, dtype=dtype)
+    pool.run(2, check_same_bits, Run(name, config, batches, dtype=dtype))
 
 
 def autocast_step(model: Any, batch: Batch) -> Tensor:
@@ -175,7 +184,8 @@ def autocast_step(model: Any, batch: Batch) -> Tensor:
 def test_bits_under_autocast(pool: Pool, variant: str, tp: int, seed: int) -> None:
     config, name = pipelines.config(variant, 0.1), zoo.lm_head(variant)
     batches = batches_of(name, config, seed, dtype=torch.float32)
-    pool.run(2 * tp, check_same_bits, name, config, batches, tp, 2, {}, step=autocast_step, dtype=torch.float32)
+    run = Run(name, config, batches, tp, step=autocast_step, dtype=torch.float32)
+    pool.run(2 * tp, check_same_bits, run)
 
 
 # Replicas -------------------------------------------------------------------------------------------------------------
@@ -193,8 +203,9 @@ def quiet_step(model: Any, batch: Batch) -> Tensor:
 @pytest.mark.parametrize(("variant", "size"), [("gpt2", 1), ("t5", 1), ("llama", 3)])
 def test_replicas_of_ddp(pool: Pool, variant: str, size: int, step: Step, seed: int) -> None:
     config, name = pipelines.config(variant, 0.1), LM[variant]
-    options = {"micro_batch_size": size}
-    pool.run(4, check_same_bits, name, config, batches_of(name, config, seed), 1, 2, options, step=step, ddp=True)
+    batches = batches_of(name, config, seed)
+    run = Run(name, config, batches, options={"micro_batch_size": size}, step=step, ddp=True)
+    pool.run(4, check_same_bits, run)
 
 
 def check_replicas(given: Case) -> None:
@@ -202,7 +213,7 @@ def check_replicas(given: Case) -> None:
     model = case_on_stages(given, 1, 2, schedule="zb-h1")
     reduced: list[int] = []
 
-    def noted(_: Any, bucket: Any) -> Any:
+    def noted(bucket: Any) -> Any:
         reduced.append(sum(grad.numel() for grad in bucket.gradients()))
         future: torch.futures.Future[Any] = torch.futures.Future()
         total = bucket.buffer() / model.mesh.dp.size
@@ -211,7 +222,7 @@ def check_replicas(given: Case) -> None:
         return future
 
     ddp = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
-    ddp.register_comm_hook(None, noted)
+    ddp.register_comm_hook(None, lambda state, bucket: noted(bucket))
     run_micro_batches(ddp, given.batches[0][model.mesh.dp.rank])
     lines = gradient_differences(model, given.gradients)
     assert not lines, "\n".join(lines)
@@ -319,13 +330,17 @@ def test_evaluation_defers_nothing(pool: Pool, seed: int) -> None:
 # Weights and layers of other kinds ------------------------------------------------------------------------------------
 
 
+def double(param: Any) -> None:
+    param.grad.mul_(2)
+
+
 def with_hooks(model: Any) -> Any:
     """A hook that doubles a gradient runs once for each micro-batch, in the backward pass."""
     for name, param in model.named_parameters():
         if name.endswith("down_proj.weight"):
             param.register_hook(lambda grad: 2 * grad)
         if name.endswith("up_proj.weight"):
-            param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+            param.register_post_accumulate_grad_hook(double)
     return model
 
 
@@ -336,10 +351,18 @@ def with_frozen(model: Any) -> Any:
 
 
 def with_shared(model: Any) -> Any:
-    """Two blocks of a stage share a weight; a third reads a weight outside of its layer."""
+    """Two blocks of a stage share a weight."""
     layers = list(model.model.layers)
     layers[0].mlp.up_proj.weight = layers[-1].mlp.up_proj.weight
-    layers[-1].mlp.gate_proj.register_forward_hook(lambda layer, args, output: output + layer.weight.sum() * 1e-3)
+    return model
+
+
+def with_other_use(model: Any) -> Any:
+    """Code outside of a layer reads its weight before the layer."""
+    for layer in model.model.layers:
+        gate, up = layer.mlp.gate_proj, layer.mlp.up_proj
+        up.register_forward_hook(lambda layer, args, output, gate=gate: output + gate.weight.sum() * 1e-3)
+        layer.mlp.forward = lambda x, mlp=layer.mlp: mlp.down_proj(mlp.up_proj(x) * mlp.act_fn(mlp.gate_proj(x)))
     return model
 
 
@@ -351,10 +374,47 @@ def with_checkpoints(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("prepare", [with_hooks, with_frozen, with_shared, with_checkpoints])
+@pytest.mark.parametrize("prepare", [with_hooks, with_frozen, with_shared, with_other_use, with_checkpoints])
 def test_other_uses_of_weights(pool: Pool, prepare: Callable[[Any], Any], seed: int) -> None:
     config = pipelines.config("llama", 0.1)
-    pool.run(2, check_same_bits, LM["llama"], config, batches_of(LM["llama"], config, seed), 1, 2, {}, prepare=prepare)
+    run = Run(LM["llama"], config, batches_of(LM["llama"], config, seed), prepare=prepare)
+    pool.run(2, check_same_bits, run)
+
+
+def with_later_use(model: Any) -> Any:
+    """Code outside of a layer reads its weight after the layer."""
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda layer, args, output: output + layer.weight.sum() * 1e-3)
+    return model
+
+
+def check_later_use(run: Run) -> None:
+    """The gradient is right to rounding, since its parts are accumulated one by one."""
+    expected, found = (
+        results_of(
+            model := run.prepare(make(run.name, run.config, 1, 2, run.dtype, schedule)), model, run.batches, run.step
+        )
+        for schedule in SCHEDULES
+    )
+    assert all((found[key] - x).abs().max() <= 1e-12 for key, x in expected.items() if x is not None)
+
+
+def check_later_use_of_replicas(run: Run) -> None:
+    """DDP would reduce the gradient before it is complete, if it has one micro-batch to learn of the use."""
+    model = run.prepare(make(run.name, run.config, 1, 2, run.dtype, "zb-h1", micro_batch_size=3))
+    ddp = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    batch = {key: x[:3] for key, x in run.batches[0].items()}
+    with pytest.raises(
+        RuntimeError, match="has another use than in its linear layer" if model.stage.index else "stage"
+    ):
+        run.step(ddp, batch)
+
+
+def test_weight_with_a_later_use(pool: Pool, seed: int) -> None:
+    config = pipelines.config("llama")
+    run = Run(LM["llama"], config, batches_of(LM["llama"], config, seed), prepare=with_later_use)
+    pool.run(2, check_later_use, run)
+    pool.run(4, check_later_use_of_replicas, run)
 
 
 def with_adapter(model: Any) -> Any:
@@ -371,7 +431,7 @@ def test_adapters(pool: Pool, tp: int, seed: int) -> None:
     """Frozen weights have no gradient. The weights of the adapter are deferred."""
     config = pipelines.config("llama", 0.1)
     batches = batches_of(LM["llama"], config, seed)
-    pool.run(2 * tp, check_same_bits, LM["llama"], config, batches, tp, 2, {}, prepare=with_adapter)
+    pool.run(2 * tp, check_same_bits, Run(LM["llama"], config, batches, tp, prepare=with_adapter))
 
 
 def fused(model: Any) -> Any:
@@ -383,13 +443,12 @@ def fused(model: Any) -> Any:
 def test_fused_modules(pool: Pool, variant: str, seed: int) -> None:
     config, name = pipelines.config(variant, 0.1), LM[variant]
     batches = batches_of(name, config, seed, dtype=torch.float32)
-    pool.run(2, check_same_bits, name, config, batches, 1, 2, {}, prepare=fused, dtype=torch.float32)
+    pool.run(2, check_same_bits, Run(name, config, batches, prepare=fused, dtype=torch.float32))
 
 
-def check_initialized(given: Case) -> None:
+def check_initialized(given: Case, seed: int) -> None:
     """OSLO 2's configuration has the schedule too."""
-    model: Any = getattr(transformers, given.name)(given.config).double()
-    model.load_state_dict(given.weights, strict=False)
+    model: Any = reference_model(given.name, given.config, seed)
     options = {"pipeline_parallel_size": 2, "schedule": "zb-h1"}
     with pytest.raises(ValueError, match="schedule must be one of"):
         oslo_models.initialize(model, {"model_parallelism": {**options, "schedule": 1}})
@@ -400,14 +459,14 @@ def check_initialized(given: Case) -> None:
     assert bool(counts) == bool(model.stage.index)
     lines = gradient_differences(model, given.gradients)
     assert not lines, "\n".join(lines)
-    plain = getattr(transformers, given.name)(given.config)
+    plain = reference_model(given.name, given.config, seed)
     oslo_models.initialize(plain, {"model_parallelism": {**options, "enable": False}})
     assert plain.schedule == "1f1b"
 
 
 def test_schedule_in_the_configuration_of_oslo2(pool: Pool, seed: int) -> None:
     given = pipelines.case(LM["llama"], pipelines.config("llama", tie_word_embeddings=False), seed)
-    pool.run(2, check_initialized, given)
+    pool.run(2, check_initialized, given, seed)
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
