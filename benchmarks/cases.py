@@ -293,7 +293,7 @@ CASES = {
             *("schedules", "Four stages of slept work, 16 micro-batches", measure.idle_time, ""),
             peers=(TORCH_1F1B, "torch-interleaved-zb-pp4", OUR_1F1B, ZERO_BUBBLE),
             baseline=TORCH_1F1B,
-            options={"seconds": 0.04, "number": 16, "timed": 3},
+            options={"seconds": 0.1, "number": 16, "timed": 3},
             smoke={"seconds": 0.005, "number": 8, "timed": 1},
         ),
         Case(

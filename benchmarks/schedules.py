@@ -79,7 +79,8 @@ class _Stage(nn.Module):
         if self.start is not None:  # otherwise the first stage has no gradient of its input
             x = x + self.start
         x = _Slept.apply(x, forward, backward)
-        return F.linear(x, _Slept.apply(self.linear.weight, 0.0, weights), self.linear.bias)
+        x = F.linear(x, _Slept.apply(self.linear.weight, 0.0, weights), self.linear.bias)
+        return x.clone()  # torch detaches outputs in place, which must be no views
 
 
 def of_torch(schedule: Any, per_rank: int, durations: Durations, number: int) -> Callable[[], None]:
