@@ -33,14 +33,17 @@ def defers_weight_gradients() -> bool:
     return _DEFERS.get()
 
 
-def deferrable_weights(modules: Iterable[nn.Module], model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained weights of linear layers below ``modules`` that a `DeferredGradients` accepts.
+def deferrable_weights(blocks: Iterable[nn.Module], modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the trained weights of linear layers in ``blocks`` that a `DeferredGradients` accepts.
 
     A weight of several modules is left out, since autograd sums its gradients before it accumulates them. So is a
     weight with hooks, which expect its gradient in the backward pass.
+
+    Args:
+        modules: all modules of the model.
     """
-    holders = Counter(id(param) for module in model.modules() for param in module._parameters.values())
-    linear = (each for module in modules for each in module.modules() if isinstance(each, (nn.Linear, Conv1D)))
+    holders = Counter(id(param) for module in modules for param in module._parameters.values())
+    linear = (each for block in blocks for each in block.modules() if isinstance(each, (nn.Linear, Conv1D)))
     weights = (layer._parameters.get("weight") for layer in linear)
     return [weight for weight in weights if weight is not None and holders[id(weight)] == 1 and _is_plain(weight)]
 
@@ -50,7 +53,7 @@ def _is_plain(weight: nn.Parameter) -> bool:
         return False
     with without_override():
         is_matrix = weight.dim() == 2 and weight.numel() > 0 and weight.is_contiguous()
-        has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
         return is_matrix and weight.requires_grad and weight.is_leaf and not has_hooks
 
 
@@ -238,10 +241,10 @@ class _Recording(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func in _OPERANDS and len(args) > 1 and kwargs.keys() <= {"bias"}:
-            x, weight, bias, *kind = _OPERANDS[func](*args, **kwargs)
+            x, weight, bias, is_io, way = _OPERANDS[func](*args, **kwargs)
             value = self._deferred.value_of(weight)
             if value is not None and _is_deferrable(x, value[1], bias):
-                return self._product(x, *value, bias, *kind)
+                return self._product(x, *value, bias, is_io, way)
         result = func(*args, **kwargs)
         given = (*args, *kwargs.values())
         if given and isinstance(given[0], (list, tuple)):
@@ -288,7 +291,7 @@ def _matmul_operands(x: Any, weight: Any) -> _Operands:
 
 
 def _operands(*args: Any) -> _Operands:
-    return args  # type: ignore[return-value]
+    return args
 
 
 _OPERANDS: Mapping[Any, Callable[..., _Operands]] = {

@@ -300,7 +300,7 @@ class Schedule:
         """
         model = self.runner.model
         blocks = [model.get_submodule(stack.blocks) for stack in self.stage.stacks if stack.is_local]
-        return DeferredGradients(deferrable_weights(blocks, model), self._accumulate)
+        return DeferredGradients(deferrable_weights(blocks, model.modules()), self._accumulate)
 
     def _accumulate(self, i: int, param: nn.Parameter, grad: Tensor) -> None:
         """Add a deferred gradient of micro-batch ``i``. The last one passes through autograd, which triggers DDP."""
