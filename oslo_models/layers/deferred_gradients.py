@@ -259,11 +259,8 @@ class _Recording(TorchFunctionMode):
         self._gradients.deferred.add(id(weight))
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, value, bias = (
-                self._cast(x, dtype),
-                self._deferred.cast(weight, dtype),
-                None if bias is None else bias.to(dtype),
-            )
+            x, value = self._cast(x, dtype), self._deferred.cast(weight, dtype)
+            bias = None if bias is None else bias.to(dtype)
         return _DeferredProduct.apply(x, value, bias, is_io, way, partial(self._gradients.add, weight))
 
     def _cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:

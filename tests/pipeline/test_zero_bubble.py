@@ -208,6 +208,12 @@ def test_replicas_of_ddp(pool: Pool, variant: str, size: int, step: Step, seed: 
     pool.run(4, check_same_bits, run)
 
 
+def test_experts_over_replicas(pool: Pool, seed: int) -> None:
+    config, name = pipelines.config("qwen3_moe", num_hidden_layers=4), zoo.main_head("qwen3_moe")
+    options = {"expert_parallel_size": 2}
+    pool.run(4, check_same_bits, Run(name, config, batches_of(name, config, seed), options=options, ddp=True))
+
+
 def check_replicas(given: Case) -> None:
     """DDP reduces each gradient once, and the result is the gradient of all replicas."""
     model = case_on_stages(given, 1, 2, schedule="zb-h1")
