@@ -392,6 +392,8 @@ def check_schedule(model: ShardedModel, has_deepspeed: bool) -> None:
         "gradient checkpointing": model.training
         and any(getattr(module, "gradient_checkpointing", False) for module in modules)
         and "the input of each linear layer, which a deferred weight gradient needs, is computed again",
+        "torch.compile": any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
+        and "compiled code computes weight gradients in its backward pass",
     }
     for name, reason in reasons.items():
         if reason:

@@ -489,6 +489,11 @@ def check_refusals(given: Case) -> None:
     with pytest.raises(ValueError, match=r'"zb-h1" cannot be used with gradient checkpointing: .* "1f1b"'):
         model(**batch)
     model.gradient_checkpointing_disable()
+    (block, *_) = model.transformer.h
+    block.compile(backend="eager")
+    with pytest.raises(ValueError, match=r'"zb-h1" cannot be used with torch.compile: .* leave torch.compile out'):
+        model(**batch)
+    block._compiled_call_impl = None
     model.schedule = "zb-h2"
     with pytest.raises(ValueError, match="schedule must be one of"):
         model(**batch)
