@@ -149,7 +149,7 @@ def batches_of(
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize(("tp", "pp", "size"), [(1, 2, 1), (1, 3, 2), (2, 2, 1)])
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_gradients_are_those_of_1f1b_bit_for_bit(
+def test_gradients_equal_1f1b_bit_for_bit(
     pool: Pool, variant: str, tp: int, pp: int, size: int, seed: int
 ) -> None:
     """Two accumulated batches with dropout, and micro-batches with unequal numbers of labels."""
