@@ -17,7 +17,7 @@ ENGINES = ("transformers-compile", "llama.cpp")
 """Peers that generate only."""
 ONE_THREAD = "oslo_models-one-thread"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
-OUR_BATCH = "oslo_models-tp2-batch"
+OUR_BATCH, OUR_FUSED_BATCH = "oslo_models-tp2-batch", "oslo_models-tp2-fused-batch"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
@@ -26,8 +26,18 @@ SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
 ZERO_BUBBLE, OUR_1F1B, TORCH_1F1B = "oslo_models-zb-h1", "oslo_models-1f1b", "torch-1f1b-pp4"
 OUR_SCHEDULES = (ZERO_BUBBLE, OUR_1F1B)
 OWN = (
-    *(*OUR_SCHEDULES, OURS_FUSED, OUR_BATCH, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, ONE_THREAD),
-    *(OUR_DATA, DEPLOYED, *OUR_SERVERS),
+    *OUR_SCHEDULES,
+    OUR_FUSED_BATCH,
+    OURS_FUSED,
+    OUR_BATCH,
+    OURS,
+    OUR_EXPERTS,
+    OUR_STAGES,
+    OURS_ALONE,
+    ONE_THREAD,
+    OUR_DATA,
+    DEPLOYED,
+    *OUR_SERVERS,
 )
 
 
@@ -319,9 +329,9 @@ CASES = {
         ),
         Case(
             *("llama-100m-rollouts", "Llama 100M, 4 groups of 8 completions", measure.rollouts, "llama-100m"),
-            peers=(ALONE, "transformers-batch", OURS, OUR_BATCH),
+            peers=(ALONE, "transformers-batch", OURS, OUR_BATCH, OUR_FUSED_BATCH),
             baseline="transformers-batch",
-            options={"prompts": 4, "group": 8, "prompt": 64, "new": 128, "mean": 64, "timed": 3},
+            options={"prompts": 4, "group": 8, "prompt": 64, "new": 256, "mean": 128, "timed": 1},
             smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
         ),
         Case(

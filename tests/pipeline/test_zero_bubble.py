@@ -149,9 +149,7 @@ def batches_of(
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize(("tp", "pp", "size"), [(1, 2, 1), (1, 3, 2), (2, 2, 1)])
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_gradients_equal_1f1b_bit_for_bit(
-    pool: Pool, variant: str, tp: int, pp: int, size: int, seed: int
-) -> None:
+def test_gradients_equal_1f1b_bit_for_bit(pool: Pool, variant: str, tp: int, pp: int, size: int, seed: int) -> None:
     """Two accumulated batches with dropout, and micro-batches with unequal numbers of labels."""
     config = pipelines.config(variant, 0.1, **FAMILIES[variant])
     name = zoo.main_head(variant)
