@@ -51,6 +51,7 @@ NO_OPTIONS = {
     # options for training from scratch
     # options that another option implies, tables of a model type, and keys that are no model options
     *("is_gated_act", "early_stopping", "use_intermediate_ffn_before_adapter"),
+    "is_hybrid",  # DPT with a convolutional network as embedding
     "legacy",  # DeBERTa: the head applies the word embedding, which is sharded
     *("reduce_loss", "do_deduplication", "exclude_bos_score", "do_marginalize", "output_retrieved", "dummy"),
     *("sparse", "causal", "asm", "quant_mode", "force_dequantize", "separate_cls", "truncate_seq"),

@@ -126,7 +126,7 @@ _WAV2VEC2: dict[str, Any] = {
 }
 _WINDOWS: dict[str, Any] = {
     **{"image_size": 24, "patch_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [3, 4], "window_size": 2},
-    **{"encoder_stride": 8, "mlp_ratio": 2, "problem_type": "single_label_classification"},
+    **{"encoder_stride": 8, "mlp_ratio": 2.0, "problem_type": "single_label_classification"},
 }
 _CONVOLUTIONS: dict[str, Any] = {
     **{"image_size": 24, "num_stages": 2, "hidden_sizes": [9, 10], "depths": [1, 2]},
