@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import torch
@@ -229,8 +228,6 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
                 f"{kind.values} has {len(values)} patches, and {kind.grid} counts {int(patches.sum())} in "
                 f"{len(grid)} {kind.name}s"
             )
-        if kernel := getattr(tower, "merge_kernel_size", None):  # Kimi's, which takes the mean over time
-            return list((grid[:, 1:].prod(-1) // prod(kernel)).tolist())
         return list((patches // merged**2).tolist())
     places = batch.get("image_position_ids")
     if kind.name == "image" and isinstance(places, Tensor) and hasattr(tower, "pooling_kernel_size"):

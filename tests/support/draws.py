@@ -376,11 +376,6 @@ def _fit_gemma4_vision(values: Values, draw: random.Random) -> None:
     values["head_dim"] = draw.choice((4, 8))  # half of a head for rows, in pairs
 
 
-def _fit_llama4_vision(values: Values, draw: random.Random) -> None:
-    _fit_rotary_grid(values, draw)
-    values["intermediate_size"] = 4 * values["hidden_size"]  # of four merged patches
-
-
 def _fit_gemma3n(values: Values, draw: random.Random) -> None:
     values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
     # higher sparsity leaves few features, and the gradients of their norm are huge
@@ -484,7 +479,6 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "kimi_linear": _fit_latent_attention,
     "laguna": _fit_laguna,
     "llama4_text": _fit_smollm3,
-    "llama4_vision_model": _fit_llama4_vision,
     "longcat_flash": _fit_longcat,
     "luke": _fit_luke,
     "mamba2": _fit_mamba2,
@@ -502,7 +496,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _fit_rotary_grid),
-    **dict.fromkeys(("paddleocr_vl_vision", "kimi_k25_vision"), _fit_rotary_grid),
+    "paddleocr_vl_vision": _fit_rotary_grid,
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
@@ -589,8 +583,6 @@ def _configured(
         values["reassemble_hidden_size"] = values["backbone_config"]["hidden_size"]
     if model_type == "mllama":
         values["vision_config"]["vision_output_dim"] = 2 * values["vision_config"]["hidden_size"]
-    if model_type == "kimi_k25":
-        values["projection_hidden_size"] = values["vision_config"]["hidden_size"]
     if "depth" in values.get("vision_config", {}):
         _fit_qwen_tower(values["text_config"], values["vision_config"])
     if "mrope_section" in values.get("text_config", {}).get("rope_parameters", {}):

@@ -17,6 +17,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import configuration_auto
 from transformers.models.umt5 import modeling_umt5
 
 from oslo_models import registry
@@ -322,14 +323,6 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
     },
     "jais2": _KV,
-    "kimi_k25": {
-        "text_config": {**_LATENT, **TOKENS, "model_type": "deepseek_v3"},
-        "vision_config": {
-            **{**_TOWER, "model_type": "kimi_k25_vision", "merge_kernel_size": [2, 2]},
-            **{"pos_emb_height": 3, "pos_emb_width": 3},
-        },
-        **{**_SEEING, "video_token_id": 96, "projection_hidden_size": 24},
-    },
     "kolibri1": {
         **{**_LLAMA, **_MIXTURE, **_WINDOW, "shared_expert_intermediate_size": 13},
         "intermediate_size": None,
@@ -462,7 +455,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"vision_config": {**_TOWER, "model_type": "siglip_vision_model", "patch_size": 8}, "projection_dim": 24},
     },
     "paddleocr_vl": {
-        "text_config": {**_LLAMA, **TOKENS, "model_type": "paddleocr_vl_text", "rope_parameters": _mrope(1, 1, 1)},
+        "text_config": {
+            **{**_UNTIED, **TOKENS, "model_type": "paddleocr_vl_text", "head_dim": 6},
+            "rope_parameters": _mrope(1, 1, 1),
+        },
         **{"vision_config": {**_TOWER, "model_type": "paddleocr_vl_vision"}, **_QWEN_SEEING},
     },
     "pegasus": _BART,
@@ -837,18 +833,6 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         **{**_SEEING, "video_token_id": 96, "audio_token_id": 95},
     },
-    "llama4": {
-        "text_config": {
-            **{**_LLAMA, **_MIXTURE, **TOKENS, "model_type": "llama4_text", "num_local_experts": 5},
-            **{"intermediate_size": 11, "intermediate_size_mlp": 35, "moe_layers": [1], "no_rope_layers": [1, 0]},
-            **{"attention_chunk_size": 4, "floor_scale": 2, "tie_word_embeddings": False},
-        },
-        "vision_config": {
-            **{**_TOWER, "model_type": "llama4_vision_model", "intermediate_size": 96, "projector_input_dim": 22},
-            **{"projector_output_dim": 22, "vision_output_dim": 22},
-        },
-        **_SEEING,
-    },
     "gemma4_text": {
         **{**_LLAMA, **_WINDOW, **_MIXTURE, "top_k_experts": 2, "enable_moe_block": True, "global_head_dim": 8},
         **{"attention_k_eq_v": True, "num_global_key_value_heads": 3, "hidden_size_per_layer_input": 0},
@@ -998,7 +982,6 @@ LEFT_OUT: dict[str, set[str]] = {
         "Gemma3TextModel",
     },
     "gemma4": {"Gemma4AudioModel", "Gemma4ForCausalLM", "Gemma4TextModel"},
-    "llama4": {"Llama4ForCausalLM", "Llama4TextModel"},
     # backbones, and a class with labels for masked patches alone
     "beit": {"BeitBackbone", "BeitForMaskedImageModeling", "BeitForSemanticSegmentation"},
     "dinov2": {"Dinov2Backbone"},
@@ -1061,8 +1044,8 @@ SLOW_TESTS_ONLY = {
     *("axk1", "deepseek_v32", "deepseek_v4", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3", "longcat_flash"),
     *("data2vec-audio", "ijepa", "unispeech", "unispeech-sat", "vit_msn", "siglip", "audio-spectrogram-transformer"),
     *("beit", "dinov2_with_registers", "glm46v", "glm4v_moe", "llava_onevision", "sew", "wav2vec2-bert"),
-    *("convnext", "convnextv2", "data2vec-vision", "dinov3_vit", "kimi_k25", "paddleocr_vl", "segformer", "siglip2"),
-    *("depth_anything", "dpt", "gemma4", "llama4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
+    *("convnext", "convnextv2", "data2vec-vision", "dinov3_vit", "paddleocr_vl", "segformer", "siglip2"),
+    *("depth_anything", "dpt", "gemma4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
     *("wav2vec2-conformer", "wavlm", "yolos"),
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
@@ -1116,7 +1099,7 @@ def heads(variant: str) -> list[str]:
     """Return the names of all classes of the architecture."""
     model_type, _ = {**VARIANTS, **ODD}.get(variant, (variant, {}))
     if model_type not in registry.ARCHITECTURES:  # the decoder of a model of text and images
-        model_type = model_type.removesuffix("_text")
+        model_type = configuration_auto.model_type_to_module_name(model_type)
     return list(registry.model_classes(model_type))
 
 
