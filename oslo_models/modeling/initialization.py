@@ -94,7 +94,10 @@ class SeededByName(TorchDispatchMode):
         return target.copy_(layout.shard(full, self._rank_in(layout)))
 
 
-_BY_FANS = {"SiglipAttention", "SiglipMLP", "Siglip2Attention", "Siglip2MLP"}
+_BY_FANS = {
+    *("SiglipAttention", "SiglipMLP", "Siglip2Attention", "Siglip2MLP"),
+    *("Wav2Vec2BertSelfAttention", "Wav2Vec2ConformerSelfAttention"),
+}
 """Layers of transformers that draw the weights of their linear layers by the numbers of inputs and outputs."""
 
 

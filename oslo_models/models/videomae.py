@@ -39,6 +39,7 @@ class VideoMAEModel(VideoMAEParallel, hf.VideoMAEModel):
 class VideoMAEForPreTraining(VideoMAEParallel, hf.VideoMAEForPreTraining):
     head_plan = dict.fromkeys(("encoder_to_decoder", "mask_token", "decoder"), Replicated())
     loss_inputs = ("bool_masked_pos",)
+    zeros = ("mask_token",)
     loss_is_mean = False
 
 

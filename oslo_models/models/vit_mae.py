@@ -12,6 +12,9 @@ from oslo_models.models.vit import ViTParallel
 class ViTMAEParallel(ViTParallel):
     """Sharding plan of the ViT MAE family."""
 
+    # transformers leaves them as constructed
+    zeros = tuple(f"{base}embeddings.{name}" for base in ("", "vit.") for name in ("cls_token", "position_embeddings"))
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         return super().plan(config).with_rules(single_stage_reason="its embedding returns the drawn places, too")

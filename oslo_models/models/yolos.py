@@ -10,9 +10,14 @@ from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, nested_attention_block
 from oslo_models.models.vit import patch_positions
 
+TOKENS = ("embeddings.cls_token", "embeddings.detection_tokens", "embeddings.position_embeddings")
+MIDDLE = "encoder.interpolation.mid_position_embeddings"
+
 
 class YolosParallel(ParallelModel):
     """Sharding plan of the YOLOS family."""
+
+    zeros = (*TOKENS, MIDDLE, *(f"vit.{name}" for name in (*TOKENS, MIDDLE)))
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
