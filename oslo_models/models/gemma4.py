@@ -6,6 +6,7 @@ from typing import Any
 from transformers import Gemma4Config, Gemma4VisionConfig
 from transformers.models.gemma4 import modeling_gemma4 as hf
 
+from oslo_models.auto import AutoModel
 from oslo_models.layers.entries import ColumnParallel, HeadNorm, LocalAttributes, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import gated_mlp
@@ -45,9 +46,13 @@ class Gemma4WithImagesParallel(LlavaParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        if config.vision_config is None:
-            raise ValueError("vision_config is None: load Gemma4ForCausalLM, the model of text alone")
-        plan, reason = super().plan(config), ""
+        if config.vision_config is not None:
+            plan = super().plan(config)
+        elif config.audio_config is not None:
+            raise ValueError("audio_config without vision_config: sounds without images are not supported")
+        else:
+            plan = AutoModel.class_for(config.text_config).plan(config.text_config).under("language_model.")
+        reason = ""
         if width := config.text_config.hidden_size_per_layer_input:
             reason = f"with hidden_size_per_layer_input={width}, it reads a row of the embedding's weight"
         optional = () if config.audio_config else ("embed_audio", "audio_tower")
