@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data, deploying, fuse_check, fusing, long_sequences, measure, serving, token_profile
+from benchmarks import data, deploying, fuse_check, fusing, long_sequences, measure, serving, token_profile, vision
 from benchmarks.definitions import Peer, Result
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
@@ -23,7 +23,7 @@ OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
 SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
-OWN = (OURS_FUSED, OURS, OUR_BATCH, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, ONE_THREAD, OUR_DATA, DEPLOYED, *OUR_SERVERS)
+OWN = (OURS_FUSED, OUR_BATCH, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, ONE_THREAD, OUR_DATA, DEPLOYED, *OUR_SERVERS)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Case:
             return
         name, sizes = MODELS[self.model]
         cls = getattr(hf, name)
-        for path, own in ((folder / f"{self.model}-tiny", {**sizes, **TINY}), (folder / self.model, sizes)):
+        for path, own in ((folder / f"{self.model}-tiny", _tiny(sizes)), (folder / self.model, sizes)):
             if not path.exists() and not (smoke and own is sizes):
                 torch.manual_seed(0)
                 cls(cls.config_class(**own, **ENDLESS)).save_pretrained(path)
@@ -84,6 +84,26 @@ def _mixture(cls: str, experts: int, top_k: int, width: int) -> tuple[str, dict[
     return cls, {**sizes, **widths, "num_local_experts": experts, "num_experts": experts, "num_experts_per_tok": top_k}
 
 
+def _llava(tower: dict[str, Any], **text: Any) -> tuple[str, dict[str, Any]]:
+    vision = {"model_type": "clip_vision_model", "image_size": 224, "patch_size": 16, **tower}
+    text = {**_llama(**text)[1], **ENDLESS, "model_type": "llama"}
+    return "LlavaForConditionalGeneration", {
+        **{"text_config": text, "vision_config": vision, "image_token_index": text["vocab_size"] - 1},
+        "image_seq_length": (vision["image_size"] // vision["patch_size"]) ** 2,
+    }
+
+
+def _tiny(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a smoke run."""
+    if "text_config" not in sizes:
+        return {**sizes, **TINY}
+    parts = {name: {**sizes[name], **TINY} for name in ("text_config", "vision_config")}
+    return {**sizes, **parts, "image_token_index": TINY["vocab_size"] - 1}
+
+
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+ENDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
 # Random float32 weights. No dropout, so that losses can be compared; no end token, so that all texts are equally long.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-100m": _llama(768, 2048, 12, 12),
@@ -99,9 +119,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2-124m": ("GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "llava-100m": _llava(
+        {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 6},
+        **{"hidden": 640, "intermediate": 1760, "layers": 10, "heads": 10},
+    ),
 }
-TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
-ENDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def _cases_of(model: str, label: str, peers: tuple[str, ...], engines: tuple[str, ...] = ()) -> list[Case]:
@@ -289,6 +311,13 @@ CASES = {
             baseline="transformers-batch",
             options={"prompts": 4, "group": 8, "prompt": 64, "new": 128, "mean": 64, "timed": 3},
             smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
+        ),
+        Case(
+            *("llava-100m", "LLaVA 105M, 196 tokens an image", vision.text_and_images, "llava-100m", (ALONE, OURS)),
+            baseline=ALONE,
+            tolerance=1e-3,
+            options={"batch": 4, "prompt": 60, "new": 33, "timed": 3},
+            smoke={"batch": 2, "prompt": 8, "new": 4, "timed": 1},
         ),
         Case(
             *("serve-threads", "Llama 20M, 8 threads x 50 prompts", measure.serve, "llama-20m", (DEPLOYED,)),

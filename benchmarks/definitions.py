@@ -51,6 +51,8 @@ UNITS = {
     "serving": "tokens/s",
     "first token": "ms",
     "first token, p99": "ms",
+    "first token, one image": "ms",
+    "first token, four images": "ms",
     "serving, CPU": "tokens/CPU s",
     "agreement": "us",
     **{f"peak memory, {masks}": "MB" for masks in LONG_MASKS},

@@ -30,7 +30,18 @@ import psutil
 
 from benchmarks.fault_table import TABLE, write
 from benchmarks.records import stamp
-from benchmarks.soak_clients import ADAPTER, KINDS, LIMIT, Client, Prompt, UnavailableError, WrongAnswerError, prepare
+from benchmarks.soak_clients import (
+    ADAPTER,
+    ADAPTER_KIND,
+    KINDS,
+    LIMIT,
+    Client,
+    Prompt,
+    UnavailableError,
+    WrongAnswerError,
+    prepare,
+    usable_kinds,
+)
 
 PROBE_SECONDS = 0.5
 """Limit for the liveness probe, at the 99.9th percentile."""
@@ -45,10 +56,11 @@ FAULTS = {KILLED: 3, ALL_KILLED: 1, KILLED_AGAIN: 1, STOPPED: 2}
 class Server:
     """``oslo-models serve`` in a process, with its log in a file."""
 
-    def __init__(self, checkpoint: Path, log: Path) -> None:
+    def __init__(self, checkpoint: Path, log: Path, adapter: bool) -> None:
         options = ["--port", "0", "--tensor-parallel-size", "2", "--dtype", "float64", "--header-seconds", "5"]
         options += ["--restart-workers", "100000", "--restart-window", "30", "--max-length", "256"]
-        options += ["--adapter", f"{ADAPTER}={checkpoint / ADAPTER}"]
+        if adapter:
+            options += ["--adapter", f"{ADAPTER}={checkpoint / ADAPTER}"]
         self.log = log
         command = [sys.executable, "-m", "oslo_models", "serve", str(checkpoint), *options]
         with log.open("w") as out:
@@ -89,8 +101,8 @@ class Soak:
         faults: Times at which workers were killed or stopped.
     """
 
-    def __init__(self, server: Server, name: str, prompts: list[Prompt], seed: int) -> None:
-        self.server, self.name, self.prompts, self.seed = server, name, prompts, seed
+    def __init__(self, server: Server, name: str, prompts: list[Prompt], seed: int, kinds: list[str]) -> None:
+        self.server, self.name, self.prompts, self.seed, self.kinds = server, name, prompts, seed, kinds
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.refused: dict[str, int] = defaultdict(int)
         self.wrong: dict[str, list[str]] = defaultdict(list)
@@ -102,9 +114,9 @@ class Soak:
 
     def client(self, number: int) -> None:
         made = Client(self.server.port, self.name, self.prompts, self._drawn, self.seed * 1000 + number)
-        names, weights = list(KINDS), [weight for _, weight in KINDS.values()]
+        weights = [KINDS[kind][1] for kind in self.kinds]
         while not self._stop.is_set():
-            (kind,) = made.draw.choices(names, weights)
+            (kind,) = made.draw.choices(self.kinds, weights)
             self._once(kind, made)
             time.sleep(made.draw.uniform(0, 0.1))
 
@@ -212,7 +224,7 @@ class Soak:
 
     def rows(self) -> list[dict[str, Any]]:
         rows = []
-        for kind in [*KINDS, *self.recoveries]:
+        for kind in [*self.kinds, *self.recoveries]:
             seconds = self.seconds[kind] or self.recoveries.get(kind, [])
             row = {"fault": f"server: {kind}", "times": len(seconds) + self.refused[kind], "hangs": self.hangs[kind]}
             row |= {"refused": self.refused[kind], "wrong": len(self.wrong[kind])}
@@ -223,8 +235,8 @@ class Soak:
 
 
 @contextlib.contextmanager
-def _served(checkpoint: Path, log: Path) -> Iterator[Server]:
-    server = Server(checkpoint, log)
+def _served(checkpoint: Path, log: Path, adapter: bool) -> Iterator[Server]:
+    server = Server(checkpoint, log, adapter)
     try:
         yield server
     finally:
@@ -271,9 +283,11 @@ def main(argv: list[str] | None = None) -> int:
     header = stamp()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint"
-        prompts = prepare(checkpoint, 100, args.seed)
-        with _served(checkpoint, args.log or Path(folder) / "log") as server:
-            soak = Soak(server, str(checkpoint), prompts, args.seed)
+        prompts, kinds = prepare(checkpoint, 100, args.seed), usable_kinds()
+        if missing := [kind for kind in KINDS if kind not in kinds]:
+            print(f"without {', '.join(missing)}: transformers refuses the installed peft", flush=True)
+        with _served(checkpoint, args.log or Path(folder) / "log", ADAPTER_KIND in kinds) as server:
+            soak = Soak(server, str(checkpoint), prompts, args.seed, kinds)
             soak.run(min(20.0, 6 * args.minutes), args.clients, 1e9)  # to warm up
             before, _ = _settled(server)
             soak.samples.clear()

@@ -10,16 +10,19 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
+from transformers.integrations import peft as adapter_methods
 
 LIMIT = 90.0
 """Seconds after which a request counts as hanging."""
-ADAPTER, END = "soak", 1
-"""Name of the adapter, and the end token, which no answer has."""
+ADAPTER, ADAPTER_KIND, END = "soak", "adapter", 1
+"""Name of the adapter, the action that uses it, and the end token, which no answer has."""
 NEW = 48
 """Tokens of the longest answer."""
 
@@ -292,7 +295,7 @@ KINDS: dict[str, tuple[Callable[[Client], None], float]] = {
     "stop string and log-probabilities": (Client.stopped, 1),
     "sampled with a seed": (Client.sampled, 1),
     "beams": (Client.beams, 0.5),
-    "adapter": (Client.adapted, 0.5),
+    ADAPTER_KIND: (Client.adapted, 0.5),
     "structured output": (Client.structured, 1),
     "probes, metrics, models": (Client.health, 1),
     "client leaves": (Client.leaves, 2),
@@ -301,3 +304,10 @@ KINDS: dict[str, tuple[Callable[[Client], None], float]] = {
     "hostile request": (Client.hostile, 0.5),
 }
 """The actions of a client by name, with their frequencies."""
+
+
+def usable_kinds() -> list[str]:
+    """Return the actions that the installed libraries support: transformers 5.24 refuses released versions of peft."""
+    least = adapter_methods.MIN_PEFT_VERSION
+    refused = Version(metadata.version("peft")) < Version(least)
+    return [kind for kind in KINDS if kind != ADAPTER_KIND or not refused]

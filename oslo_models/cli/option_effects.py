@@ -35,7 +35,7 @@ Pair = tuple[Any, str, Any, Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Division:
     """How a plan divides a model.
 
     Attributes:
@@ -52,7 +52,7 @@ class Answer:
     continued: int
 
     @classmethod
-    def of(cls, plan: Plan) -> Answer:
+    def of(cls, plan: Plan) -> Division:
         rules = plan.pipeline
         continued = sum(len(blocks) for blocks in rules.continued_blocks.values())
         return cls(plan.single_rank_reason, rules.single_stage_reason, plan.has_experts(), plan.max_ranks(), continued)
@@ -119,7 +119,7 @@ def _find(
     found: dict[tuple[str, str], tuple[Any, str, set[str]]], classes: Mapping[str, Any], pairs: Iterable[Pair]
 ) -> None:
     """Add to ``found``, by option and kind of effect, the value, the reason and the classes."""
-    answers: dict[str, Answer | None] = {}
+    answers: dict[str, Division | None] = {}
     last = None
     for base, option, value, changed in pairs:
         if base is not last:
@@ -130,15 +130,15 @@ def _find(
                 found.setdefault((option, kind), (value, reason, set()))[2].add(name)
 
 
-def _answer(cls: Any, config: Any) -> Answer | None:
+def _answer(cls: Any, config: Any) -> Division | None:
     """Return how the plan of a class divides a model, or ``None`` if no model has this configuration."""
     try:
-        return Answer.of(cls.plan(config))
+        return Division.of(cls.plan(config))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 
 
-def _kinds(before: Answer, after: Answer) -> Iterator[tuple[str, str]]:
+def _kinds(before: Division, after: Division) -> Iterator[tuple[str, str]]:
     """Yield the kinds of effects between two answers, with reasons."""
     if after.one_rank and not before.one_rank:
         yield "one rank", after.one_rank

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from oslo_models.data.arguments import integer
 from oslo_models.data.indexed_dataset import IndexedDataset
-from oslo_models.data.sample_index import Split, open_order
+from oslo_models.data.sample_index import DatasetSplit, open_order
 
 IGNORED = -100
 """Label of tokens excluded from the loss."""
@@ -81,7 +81,7 @@ class DatasetForCausalLM(Dataset[Any]):
         self._starts, self._lengths = self.index.documents()
         count = len(self._lengths)
         start, stop = (round(weight * count) for weight in (start_weight, end_weight))
-        split = Split(start, stop, max_seq_length - 1, 42 if seed is None else seed)
+        split = DatasetSplit(start, stop, max_seq_length - 1, 42 if seed is None else seed)
         if split.start == split.stop:
             raise ValueError(f"start_weight={start_weight} to end_weight={end_weight} holds none of {count} documents")
         folder = Path(self._cache or self.name + ".index")

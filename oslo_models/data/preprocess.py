@@ -17,7 +17,7 @@ from oslo_models.data import readers as sources
 from oslo_models.data.arguments import integer
 from oslo_models.data.indexed_dataset import CODES, check_impl
 from oslo_models.data.tokenizer_pool import Encoder, TokenizerPool
-from oslo_models.data.writer import Output, Progress
+from oslo_models.data.writer import Output, WriteProgress
 
 CHARACTERS = 1 << 20
 """Characters at which a chunk ends. Limits the memory of a process for long documents."""
@@ -100,7 +100,7 @@ class DatasetPreprocessor:
         *,
         text_key: str = "text",
         resume: bool = True,
-    ) -> Progress:
+    ) -> WriteProgress:
         """Write ``save_file_name.bin`` and ``.idx``. Documents without tokens are omitted.
 
         The files appear once they are complete. Until then all data is in ``save_file_name.partial``. After a crash,

@@ -25,7 +25,7 @@ CHUNK = 1 << 17
 CHECKSUMS = "checksums.json"
 
 
-class Order(NamedTuple):
+class SampleOrder(NamedTuple):
     """Samples of a split.
 
     Attributes:
@@ -40,7 +40,7 @@ class Order(NamedTuple):
     shuffle: NDArray[Any]
 
 
-class Split(NamedTuple):
+class DatasetSplit(NamedTuple):
     """Inputs of an order: documents ``start`` to ``stop``, a sample every ``stride`` tokens, and the seed."""
 
     start: int
@@ -56,7 +56,7 @@ class Split(NamedTuple):
         return digest.hexdigest()
 
 
-def open_order(folder: Path, name: str, split: Split, lengths: NDArray[Any]) -> Order:
+def open_order(folder: Path, name: str, split: DatasetSplit, lengths: NDArray[Any]) -> SampleOrder:
     """Read an order. Build it first if it does not exist.
 
     Args:
@@ -94,7 +94,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _read(path: Path, split: Split, lengths: NDArray[Any]) -> Order:
+def _read(path: Path, split: DatasetSplit, lengths: NDArray[Any]) -> SampleOrder:
     """Map a stored order. Raise ``ValueError`` if its files are incomplete or damaged."""
     samples = _samples(split, lengths)
     shapes = {"documents": (split.stop - split.start,), "bounds": (samples + 1, 2), "shuffle": (samples,)}
@@ -111,7 +111,7 @@ def _read(path: Path, split: Split, lengths: NDArray[Any]) -> Order:
                 raise ValueError(f"{file.name} holds {arrays[-1].shape} {arrays[-1].dtype}, not {shape} integers")
     except Exception as error:  # numpy raises many kinds of errors for a damaged header
         raise ValueError(f"{path} is damaged ({error}); delete this folder, and it is built again") from error
-    return Order(*arrays)
+    return SampleOrder(*arrays)
 
 
 def _checksum(file: Path) -> int:
@@ -123,7 +123,7 @@ def _checksum(file: Path) -> int:
     return found
 
 
-def _build(folder: Path, path: Path, split: Split, lengths: NDArray[Any]) -> None:
+def _build(folder: Path, path: Path, split: DatasetSplit, lengths: NDArray[Any]) -> None:
     scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder))
     try:
         scratch.chmod(0o777 & ~_umask(folder))
@@ -142,7 +142,7 @@ def _umask(folder: Path) -> int:
     return ~folder.stat().st_mode & 0o777
 
 
-def build(folder: Path, split: Split, lengths: NDArray[Any]) -> None:
+def build(folder: Path, split: DatasetSplit, lengths: NDArray[Any]) -> None:
     """Write an order. Only the arrays of documents and of the shuffling are in memory."""
     samples = _samples(split, lengths)
     rng = np.random.RandomState(split.seed)
@@ -155,11 +155,11 @@ def build(folder: Path, split: Split, lengths: NDArray[Any]) -> None:
     shuffle = np.arange(samples, dtype=np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64)
     rng.shuffle(shuffle)
     np.save(folder / "shuffle.npy", shuffle)
-    sums = {field: _checksum(folder / f"{field}.npy") for field in Order._fields}
+    sums = {field: _checksum(folder / f"{field}.npy") for field in SampleOrder._fields}
     (folder / CHECKSUMS).write_text(json.dumps(sums))
 
 
-def _samples(split: Split, lengths: NDArray[Any]) -> int:
+def _samples(split: DatasetSplit, lengths: NDArray[Any]) -> int:
     """Return the number of samples of a split. Raise ``ValueError`` if there is none."""
     tokens = sum(int(part.sum(dtype=np.int64)) for part in _chunks(lengths, split.start, split.stop))
     samples = (tokens - 1) // split.stride

@@ -17,7 +17,7 @@ from oslo_models.data.indexed_dataset import map_file, total, write_index
 
 
 @dataclass
-class Progress:
+class WriteProgress:
     """Completed work at a commit.
 
     Attributes:
@@ -39,7 +39,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     """Read the state of an interrupted run. Raise ``ValueError`` if the file is damaged."""
     try:
         state: dict[str, Any] = json.loads(path.read_bytes())
-        Progress(**{name: value for name, value in state.items() if name != "settings"})
+        WriteProgress(**{name: value for name, value in state.items() if name != "settings"})
         return {**state, "settings": dict(state["settings"])}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete {path.parent} to start over") from error
@@ -57,7 +57,7 @@ class Output:
 
     def __init__(self, name: str, dtype: str, settings: dict[str, Any], resume: bool) -> None:
         self.name, self.folder, self.dtype = name, Path(name + ".partial"), np.dtype(dtype)
-        self.progress = Progress()
+        self.progress = WriteProgress()
         self._settings = {**settings, "dtype": dtype, "format": 1}
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder, os.O_RDONLY)
@@ -89,11 +89,11 @@ class Output:
                 f"{self.folder} was started with another {' and '.join(different)}; delete it or pass resume=False to "
                 "start over"
             )
-        self.progress = Progress(**state)
+        self.progress = WriteProgress(**state)
         data, placed = self.folder / "tokens", Path(self.name + ".bin")
         if self.progress.complete and not data.exists():  # interrupted during the move: undo it
             if not placed.exists() or placed.stat().st_size != self.progress.tokens * self.dtype.itemsize:
-                self.progress = Progress()
+                self.progress = WriteProgress()
                 return
             Path(self.name + ".idx").unlink(missing_ok=True)
             placed.replace(data)

@@ -6,7 +6,7 @@ imported the same modules. The server ends when the application closes the conne
 worker. The application then starts another one.
 
 An order of the application is a length, with the file descriptors of the worker as ancillary data (see `DESCRIPTORS`),
-followed by an `Order` as JSON. On the news socket, the server sends the worker's process id with a process file
+followed by a `ForkOrder` as JSON. On the news socket, the server sends the worker's process id with a process file
 descriptor (pidfd), and the wait status once the worker has ended.
 """
 
@@ -40,14 +40,14 @@ USABLE, UNUSABLE = b"1", b"0"
 """The first byte from the server: whether a forked worker is equivalent to a new process."""
 
 
-class Order(NamedTuple):
+class ForkOrder(NamedTuple):
     """State of the application at the time of the order, which the worker inherits."""
 
     environment: dict[str, str]
     directory: str
 
 
-class Worker(NamedTuple):
+class ForkedWorker(NamedTuple):
     """A running forked process, and the socket for its news."""
 
     pid: int
@@ -61,7 +61,7 @@ def serve(control: socket.socket) -> NoReturn:
     os.close(free)
     gc.freeze()  # a garbage collection in a worker would write to all shared pages, and so copy them
     control.sendall(USABLE if _is_usable() else UNUSABLE)
-    workers: dict[int, Worker] = {}  # by process file descriptor
+    workers: dict[int, ForkedWorker] = {}  # by process file descriptor
     incoming = select.poll()
     incoming.register(control, select.POLLIN)
     is_open = True
@@ -80,7 +80,9 @@ def serve(control: socket.socket) -> NoReturn:
     os._exit(0)  # skips exit handlers of the application and its modules
 
 
-def _fork(order: Order, descriptors: list[int], control: socket.socket, workers: dict[int, Worker]) -> int | None:
+def _fork(
+    order: ForkOrder, descriptors: list[int], control: socket.socket, workers: dict[int, ForkedWorker]
+) -> int | None:
     """Fork a worker. Return its process file descriptor; ``None`` if the fork failed."""
     connection, news_descriptor, *output = descriptors
     news, process = socket.socket(fileno=news_descriptor), None
@@ -96,14 +98,14 @@ def _fork(order: Order, descriptors: list[int], control: socket.socket, workers:
                 os.close(other)
             _become_worker(order, connection, *output)
         process = os.pidfd_open(pid)
-        workers[process] = Worker(pid, news)
+        workers[process] = ForkedWorker(pid, news)
         _send(news, pid, process)
     for descriptor in (connection, *output):
         os.close(descriptor)
     return process
 
 
-def _receive(control: socket.socket) -> tuple[Order, list[int]] | None:
+def _receive(control: socket.socket) -> tuple[ForkOrder, list[int]] | None:
     """Receive the next order and its descriptors; ``None`` at the end of the connection."""
     body = b""
     with suppress(ConnectionResetError):  # the peer closed it with unread data
@@ -112,11 +114,11 @@ def _receive(control: socket.socket) -> tuple[Order, list[int]] | None:
         while len(body) < left and (more := control.recv(left - len(body))):
             body += more
         if body and len(body) == left:
-            return Order(*json.loads(body)), descriptors
+            return ForkOrder(*json.loads(body)), descriptors
     return None
 
 
-def _report_end(process: int, worker: Worker) -> None:
+def _report_end(process: int, worker: ForkedWorker) -> None:
     """Collect the wait status of an ended worker, so that it is no zombie, and send it to the application."""
     os.close(process)
     _, status = os.waitpid(worker.pid, 0)
@@ -129,7 +131,7 @@ def _send(news: socket.socket, number: int, *descriptors: int) -> None:
         socket.send_fds(news, [NUMBER.pack(number)], descriptors)
 
 
-def _become_worker(order: Order, connection: int, stdout: int, stderr: int) -> NoReturn:
+def _become_worker(order: ForkOrder, connection: int, stdout: int, stderr: int) -> NoReturn:
     """Initialise the forked process: session, output, working directory, environment, seeds. Then run the worker."""
     code = 1
     try:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 
-from oslo_models.deploy.fork_server import LENGTH, NUMBER, USABLE, Order
+from oslo_models.deploy.fork_server import LENGTH, NUMBER, USABLE, ForkOrder
 from oslo_models.deploy.process_copy import ProcessCopy, copy_this_process
 from oslo_models.deploy.worker_output import worker_output
 from oslo_models.locking import locked_property
@@ -97,7 +97,7 @@ class ForkServer:
             ConnectionError: the server has ended.
             OSError: the server cannot fork.
         """
-        body = json.dumps(Order(environment, os.getcwd())).encode()
+        body = json.dumps(ForkOrder(environment, os.getcwd())).encode()
         news, theirs = socket.socketpair()
         news.settimeout(ANSWER_SECONDS)
         self._control.settimeout(ANSWER_SECONDS)

@@ -27,7 +27,7 @@ _CACHES = ("cache", "past_key_values")
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """A call of an original module.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Recorder:
         self._modules, self._visible = modules, visible
         self._missing = dict.fromkeys(modules)
         self._inputs: dict[str, Any] = {}
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.cache: Any = None
         self.failed: str | None = None
 
@@ -90,7 +90,7 @@ class _Recorder:
             return
         del self._missing[name]
         inputs, options = self._inputs[name]
-        self.calls.append(Call(name, inputs, options, copied(output), self._visible, torch.is_grad_enabled()))
+        self.calls.append(RecordedCall(name, inputs, options, copied(output), self._visible, torch.is_grad_enabled()))
         if not self._missing:
             raise _Recorded
 
@@ -116,7 +116,7 @@ def _copied_cache(cache: Any) -> Any:
 
 def recorded(
     model: TransformersModel, modules: Mapping[str, nn.Module], names: list[str], trains: bool
-) -> tuple[list[Call], str | None]:
+) -> tuple[list[RecordedCall], str | None]:
     """Return the calls of the originals in a few small runs of the model, and the reason if a run failed.
 
     Linear layers are called separately, so that the head needs no run of the whole model.
@@ -127,7 +127,7 @@ def recorded(
     """
     base = model.base_model
     around = next(f"{name}." if name else "" for name, module in modules.items() if module is base)
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
     alone = [name for name in names if width(modules[name]) is not None]
     in_model = {name: modules[name] for name in names if name not in alone and name.startswith(around)}
     generator = torch.Generator().manual_seed(0)
@@ -182,12 +182,12 @@ def width(module: Any) -> int | None:
     return int(module.weight.shape[1]) if isinstance(module, nn.Linear) else None
 
 
-def _alone(name: str, module: Any, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Call]:
+def _alone(name: str, module: Any, dtype: torch.dtype, generator: torch.Generator) -> Iterator[RecordedCall]:
     with without_override():
         inputs, device = width(module) or 1, module.weight.device
     x = torch.randn(1, 1, inputs, generator=generator).to(device, dtype)
     with torch.no_grad():
-        yield Call(name, (x,), {}, copied(with_few_outputs(module)(x.clone())), None, False)
+        yield RecordedCall(name, (x,), {}, copied(with_few_outputs(module)(x.clone())), None, False)
 
 
 def with_few_outputs(module: Any) -> Any:

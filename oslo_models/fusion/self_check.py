@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.fusion import verdicts
 from oslo_models.fusion.lazy_logits import LazyHead, LazyLogits
-from oslo_models.fusion.recorded_calls import Call, copied, recorded, width, with_few_outputs
+from oslo_models.fusion.recorded_calls import RecordedCall, copied, recorded, width, with_few_outputs
 from oslo_models.fusion.small_blocks import small
 from oslo_models.fusion.swap import Fusion, FusionCandidate
 from oslo_models.pipeline.sharded_model import ShardedModel
@@ -161,7 +161,12 @@ def _unchecked_reason(modules: Iterable[nn.Module]) -> str | None:
 
 
 def _differing(
-    model: ShardedModel, fusion: Fusion, kinds: Mapping[str, str], names: list[str], runs: list[Call], bound: float
+    model: ShardedModel,
+    fusion: Fusion,
+    kinds: Mapping[str, str],
+    names: list[str],
+    runs: list[RecordedCall],
+    bound: float,
 ) -> dict[str, str]:
     """Undo the kinds that differ from the originals. Return them with the differences.
 
@@ -194,7 +199,7 @@ def _merged(of_ranks: list[dict[str, str]]) -> dict[str, str]:
     return {key: value for each in reversed(of_ranks) for key, value in sorted(each.items())}
 
 
-def _difference(module: Any, call: Call, bound: float) -> str | None:
+def _difference(module: Any, call: RecordedCall, bound: float) -> str | None:
     """Return the difference between the outputs of fused and original module, or ``None`` if only by rounding."""
     try:
         with torch.set_grad_enabled(call.has_grad):

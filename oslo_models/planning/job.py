@@ -29,7 +29,7 @@ from oslo_models.planning.meta_run import (
     GRADIENTS,
     OPTIMIZER,
     WEIGHTS,
-    Collective,
+    CollectiveKind,
     MetaRun,
     OnDevice,
     UnknownValueError,
@@ -145,7 +145,7 @@ class RankRun:
     modules: dict[str, int]
     parameters: int
     trainable: int
-    collectives: Counter[Collective]
+    collectives: Counter[CollectiveKind]
     groups: dict[str, int]
     layouts: dict[str, Layout]
 
@@ -283,7 +283,7 @@ def _train(job: Job, model: ShardedModel, run: MetaRun) -> Counter[str]:
     if job.data_parallel_size > 1:  # DistributedDataParallel copies gradients into its buckets
         buckets = sum(param.numel() * param.itemsize for param in trained)
         peak[COMMUNICATION] += buckets
-        run.collectives[Collective("dp", job.data_parallel_size, "all-reduce of all buckets", buckets)] += 1
+        run.collectives[CollectiveKind("dp", job.data_parallel_size, "all-reduce of all buckets", buckets)] += 1
     optimizer = torch.optim.AdamW(trained, foreach=False) if trained else None
     if optimizer is not None:
         run.reset_peak()

@@ -35,7 +35,7 @@ _FACTORIES = {aten.zeros.default, aten.ones.default, aten.full.default, aten._to
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveKind:
     """One kind of collective of a rank.
 
     Attributes:
@@ -73,7 +73,7 @@ class MetaRun(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.total, self._highest = 0, 0
         self.peak: Counter[str] = Counter()
-        self.collectives: Counter[Collective] = Counter()
+        self.collectives: Counter[CollectiveKind] = Counter()
         self._axes: dict[str, str] = {}
         self._kinds: dict[Any, str] = {}
         self._shapes: dict[Any, Any] = {}
@@ -174,7 +174,7 @@ class MetaRun(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(sent) if isinstance(leaf, Tensor)]
         payload = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         axis = self._axis_of(group)
-        self.collectives[Collective(axis, group.size(), _OPERATIONS.get(name, name), payload)] += 1
+        self.collectives[CollectiveKind(axis, group.size(), _OPERATIONS.get(name, name), payload)] += 1
         if name in ("recv", "allgather", "_allgather_base", "alltoall_base"):
             self.count([leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)], COMMUNICATION)
         return func(*tree_map_only(Tensor, lambda _: torch.empty(1), args), **kwargs)
@@ -192,12 +192,12 @@ class MetaRun(TorchDispatchMode):
 
     def _all_reduce(self, x: Tensor, handle: int, *_: Any) -> Tensor:
         axis = axis_of_handle(handle)
-        self.collectives[Collective(axis.name, axis.size, "all-reduce", x.numel() * x.itemsize)] += 1
+        self.collectives[CollectiveKind(axis.name, axis.size, "all-reduce", x.numel() * x.itemsize)] += 1
         return x if x.is_contiguous() else x.contiguous()
 
     def _all_gather(self, x: Tensor, handle: int, dim: int, sizes: list[int]) -> Tensor:
         axis, payload = axis_of_handle(handle), x.numel() * x.itemsize // max(x.shape[dim], 1) * max(sizes)
-        self.collectives[Collective(axis.name, axis.size, "all-gather", payload)] += 1
+        self.collectives[CollectiveKind(axis.name, axis.size, "all-gather", payload)] += 1
         shape = (*x.shape[:dim], max(sizes), *x.shape[dim + 1 :])
         shards = [x.new_empty(shape) for _ in sizes]
         self.count(shards, COMMUNICATION)

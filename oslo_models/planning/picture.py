@@ -12,9 +12,10 @@ COLORS = dict(zip(PARTS, ("#3b6fb6", "#d9822b", "#8e5bb5", "#3f9b63", "#c94f4f",
 _STYLE = """\
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;color:#222;background:#fff}
 h1{font-size:1.4rem}h2{font-size:1rem;margin:1.4rem 0 .3rem}.bar{position:relative;height:1.8rem;background:#eee}
-.bar span{position:absolute;top:0;bottom:0}.limit{border-left:2px dashed #000;width:0}
+.bar span{position:absolute;top:0;bottom:0}.bar .limit{border-left:2px dashed #000;width:0}
 .over{background:repeating-linear-gradient(45deg,#c00,#c00 4px,#fff 4px,#fff 8px);opacity:.6}
 .key span{display:inline-block;width:.9rem;height:.9rem;margin:0 .3rem 0 1rem;vertical-align:-.1rem}
+.key .limit{border-left:2px dashed #000;width:0;height:1.1rem}
 .blocks{display:flex;flex-wrap:wrap;gap:3px;margin:.4rem 0}
 .blocks span{background:#dfe8f5;border-radius:3px;font-size:.75rem;padding:0 .4rem}.bad{color:#b00020}
 """
@@ -31,8 +32,11 @@ def page(found: Estimate, devices: Devices | None = None, choice: Choice | None 
     limits = [devices.limit(job, rank) if devices else None for rank in found.ranks]
     widest = max([rank.total for rank in found.ranks] + [limit for limit in limits if limit]) * 1.02
     key = "".join(f'<span style="background:{COLORS[part]}"></span>{part}' for part in PARTS)
+    if devices is not None:
+        key += '<span class="limit"></span>usable memory of the device'
+    replicas = job.data_parallel_size
     sizes = (
-        f"{job.task}, {sizes_of(job)}, {job.data_parallel_size} replicas, "
+        f"{job.task}, {sizes_of(job)}, {replicas} replica{'s' * (replicas != 1)}, "
         f"{job.batch} x {job.length} tokens, {str(job.dtype).removeprefix('torch.')}"
     )
     lines = [

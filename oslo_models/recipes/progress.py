@@ -15,7 +15,7 @@ from oslo_models.distributed.collectives import MAX, all_reduce
 from oslo_models.distributed.mesh import world_axis
 
 
-class Progress(TrainerCallback):
+class TrainingProgress(TrainerCallback):
     """Progress bar with loss, tokens per second, memory of the fullest rank and remaining time.
 
     Args:

@@ -16,7 +16,7 @@ from oslo_models.integrations.trainer import last_complete_checkpoint
 from oslo_models.modeling.quantizing import is_quantized
 from oslo_models.recipes.checks import NO_MERGING, reward_functions
 from oslo_models.recipes.parsing import Recipe, build
-from oslo_models.recipes.progress import Progress
+from oslo_models.recipes.progress import TrainingProgress
 from oslo_models.recipes.record import text_of, write_record
 from oslo_models.recipes.rows import load_rows
 from oslo_models.recipes.sizes import Sizes
@@ -31,7 +31,7 @@ def train(recipe: Recipe, sizes: Sizes, cls: Any) -> None:
     """Train a recipe. A collective of all ranks."""
     start_process_group()
     world = world_axis()
-    disable_progress_bar()  # `Progress` shows the only bar
+    disable_progress_bar()  # `TrainingProgress` shows the only bar
     build(recipe)
     args, folder = recipe.training, Path(recipe.training.output_dir)
     set_seed(args.seed)
@@ -39,9 +39,9 @@ def train(recipe: Recipe, sizes: Sizes, cls: Any) -> None:
     if recipe.parallel.merge_adapter and any(map(is_quantized, model.state_dict().values())):
         raise ValueError(f"merge_adapter=true: {recipe.model.model_name_or_path} {NO_MERGING}")
     trainer = _make_trainer(recipe, model)
-    trainer.remove_callback(ProgressCallback)  # `Progress` replaces it
+    trainer.remove_callback(ProgressCallback)  # `TrainingProgress` replaces it
     tokens = recipe.script.max_length * trainer.get_total_train_batch_size(args) if recipe.task == "pretrain" else None
-    trainer.add_callback(Progress(tokens, folder))
+    trainer.add_callback(TrainingProgress(tokens, folder))
     checkpoint = _checkpoint(args, folder, world)
     if world.rank == 0:
         print(

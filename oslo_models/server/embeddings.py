@@ -14,13 +14,13 @@ from pydantic import Field
 from torch import Tensor
 
 from oslo_models.server.embedding_config import POOLINGS, EmbeddingConfig
-from oslo_models.server.schema import Request, Texts
+from oslo_models.server.schema import RequestBody, Texts
 
 if TYPE_CHECKING:
     from oslo_models.deploy import Deployment
 
 
-class EmbeddingRequest(Request):
+class EmbeddingRequest(RequestBody):
     """``POST /v1/embeddings``."""
 
     input: Texts

@@ -11,13 +11,13 @@ from pydantic import Field
 
 from oslo_models.server.answers import Answer, event
 from oslo_models.server.images import IMAGE_PARTS
-from oslo_models.server.schema import ChatRequest, First, Objects, Request, Stop
+from oslo_models.server.schema import ChatRequest, First, Objects, RequestBody, Stop
 
 _PASSED_ON: tuple[str, ...] = ("model", "temperature", "top_p", "num_beams", "stream", "seed", "stop")
 _PASSED_ON += ("parallel_tool_calls", "chat_template_kwargs")
 
 
-class ResponsesRequest(Request):
+class ResponsesRequest(RequestBody):
     """``POST /v1/responses``."""
 
     input: str | Annotated[Objects, Field(min_length=1)]

@@ -79,7 +79,7 @@ Texts = str | _Lists
 """Texts or tokens. A text may be empty, because tokenizers may add a token at its start."""
 
 
-class Request(BaseModel):
+class RequestBody(BaseModel):
     """Base class of all requests.
 
     Unsupported fields are refused, unless their value is empty or has no effect.
@@ -121,7 +121,7 @@ def _equal(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-class Generation(Request):
+class Generation(RequestBody):
     """Fields of requests for text, from OpenAI's API, and some from vLLM and transformers' `generate`."""
 
     max_tokens: int | None = Field(default=None, ge=1)

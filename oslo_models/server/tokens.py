@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from oslo_models.server.schema import ChatRequest, Objects, Request, Tokens
+from oslo_models.server.schema import ChatRequest, Objects, RequestBody, Tokens
 
 
-class TokenizeRequest(Request):
+class TokenizeRequest(RequestBody):
     """``POST /tokenize``: of a text, or of the messages of a chat."""
 
     prompt: str | None = None
@@ -41,7 +41,7 @@ class TokenizeRequest(Request):
         return tokenizer(self.prompt, add_special_tokens=self.add_special_tokens)["input_ids"]
 
 
-class DetokenizeRequest(Request):
+class DetokenizeRequest(RequestBody):
     """``POST /detokenize``."""
 
     tokens: Tokens

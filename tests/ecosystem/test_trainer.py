@@ -13,7 +13,7 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 
 from oslo_models.integrations import Trainer
 
-from support import pipelines, trainers, zoo
+from support import pipelines, trainers, videos, zoo
 from support.pool import Pool
 from support.trainers import SIZES, Run
 
@@ -47,8 +47,8 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"pixel_values": pixels, **batch} if len(pixels) else batch
 
 
-def train_with_images(run: Run, tp: int, pp: int, args: dict[str, Any], rows: Any) -> list[str]:
-    trainer = trainers.rank_trainer(run, tp, pp, args, rows, Trainer, micro=1, data_collator=collate)
+def train_with_images(run: Run, tp: int, pp: int, args: dict[str, Any], rows: Any, join: Any = collate) -> list[str]:
+    trainer = trainers.rank_trainer(run, tp, pp, args, rows, Trainer, micro=1, data_collator=join)
     return trainers.differences_of_run(trainer, run)
 
 
@@ -64,6 +64,30 @@ def test_training_with_images_equals_one_process(pool: Pool, sizes: str, tmp_pat
     name = "LlavaForConditionalGeneration"
     run = trainers.reference_run(name, config, seed, rows, total, transformers.Trainer, data_collator=collate)
     for lines in pool.run(ranks, train_with_images, run, tp, pp, args, rows, env=True):
+        assert not lines, "\n".join(lines)
+
+
+@trainers.at_sizes("tp=2", "pp=2", "pp=2, dp=2")
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "llava_onevision"])
+def test_training_with_videos_equals_one_process(
+    pool: Pool, model_type: str, sizes: str, tmp_path: Path, seed: int
+) -> None:
+    """A row in three has neither images nor videos.
+
+    Rows have equally many labels: for types that do not accept the number of labels, `Trainer` averages the means of
+    the replicas.
+    """
+    tp, pp, ranks = SIZES[sizes]
+    replicas = ranks // (tp * pp)
+    name, config = videos.configured(model_type)
+    batches = [videos.batch_of(model_type, name, config, seed + number) for number in range(14)]
+    for batch in batches:
+        batch["labels"][:, :28] = -100
+    rows = [row for batch in batches for row in videos.rows_of(batch, config)][:40]
+    args = {"output_dir": str(tmp_path), **TRAINED}
+    total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * replicas})
+    run = trainers.reference_run(name, config, seed, rows, total, transformers.Trainer, data_collator=videos.collate)
+    for lines in pool.run(ranks, train_with_images, run, tp, pp, args, rows, videos.collate, env=True):
         assert not lines, "\n".join(lines)
 
 

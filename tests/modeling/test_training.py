@@ -20,6 +20,7 @@ from oslo_models.distributed.sharded_tensor import without_override
 
 from support import zoo
 from support.float64 import lifted_casts
+from support.long_masks import by_blocks
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
@@ -103,11 +104,7 @@ def check_data_parallel(
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(5)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv"])
-def test_training_under_ddp_and_fsdp2_matches_one_process(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
-    """With clipping, which has to count parameters sharded over both axes."""
+def check_replicas(pool: Pool, variant: str, wrapper: str, seed: int, *through: Callable[..., Any]) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = reference_model(name, config, seed)
     weights = full_parameters(model)
@@ -122,7 +119,21 @@ def test_training_under_ddp_and_fsdp2_matches_one_process(pool: Pool, variant: s
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
-    pool.run(4, check_data_parallel, wrapper, name, config, weights, batches, losses, norms, full_parameters(model))
+    check, *more = *through, check_data_parallel
+    pool.run(4, check, *more, wrapper, name, config, weights, batches, losses, norms, full_parameters(model))
+
+
+@pytest.mark.drawn(5)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv"])
+def test_training_under_ddp_and_fsdp2_matches_one_process(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
+    """With clipping, which has to count parameters sharded over both axes."""
+    check_replicas(pool, variant, wrapper, seed)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_replicas_with_attention_by_blocks_match_one_process(pool: Pool, wrapper: str, seed: int) -> None:
+    check_replicas(pool, "llama", wrapper, seed, by_blocks)
 
 
 # Half precision -------------------------------------------------------------------------------------------------------

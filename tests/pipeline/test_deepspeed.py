@@ -22,6 +22,7 @@ from oslo_models.distributed.callers import object_under_construction
 from oslo_models.distributed.mesh import ParallelMesh
 
 from support import pipelines, zoo
+from support.long_masks import by_blocks
 from support.pipelines import Batch
 from support.pool import Pool
 from support.reference import differences
@@ -126,8 +127,15 @@ def own_batches(model: Any, batches: list[Batch]) -> list[Batch]:
 
 
 def check_training(
-    name: str, config: PreTrainedConfig, tp: int, pp: int, settings: dict[str, Any], batches: list[Batch]
+    name: str,
+    config: PreTrainedConfig,
+    tp: int,
+    pp: int,
+    settings: dict[str, Any],
+    batches: list[Batch],
+    blocks: bool = False,
 ) -> None:
+    """Compare an engine with plain torch. With ``blocks``, attention under the engine runs by blocks."""
     clip = settings.get("gradient_clipping", 1.0)
     accumulated = settings.get("gradient_accumulation_steps", 1)
     plain, model = make(name, config, tp, pp), make(name, config, tp, pp)
@@ -142,7 +150,7 @@ def check_training(
     for step in range(STEPS):
         given = own_batches(plain, batches[step * accumulated : (step + 1) * accumulated])
         expected, norm = plain_step(plain, wrapped, optimizer, given, clip)
-        found = engine_step(engine, given)
+        found = by_blocks(engine_step, engine, given) if blocks else engine_step(engine, given)
         for own, loss in zip(found, expected, strict=True):
             lines += differences(f"loss of step {step}", own, loss, TOLERANCE)
         if engine.zero_optimization():  # otherwise the engine does not tell
@@ -195,6 +203,12 @@ def test_deepspeed_engine_trains_as_without_it(pool: Pool, case: str, seed: int)
     count = STEPS * settings.get("gradient_accumulation_steps", 1)
     batches = [pipelines.batch(name, config, seed + step, 2 * ROWS, torch.float32) for step in range(count)]
     pool.run(processes, check_training, name, config, tp, pp, settings, batches, env=True)
+
+
+def test_attention_by_blocks_under_an_engine(pool: Pool, seed: int) -> None:
+    name, config = zoo.lm_head("llama"), zoo.config("llama")
+    batches = [pipelines.batch(name, config, seed + step, 2 * ROWS, torch.float32) for step in range(STEPS)]
+    pool.run(4, check_training, name, config, 2, 1, zero(2), batches, True, env=True)
 
 
 def call_engine(settings: dict[str, Any], config: PreTrainedConfig, batch: Batch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from oslo_models import registry
 from oslo_models.cli import main as cli
 from oslo_models.planning.dry_run import dry_run
 from oslo_models.planning.memory import make_job
-from oslo_models.planning.picture import page
+from oslo_models.planning.picture import COLORS, page
 from oslo_models.planning.sizes import choose_sizes, parse_devices
 
 from support.pool import Pool
@@ -193,6 +195,36 @@ def test_picture_is_well_formed_and_every_bar_is_within_its_axis(limit: float) -
     assert not any("bar" in classes for classes, _ in parsed.texts)
     names = [text for classes, text in parsed.texts if "blocks" in classes]
     assert names == [name for rank in found.ranks for name in rank.modules]
+
+
+def test_a_browser_draws_every_part(tmp_path: Path) -> None:
+    """In a headless browser, each rank has a bar with the colours of its parts, and stripes where it does not fit."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+    if browser is None:
+        pytest.skip("there is no Chromium")
+    Image = pytest.importorskip("PIL.Image")
+    found = oslo_models.estimate(LLAMA, "lora", 2, 1, 4, 32)
+    file, shown = tmp_path / "plan.html", {}
+    for name, factor in (("fits", 1.5), ("too small", 0.6)):
+        devices = parse_devices(f"2x{found.largest.total / 0.92 / (1 << 20) * factor:.4f}MB")
+        file.write_text(page(found, devices), encoding="utf-8")
+        picture = tmp_path / f"{name}.png"
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={tmp_path / name}",
+        ]
+        command = [browser, *options, "--window-size=900,600", f"--screenshot={picture}", file.as_uri()]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        colors = Image.open(picture).convert("RGB").getcolors(1 << 20)
+        shown[name] = {f"#{red:02x}{green:02x}{blue:02x}": count for count, (red, green, blue) in colors}
+    for part, size in found.largest.parts.items():
+        area = size / found.largest.total
+        assert shown["fits"].get(COLORS[part], 0) > 1000 * area, part
+    stripes = [sum(count for color, count in each.items() if color not in shown["fits"]) for each in shown.values()]
+    assert stripes[0] == 0 and stripes[1] > 2000
 
 
 def test_devices_are_read() -> None:

@@ -15,7 +15,7 @@ PADDED = 1.5
 """Limit on the padding of prompts that one step computes together: padded tokens per prompt token."""
 
 
-class Generated(Protocol):
+class ScheduledRow(Protocol):
     """Attributes of a row that the scheduler uses. `row.Row` implements them."""
 
     number: int
@@ -67,10 +67,10 @@ class Scheduler:
         """Return the number of rows that have not ended, including rows that wait for a slot."""
         return sum(not row.ended for row in self.rows) + len(self.waiting) + (self.prompt is not None)
 
-    def add(self, row: Generated) -> None:
+    def add(self, row: ScheduledRow) -> None:
         self.waiting.append(row)
 
-    def reusable(self, row: Generated) -> int:
+    def reusable(self, row: ScheduledRow) -> int:
         """Return the number of prompt tokens that a cached prefix covers."""
         return self._find_prefix(row)[1]
 
@@ -199,6 +199,6 @@ class Scheduler:
         return leaving
 
 
-def _computed(row: Generated) -> list[int]:
+def _computed(row: ScheduledRow) -> list[int]:
     """Return the tokens of a row with reusable keys and values. The newest token has none yet."""
     return [*row.keys, *row.new[:-1]] if row.shares else []
