@@ -188,7 +188,7 @@ def _pairs_from(kind: type[PreTrainedConfig], given: Mapping[str, Any], read: Ab
 
 
 def _value(config: Any, name: str) -> Any:
-    """Return the value of an option. Parts are dictionaries, since configurations of parts may refuse to be compared."""
+    """Return the value of an option. Parts are dictionaries, since configurations may refuse to be compared."""
     value = getattr(config, name, None)
     return value.to_dict() if isinstance(value, PreTrainedConfig) else value
 

@@ -38,7 +38,7 @@ class PaddleOCRVisionModel(PaddleOCRVisionParallel, hf.PaddleOCRVisionModel):
 
 
 class PaddleOCRTextModel(LlamaParallel, hf.PaddleOCRTextModel):
-    pass
+    config_class = PaddleOCRTextConfig  # transformers 5.17 has the composite configuration here
 
 
 class PaddleOCRVLParallel(QwenWithImagesParallel):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import WavLMConfig
 from transformers.models.wavlm import modeling_wavlm as hf
 from transformers.utils.output_capturing import _active_collector
@@ -42,6 +42,10 @@ class ParallelGatedAttention(ShardedModule):
     """
 
     heads: EvenSplit
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    out_proj: nn.Module
     num_heads: int
     head_dim: int
     dropout: float

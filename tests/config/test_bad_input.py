@@ -112,7 +112,7 @@ def test_refusals_state_the_values_of_the_configuration(seed: int) -> None:
         name = zoo.main_head(model_type)
         config = next(draws.draws(name, model_type, seed)).config
         for message in refusals(registry.find(name), config):
-            for path, value in re.findall(r"([\w.\[\]]+)=([\w']+)", message):
+            for path, value in re.findall(r"([\w.\[\]]+)=([\w']+(?:\.\d+)?)", message):
                 if not path.endswith("parallel_size"):
                     named.add(path)
                     wrong += [message] if repr(stated(config, path)) != value else []

@@ -1090,7 +1090,7 @@ def config_of(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the part of a composite configuration that a class takes."""
     if name == "ReformerForMaskedLM":
         config.is_decoder = False
-    wanted = original(name).config_class
+    wanted: Any = registry.find(name).config_class
     parts = (part for part in vars(config).values() if type(part) is wanted)
     return config if isinstance(config, wanted) else next(parts)
 
