@@ -31,11 +31,11 @@ class SegformerParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         stages = [f"stages.{stage}" for stage in range(config.num_encoder_blocks)]
-        widths = zip(config.hidden_sizes, config.mlp_ratios, strict=True)
-        blocks = [cls.block(EvenSplit(int(width * ratio))) for width, ratio in widths]
+        widths = zip(stages, config.hidden_sizes, config.mlp_ratios, strict=False)
+        blocks = {f"{stage}.blocks": cls.block(EvenSplit(int(width * ratio))) for stage, width, ratio in widths}
         return Plan(
             embed={f"{stage}.patch_embeddings": Replicated() for stage in stages},
-            blocks={f"{stage}.blocks": block for stage, block in zip(stages, blocks, strict=True)},
+            blocks=blocks,
             head={f"{stage}.layer_norm": Norm() for stage in stages},
         ).with_rules(single_stage_reason="images become smaller between its blocks")
 
