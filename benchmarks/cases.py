@@ -17,13 +17,25 @@ ENGINES = ("transformers-compile", "llama.cpp")
 """Peers that generate only."""
 ONE_THREAD = "oslo_models-one-thread"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
-OUR_BATCH = "oslo_models-tp2-batch"
+OUR_BATCH, OUR_FUSED_BATCH = "oslo_models-tp2-batch", "oslo_models-tp2-fused-batch"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
 SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
-OWN = (OURS_FUSED, OUR_BATCH, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, ONE_THREAD, OUR_DATA, DEPLOYED, *OUR_SERVERS)
+OWN = (
+    OUR_FUSED_BATCH,
+    OURS_FUSED,
+    OUR_BATCH,
+    OURS,
+    OUR_EXPERTS,
+    OUR_STAGES,
+    OURS_ALONE,
+    ONE_THREAD,
+    OUR_DATA,
+    DEPLOYED,
+    *OUR_SERVERS,
+)
 
 
 @dataclass(frozen=True)
@@ -307,9 +319,9 @@ CASES = {
         ),
         Case(
             *("llama-100m-rollouts", "Llama 100M, 4 groups of 8 completions", measure.rollouts, "llama-100m"),
-            peers=(ALONE, "transformers-batch", OURS, OUR_BATCH),
+            peers=(ALONE, "transformers-batch", OURS, OUR_BATCH, OUR_FUSED_BATCH),
             baseline="transformers-batch",
-            options={"prompts": 4, "group": 8, "prompt": 64, "new": 128, "mean": 64, "timed": 3},
+            options={"prompts": 4, "group": 8, "prompt": 64, "new": 256, "mean": 128, "timed": 1},
             smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
         ),
         Case(

@@ -177,6 +177,7 @@ PEERS = {
         Peer("transformers-batch", 1, 2, _alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("oslo_models-one-thread", 1, 1, _ours_alone),
         Peer("oslo_models-tp2-batch", 2, 1, _ours),
+        Peer("oslo_models-tp2-fused-batch", 2, 1, _ours_fused),
         Peer("oslo_models-tp2", 2, 1, _ours),
         Peer("oslo_models-ep2", 2, 1, _our_experts),
         Peer("oslo_models-tp2-fused", 2, 1, _ours_fused, _fused_adamw),

@@ -605,6 +605,8 @@ def _configured(
     config = zoo.config_of(name, config)
     for key in given if parts else ():
         setattr(config, key, given[key])
+        if key == "tie_word_embeddings" and hasattr(config, "text_config"):
+            config.text_config.tie_word_embeddings = given[key]  # Qwen2-VL reads its own value, or else this one
     if attention is not None:
         config._attn_implementation = attention
     return config, text, draw
