@@ -181,6 +181,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "batch_size q_length kv_length q_offset kv_offset mask_function attention_mask allow_is_causal_skip use_vmap "
         "device",
     ),
+    _contract("transformers.utils.output_capturing._active_collector", "models.wavlm"),
     _contract("transformers.integrations.moe.batched_mm_experts_forward", "fusion.experts", is_copied=True),
     _contract("transformers.integrations.moe.use_experts_implementation", "fusion.experts", is_copied=True),
     _contract("transformers.integrations.moe._default_apply_gate", "fusion.experts", is_copied=True),

@@ -40,7 +40,7 @@ from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base, training
 from oslo_models.modeling import forward as calls
 from oslo_models.modeling import initialization as init
-from oslo_models.models import dbrx, doge, gemma3n_text, gpt2, minimax, switch_transformers, zaya
+from oslo_models.models import convnextv2, dbrx, doge, gemma3n_text, gpt2, minimax, switch_transformers, wavlm, zaya
 from oslo_models.pipeline import pipeline, placeholders, schedule
 from oslo_models.pipeline import stage as stages
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
@@ -345,6 +345,19 @@ def decays_of_other_heads(patch: Patch) -> None:
     patch.setattr(minimax.MiniMaxParallel, "lightning_attention", classmethod(lightning_attention))
 
 
+def gates_read_other_heads(patch: Patch) -> None:
+    right = wavlm.GatedAttention
+    patch.setattr(wavlm, "GatedAttention", lambda heads: right(Reversed(heads.count, heads.width)))
+
+
+def hidden_states_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(wavlm, "copy_to", lambda axis, x: x)
+
+
+def norms_of_own_channels(patch: Patch) -> None:
+    patch.setattr(convnextv2, "reduce_from", lambda axis, x: x)
+
+
 def buffers_computed_from_local_heads(patch: Patch) -> None:
     patch.setattr(base.ParallelModel, "_initialized_whole", lambda self: [])
 
@@ -608,6 +621,14 @@ MUTANTS: dict[str, list[Caught]] = {
             "test_main_class_matches_transformers_on_two_ranks_and_two_stages",
             {"model_type": "minimax"},
         ),
+        *[
+            (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": model_type})
+            for mutant, model_type in (
+                (gates_read_other_heads, "wavlm"),
+                (hidden_states_without_sum_of_gradients, "wavlm"),
+                (norms_of_own_channels, "convnextv2"),
+            )
+        ],
         (
             buffers_computed_from_local_heads,
             "test_initial_weights_do_not_depend_on_the_parallel_sizes",
