@@ -18,6 +18,7 @@ ENGINES = ("transformers-compile", "llama.cpp")
 ONE_THREAD = "oslo_models-one-thread"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
 OUR_BATCH, OUR_FUSED_BATCH = "oslo_models-tp2-batch", "oslo_models-tp2-fused-batch"
+OUR_DRAFTS, LOOKUP = "oslo_models-tp2-drafts", "transformers-lookup"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
@@ -29,6 +30,7 @@ OWN = (
     *OUR_SCHEDULES,
     OUR_FUSED_BATCH,
     OURS_FUSED,
+    OUR_DRAFTS,
     OUR_BATCH,
     OURS,
     OUR_EXPERTS,
@@ -122,6 +124,11 @@ ENDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 # Random float32 weights. No dropout, so that losses can be compared; no end token, so that all texts are equally long.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-100m": _llama(768, 2048, 12, 12),
+    # tied weights of a random model repeat the last token: every draft is right
+    "llama-100m-repeating": (
+        "LlamaForCausalLM",
+        {**_llama(768, 2048, 12, 12)[1], "tie_word_embeddings": True, "initializer_range": 0.005},
+    ),
     "llama-20m": _llama(256, 688, 4, 8),
     "llama-1gb": _llama(1024, 2816, 16, 16),
     "mixtral-small": _mixture("MixtralForCausalLM", 8, 2, 896),
@@ -333,6 +340,17 @@ CASES = {
             baseline="transformers-batch",
             options={"prompts": 4, "group": 8, "prompt": 64, "new": 256, "mean": 128, "timed": 1},
             smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
+        ),
+        *(
+            Case(
+                *(f"{model}-drafts-{prompts}", f"{label}, {prompts} repeating prompts", measure.draft, model),
+                peers=(ALONE, LOOKUP, OUR_BATCH, OUR_DRAFTS),
+                baseline=LOOKUP,
+                options={"prompts": prompts, "passage": 32, "repeats": 4, "new": 96, "drafted": 4, "timed": 3},
+                smoke={"prompts": 2, "passage": 4, "repeats": 2, "new": 8, "timed": 1},
+            )
+            for model, label in (("llama-100m", "Llama 100M"), ("llama-100m-repeating", "Llama 100M that repeats"))
+            for prompts in (1, 8)
         ),
         Case(
             *("llava-100m", "LLaVA 105M, 196 tokens an image", vision.text_and_images, "llava-100m", (ALONE, OURS)),

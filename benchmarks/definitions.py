@@ -23,6 +23,7 @@ LONG_MASKS = ("causal", "window", "packing", "padding")
 UNITS = {
     "generation": "tokens/s",
     "rollouts": "tokens/s",
+    "drafts": "tokens/s",
     "training step": "s",
     "training": "tokens/s",
     "idle time": "%",

@@ -82,6 +82,57 @@ def rollouts(
     return Result({"rollouts": statistics.median(rates[1:])})
 
 
+def draft(
+    peer: Peer,
+    cls: str,
+    checkpoint: Path,
+    tiny: Path,
+    *,
+    prompts: int,
+    passage: int,
+    repeats: int,
+    new: int,
+    drafted: int,
+    timed: int,
+) -> Result:
+    """Greedy answers to prompts that repeat a passage: the median of ``timed`` runs after a warm-up run.
+
+    A peer with a name that ends in ``-lookup`` or ``-drafts`` drafts tokens by prompt lookup. transformers does so for
+    one prompt at a time, and the running batch for all prompts at once.
+
+    Args:
+        passage: tokens of the repeated passage.
+        drafted: maximum drafted tokens of a step.
+    """
+    import torch
+
+    model = peer.load(cls, checkpoint).eval()
+    ids = tokens(model, prompts, passage).clamp(min=1).repeat(1, repeats)
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+
+    def complete() -> list[list[int]]:
+        if peer.name.endswith(("-batch", "-drafts")):
+            count = drafted if peer.name.endswith("-drafts") else None
+            outputs = model.generate_batch(ids.tolist(), **options, speculative_tokens=count)
+            return [each.generated_tokens for each in outputs.values()]
+        if not peer.name.endswith("-lookup"):
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            found: list[list[int]] = out[:, ids.shape[1] :].tolist()
+            return found
+        each = [
+            model.generate(row, attention_mask=torch.ones_like(row), prompt_lookup_num_tokens=drafted, **options)
+            for row in ids.split(1)
+        ]
+        return [out[0, ids.shape[1] :].tolist() for out in each]
+
+    rates, answers = [], list[list[int]]()
+    for _ in range(timed + 1):
+        start = time.perf_counter()
+        answers = complete()
+        rates.append(prompts * new / (time.perf_counter() - start))
+    return Result({"drafts": statistics.median(rates[1:])}, [token for answer in answers for token in answer])
+
+
 def serve(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, clients: int, requests: int, prompt: int, new: int
 ) -> Result:

@@ -17,6 +17,7 @@ BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 TITLES = {  # by the runner of a case
     "generate": "tokens per second, more is better",
     "rollouts": "tokens per second of sampled groups, until their end tokens, more is better",
+    "draft": "tokens per second with drafted tokens, more is better",
     "text_and_images": "text and images: first tokens after images, decoding, and training on rows of one image",
     "serve": "tokens per second from deploy=True, two workers, more is better",
     "streams": "streams of an HTTP server, which begin one after the other",

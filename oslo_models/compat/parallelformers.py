@@ -24,7 +24,10 @@ from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_o
 from oslo_models.sharding.plan import Plan
 
 _ARGUMENTS = ("pipeline_parallel_size", "blocks_per_stage", "timeout", "check_inputs")
-_SERVING = ("max_batch_size", "max_batch_length", "prefill_chunk_size", "reuse_prefixes", "threads_per_worker")
+_SERVING = (
+    *("max_batch_size", "max_batch_length", "prefill_chunk_size", "reuse_prefixes", "threads_per_worker"),
+    *("speculative_tokens", "speculative_model"),
+)
 
 
 def parallelize(

@@ -21,7 +21,7 @@ from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.errors import EngineError
 from oslo_models.deploy.grammar_check import end_grammar_processes
 from oslo_models.deploy.loading import load_workers
-from oslo_models.deploy.messages import Cancel, Ping, Pong, Request, Reused, Stepped
+from oslo_models.deploy.messages import Cancel, Ping, Pong, Request, Reused, Speculated, Stepped
 from oslo_models.deploy.pending_call import PendingCall
 from oslo_models.deploy.process_executor import LOOPBACK, Executor, ProcessExecutor, StartExecutor
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits
@@ -51,6 +51,7 @@ class Engine:
     Attributes:
         devices: the device of each rank.
         reused_tokens: number of prompt tokens that the running batch took from cached prefixes.
+        drafted_tokens, accepted_tokens: number of drafted tokens in the running batch, and of accepted ones among them.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Engine:
         self.limits, self._leader = limits, leader
         self.ranks, self._threads, self._make, self._start_executor = ranks, threads, make, start_executor
         self.devices: list[str] = []
-        self.reused_tokens = 0
+        self.reused_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self._lock, self._starting, self._ending = threading.Lock(), threading.RLock(), threading.RLock()
         self._calls: dict[int, PendingCall] = {}
         self._pongs: dict[int, tuple[float, Pong]] = {}
@@ -391,6 +392,9 @@ class Engine:
             self._pongs[rank] = time.monotonic(), message
         elif isinstance(message, Reused):
             self.reused_tokens += message.tokens
+        elif isinstance(message, Speculated):
+            self.drafted_tokens += message.drafted
+            self.accepted_tokens += message.accepted
         elif isinstance(message, Stepped):
             for number, value in message.values:
                 if (streaming := self._calls.get(number)) is not None:

@@ -121,6 +121,13 @@ class Reused(NamedTuple):
     tokens: int
 
 
+class Speculated(NamedTuple):
+    """From the leader of the running batch, for a step with drafted tokens: their number, and the accepted ones."""
+
+    drafted: int
+    accepted: int
+
+
 class Reply(NamedTuple):
     """From a worker: a call has returned. The rank with the outputs sets ``result``; with ``gather``, all ranks do."""
 

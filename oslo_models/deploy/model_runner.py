@@ -71,6 +71,15 @@ class ModelRunner:
         leader = self.model.mesh.tp.size * (self.model.mesh.pp.size - 1)
         self.has_outputs = setup.rank == leader
         self._setup, self._leader = setup, leader
+        self._draft_model = self._load_draft_model(setup.limits.draft_model) if self.has_outputs else None
+
+    def _load_draft_model(self, name: str) -> Any:
+        """Return the full model that drafts tokens; ``None`` without a name."""
+        if not name:
+            return None
+        from oslo_models.deploy.running_batch.draft_loading import load_draft_model
+
+        return load_draft_model(name, self.model.dtype, self.device)
 
     @locked_property
     def batch(self) -> RunningBatch:
@@ -82,7 +91,7 @@ class ModelRunner:
         channel, limits = self._plan_channel(stages), self._setup.limits
         cancelled: Any = self._cancelled
         report = (self._send, cancelled, self._count_token)
-        return RunningBatch(self.model, limits, channel, self.has_outputs, *report, stages)
+        return RunningBatch(self.model, limits, channel, self.has_outputs, *report, stages, self._draft_model)
 
     def _plan_channel(self, stages: int) -> PlanChannel:
         from oslo_models.deploy.running_batch import plan_channel

@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import dataclass, field, fields
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
@@ -15,8 +16,14 @@ from oslo_models.deploy import torchrun_executor as torchrun
 from oslo_models.deploy.forking import start_fork_server
 from oslo_models.deploy.handshake import check_secret
 from oslo_models.deploy.process_executor import ProcessExecutor, StartExecutor, worker_environment
-from oslo_models.deploy.running_batch.admission import default_limits, longest
-from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits
+from oslo_models.deploy.running_batch.admission import (
+    default_limits,
+    longest,
+    reason_against_draft_model,
+    reason_against_drafts,
+)
+from oslo_models.deploy.running_batch.draft_loading import read_draft_config
+from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, DEFAULT_LIMITS, BatchLimits, check_drafted
 from oslo_models.distributed.mesh import check_size
 
 BACKENDS = ("auto", "process", "ray", "torchrun")
@@ -38,6 +45,11 @@ class DeployOptions:
             on CPUs, 2048 on GPUs.
         reuse_prefixes: prompts of the running batch reuse the keys and values of a prefix that they share with an
             earlier call.
+        speculative_tokens: maximum drafted tokens of a row in one step of the running batch, for speculative decoding.
+            Without ``speculative_model``, they are the tokens that followed the last occurrence of the newest tokens in
+            the row (prompt lookup), and by default, none are drafted.
+        speculative_model: directory or name of a small model with the same vocabulary that drafts tokens, by default 4.
+            One rank loads it in full.
         threads_per_worker: number of torch threads in each worker on CPUs. By default the threads of this process are
             divided among the workers.
         verbose: ``"simple"`` or ``"detail"`` prints the memory of each device.
@@ -52,6 +64,8 @@ class DeployOptions:
     max_batch_length: int = DEFAULT_LIMITS.length
     prefill_chunk_size: int | None = None
     reuse_prefixes: bool = DEFAULT_LIMITS.reuse
+    speculative_tokens: int | None = None
+    speculative_model: str | PathLike[str] | None = None
     threads_per_worker: int | None = None
     verbose: str | bool | None = None
     deploy_secret: str | None = field(default=None, repr=False)
@@ -73,6 +87,18 @@ class DeployOptions:
                 check_size(name, getattr(self, name))
         if not isinstance(self.reuse_prefixes, bool):
             raise ValueError(f"reuse_prefixes must be True or False, got {self.reuse_prefixes!r}")
+        if self.speculative_tokens is not None:
+            check_drafted(self.speculative_tokens)
+        if self.speculative_model is not None and not isinstance(self.speculative_model, (str, PathLike)):
+            raise ValueError(
+                f"speculative_model must be a directory or a name, got {type(self.speculative_model).__name__}"
+            )
+        if self._drafted and self.max_batch_size == 1:
+            name = "speculative_tokens" if self.speculative_model is None else "speculative_model"
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} is for the running batch, and max_batch_size=1 turns it off: use a "
+                "larger max_batch_size, or prompt_lookup_num_tokens or assistant_model of generate"
+            )
         if self.verbose not in (None, False, True, "simple", "detail"):
             raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
         if self.deploy_secret is not None:
@@ -82,12 +108,33 @@ class DeployOptions:
         if not isinstance(self.master_addr, (str, type(None))):
             raise ValueError(f"master_addr must be an address of this host, got {self.master_addr!r}")
 
+    @property
+    def _drafted(self) -> int:
+        return self.speculative_tokens or (0 if self.speculative_model is None else DEFAULT_DRAFTED)
+
     def limits(self, config: Any, ranks: int) -> BatchLimits:
-        """Return the limits of the running batch for a model on ``ranks`` ranks."""
+        """Return the limits of the running batch for a model on ``ranks`` ranks.
+
+        Raises:
+            OSError: there is no ``speculative_model``.
+            ValueError: rows of the model cannot have drafted tokens, or ``speculative_model`` cannot draft them.
+        """
         length = longest(config, BatchLimits(length=self.max_batch_length))
         default = default_limits(config, length, ranks if torch.cuda.device_count() else 0)
         rows, chunk = self.max_batch_size or default.rows, self.prefill_chunk_size or default.chunk
-        return BatchLimits(rows, length, chunk, self.reuse_prefixes)
+        drafted, draft_model = self._drafted, str(self.speculative_model or "")
+        if drafted and (reason := reason_against_drafts(config, length)) is not None:
+            raise ValueError(
+                f"speculative_tokens={drafted} is not possible for model_type={config.model_type!r}: {reason}. Leave "
+                "it out, or use a smaller max_batch_length for a model with a window"
+            )
+        if draft_model:
+            reason = reason_against_draft_model(config, read_draft_config(draft_model), length)
+            if reason is not None:
+                raise ValueError(
+                    f"speculative_model={draft_model!r} cannot draft tokens: {reason}. Choose another decoder"
+                )
+        return BatchLimits(rows, length, chunk, self.reuse_prefixes, drafted, draft_model)
 
     def threads(self, ranks: int) -> int:
         """Return the number of torch threads of each worker."""

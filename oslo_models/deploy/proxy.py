@@ -239,14 +239,25 @@ class Deployment(DeployedAdapters, RemoteModule):
         """The number of prompt tokens that the running batch took from prefixes of former calls."""
         return self._engine.reused_tokens
 
+    @property
+    def drafted_tokens(self) -> int:
+        """The number of tokens that the running batch has drafted."""
+        return self._engine.drafted_tokens
+
+    @property
+    def accepted_tokens(self) -> int:
+        """The number of drafted tokens that became tokens of an answer."""
+        return self._engine.accepted_tokens
+
     def describe_batch(self) -> str:
         """Describe the limits of the running batch and its allocated memory, or why there is no running batch."""
         limits, reason = self._engine.limits, self._admission.reason
         reuse = "; prompts reuse former prefixes" if limits.reuse else ""
+        drafts = f"; up to {limits.drafted} tokens of a row are drafted" if limits.drafted else ""
         if reason is not None:
             return f"calls are computed one after another: {reason}"
         memory = "".join(f", {size / 1e6:,.1f} MB on {device}" for device, size in self._batch_bytes.items())
-        return f"a running batch of {limits.rows} rows of up to {limits.length} tokens{memory}{reuse}"
+        return f"a running batch of {limits.rows} rows of up to {limits.length} tokens{memory}{reuse}{drafts}"
 
     # As a module ------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from oslo_models.deploy.messages import (
     Request,
     Reused,
     Setup,
+    Speculated,
     Stepped,
     Streamed,
 )
@@ -41,8 +42,8 @@ _HEADER = struct.Struct("<qq")
 _MESSAGES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(Setup, Join, Request, Cancel, Ping, Listening, Loading, Ready, Streamed, Stepped, Reused, Reply),
-        *(Failure, Pong),
+        *(Setup, Join, Request, Cancel, Ping, Listening, Loading, Ready, Streamed, Stepped, Reused, Speculated),
+        *(Reply, Failure, Pong),
     )
 }
 _NUMPY_DTYPES = {

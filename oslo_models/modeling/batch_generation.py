@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from oslo_models.contracts import require
 from oslo_models.deploy.generation_limits import settings_of
-from oslo_models.deploy.running_batch.admission import reason_against, unsupported_setting
+from oslo_models.deploy.running_batch.admission import (
+    reason_against,
+    reason_against_draft_model,
+    reason_against_drafts,
+    unsupported_setting,
+)
+from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, check_drafted
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.distributed.rng import stable_hash, synchronize
 
@@ -38,6 +44,8 @@ class BatchGeneratingModel(PreTrainedModel):
         *args: Any,
         num_return_sequences: int | None = None,
         max_batch_size: int | None = None,
+        speculative_tokens: int | None = None,
+        speculative_model: Any = None,
         streamer: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -59,6 +67,10 @@ class BatchGeneratingModel(PreTrainedModel):
             num_return_sequences: sequences for each prompt. Default: as ``generation_config`` says.
             max_batch_size: maximum number of rows that are decoded together. Default: up to 64, as many as have keys
                 and values of 16 GiB on each GPU, or 4 GiB on CPUs.
+            speculative_tokens: maximum drafted tokens of a row in one step, for speculative decoding by prompt lookup:
+                they followed the last occurrence of the row's newest tokens. Sequences stay the same. Default: none.
+            speculative_model: a full model of this library with the same vocabulary that drafts these tokens (default:
+                4), such as ``LlamaForCausalLM.from_pretrained(name)``. Only the first rank of the last stage calls it.
             streamer: its ``put(number, token)`` gets each token of sequence ``number``, and ``end(number)`` is called
                 after the last one. It may be set on some ranks only.
             **kwargs: settings of ``generate``, such as ``max_new_tokens``.
@@ -69,13 +81,19 @@ class BatchGeneratingModel(PreTrainedModel):
 
         Raises:
             ValueError: a prompt is empty or has a token outside the vocabulary; or the model or a setting needs another
-                decoding method; or a sequence would be longer than the model allows; or the ranks of one replica got
-                different arguments; on every rank.
+                decoding method; or a sequence would be longer than the model allows; or ``speculative_tokens`` is out
+                of range, or the model cannot have drafted tokens; or the ranks of one replica got different arguments;
+                on every rank.
         """
         if self.mesh is None:
             if num_return_sequences is not None:
                 raise ValueError(
                     f"num_return_sequences={num_return_sequences} of a full model belongs into generation_config"
+                )
+            if speculative_tokens is not None or speculative_model is not None:
+                raise ValueError(
+                    "speculative_tokens and speculative_model need a sharded model; generate of a full model takes "
+                    "prompt_lookup_num_tokens and assistant_model"
                 )
             options = (continuous_batching_config, record_timestamps, progress_bar, *args)
             return super().generate_batch(inputs, generation_config, *options, **kwargs)
@@ -84,9 +102,11 @@ class BatchGeneratingModel(PreTrainedModel):
             length = _longest(self, prompts, settings_of(given, self.generation_config))
             if max_batch_size is not None and max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
+            drafted = _drafted(self, speculative_tokens, speculative_model, length)
         keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
         planned: dict[str, Any] = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
         planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
+        planned |= {"speculative_tokens": speculative_tokens, "speculative_model": speculative_model is not None}
         require_equal(self.mesh.model, planned, "arguments of generate_batch")  # else ranks would plan other steps
         if not prompts:
             return {}
@@ -94,12 +114,38 @@ class BatchGeneratingModel(PreTrainedModel):
             self,
             prompts,
             given,
-            (copies, length, max_batch_size),
+            (copies, length, max_batch_size, drafted),
             keeps_logprobs=keeps_logprobs,
             keeps_times=record_timestamps,
             shows_progress=progress_bar,
             streamer=streamer,
+            draft_model=speculative_model,
         )
+
+
+def _drafted(model: Any, count: int | None, draft_model: Any, length: int) -> int:
+    """Return the maximum number of drafted tokens of a row in one step.
+
+    Raises:
+        ValueError: see `BatchGeneratingModel.generate_batch`.
+    """
+    if count is not None:
+        check_drafted(count)
+    elif draft_model is None:
+        return 0
+    count, name = count or DEFAULT_DRAFTED, type(model).__name__
+    if (reason := reason_against_drafts(model.config, length)) is not None:
+        raise ValueError(f"speculative_tokens={count} is not possible for {name}: {reason}. Leave it out")
+    if draft_model is None:
+        return count
+    if not isinstance(draft_model, BatchGeneratingModel) or getattr(draft_model, "mesh", None) is not None:
+        raise ValueError(
+            f"speculative_model must be a full model of this library, such as {name}.from_pretrained(...), got "
+            f"{type(draft_model).__name__}"
+        )
+    if (reason := reason_against_draft_model(model.config, draft_model.config, length)) is not None:
+        raise ValueError(f"speculative_model={type(draft_model).__name__} cannot draft tokens for {name}: {reason}")
+    return count
 
 
 def _checked(
@@ -171,21 +217,23 @@ def _generate(
     model: Any,
     prompts: Sequence[list[int]],
     given: dict[str, Any],
-    sizes: tuple[int, int, int | None],
+    sizes: tuple[int, int, int | None, int],
     keeps_logprobs: bool,
     keeps_times: bool,
     shows_progress: bool,
     streamer: Any,
+    draft_model: Any,
 ) -> dict[str, Any]:
     """Complete the prompts on this rank.
 
     Args:
-        sizes: sequences for each prompt, maximum tokens of a sequence, maximum number of rows.
+        sizes: sequences for each prompt, maximum tokens of a sequence, maximum number of rows, maximum drafted
+            tokens of a row in one step.
     """
     from oslo_models.deploy.running_batch.offline import Generated, OfflineBatch, limits_of
 
     require("deploy.running_batch")
-    copies, length, most_rows = sizes
+    copies, length, most_rows, drafted = sizes
     synchronize(model.mesh.model, model.mesh.device)
     count = len(prompts) * copies
     seeds = torch.randint(2**63 - 1, (count,), device="cpu").tolist()
@@ -200,12 +248,14 @@ def _generate(
             if ends:
                 streamer.end(number)
 
-    limits = limits_of(model, count, length, most_rows)
+    limits = limits_of(model, count, length, most_rows, drafted)
     hidden = not shows_progress or model.mesh.model.rank > 0
-    with _evaluating(model), model.generating(), tqdm(total=count, disable=hidden, unit="sequence") as bar:
+    drafting = nullcontext() if draft_model is None else _evaluating(draft_model)
+    with drafting, _evaluating(model), model.generating(), tqdm(total=count, disable=hidden, unit="sequence") as bar:
         watches = on_token if keeps_times or streamer is not None else None
         try:
-            OfflineBatch(model, limits, given, keeps_logprobs, watches).run(sequences, bar.update)
+            batch = OfflineBatch(model, limits, given, keeps_logprobs, watches, draft_model)
+            batch.run(sequences, bar.update)
         except torch.OutOfMemoryError:
             model._release_caches()
             raise

@@ -19,6 +19,8 @@ _HELP = {
     "prompt_tokens_total": "Tokens of prompts.",
     "reused_prompt_tokens_total": "Tokens of them that were not computed again.",
     "generated_tokens_total": "Tokens generated.",
+    "drafted_tokens_total": "Tokens drafted by speculative decoding.",
+    "accepted_tokens_total": "Tokens of them that were generated.",
     "cancelled_calls_total": "Calls cancelled because their client left or the server ended.",
     "rejected_requests_total": "Requests answered with status 429.",
     "worker_restarts_total": "Restarts of the workers of a model that had died, by model.",

@@ -47,6 +47,8 @@ class Service:
         metrics.gauge("calls_waiting", lambda: sum(generator.waiting for generator in generators))
         metrics.gauge("calls_limit", lambda: places)
         metrics.gauge("reused_prompt_tokens_total", lambda: sum(each.model.reused_prompt_tokens for each in models))
+        metrics.gauge("drafted_tokens_total", lambda: sum(each.model.drafted_tokens for each in models))
+        metrics.gauge("accepted_tokens_total", lambda: sum(each.model.accepted_tokens for each in models))
 
     async def completions(self, request: CompletionRequest) -> Response:
         return await self._respond(request)

@@ -35,3 +35,16 @@ def pair() -> Iterator[tuple[Any, Any]]:
     whole.load_state_dict(model.state_dict())
     with torch.no_grad():
         yield model, whole
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Any:
+    """A model that agrees with the model of `pair` on many tokens, but not on all."""
+    torch.manual_seed(0)
+    model: Any = GPT2LMHeadModel.from_config_with_parallel(deployment.SENSITIVE, dtype=torch.float64)
+    small = GPT2LMHeadModel(deployment.SENSITIVE).double().eval()
+    small.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for param in small.parameters():
+            param += 0.002 * torch.randn_like(param)
+    return small

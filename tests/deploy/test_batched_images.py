@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oslo_models import registry
 from oslo_models.deploy.messages import Failure, Reused
-from oslo_models.deploy.running_batch.admission import Admission, reason_against
+from oslo_models.deploy.running_batch.admission import Admission, reason_against, reason_against_drafts
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.prompt_images import PromptImages, images_of_call
 from oslo_models.deploy.running_batch.scheduler import Scheduler
@@ -81,12 +81,12 @@ def sensitive_model(name: str, config: Any, seed: int) -> Any:
     return whole
 
 
-def compare(pool: Pool, model_type: str, folder: Path, seed: int, **sizes: int) -> None:
+def compare(pool: Pool, model_type: str, folder: Path, seed: int, drafted: int = 0, **sizes: int) -> None:
     name, config = zoo.main_head(model_type), zoo.config(model_type)
     whole = sensitive_model(name, config, seed)
     whole.save_pretrained(folder)
     calls = calls_of(name, config, seed)
-    limits = replace(LIMITS, chunk=8)
+    limits = replace(LIMITS, chunk=8, drafted=drafted)
     admission = Admission(config, limits, takes_features=True)
     assert all(admission.joins(running_arguments(call), whole.generation_config, False) for call in calls)
     with lifted_casts():
@@ -108,6 +108,17 @@ def test_rows_with_images_get_their_own_tokens(
     pool: Pool, tmp_path: Path, seed: int, model_type: str, sizes: dict[str, int]
 ) -> None:
     compare(pool, model_type, tmp_path, seed, **sizes)
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("model_type", JOINING)
+def test_rows_with_images_and_drafts_get_their_own_tokens(
+    pool: Pool, tmp_path: Path, seed: int, model_type: str
+) -> None:
+    """Positions go on from those of the images."""
+    if (reason := reason_against_drafts(zoo.config(model_type), LIMITS.length)) is not None:
+        pytest.skip(reason)
+    compare(pool, model_type, tmp_path, seed, 4, tensor_parallel_size=2)
 
 
 def test_most_types_with_images_join() -> None:

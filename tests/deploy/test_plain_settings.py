@@ -50,7 +50,7 @@ class Prepared:
 
 def describe(row: Row) -> list[Any]:
     """Return the attributes of a row for a comparison."""
-    ends = [row._ends._length, row._ends._tokens, len(row._ends._others)]
+    ends = [row._ends.length, row._ends._tokens, len(row._ends._others)]
     return [row.number, row.seed, row.prompt, row.ids_BL.tolist(), row.pad, row.is_plain, len(row._processors), *ends]
 
 

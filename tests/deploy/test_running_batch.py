@@ -42,15 +42,7 @@ pytestmark = pytest.mark.drawn(14, of="file")
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "deployment.md"
 
 
-def is_decoder(variant: str) -> bool:
-    """Whether the main configuration is a decoder that generates text in transformers."""
-    config = zoo.config(variant)
-    if config.is_encoder_decoder or getattr(config, "is_decoder", True) is False:
-        return False
-    return any(zoo.original(name).can_generate() for name in zoo.lm_heads(variant) if "DoubleHeads" not in name)
-
-
-DECODERS = [variant for variant in (*zoo.FOUNDING, *zoo.MORE) if is_decoder(variant)]
+DECODERS = [variant for variant in (*zoo.FOUNDING, *zoo.MORE) if running.is_decoder(variant)]
 
 
 # Without workers ------------------------------------------------------------------------------------------------------

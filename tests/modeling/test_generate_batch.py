@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from oslo_models import LlamaForCausalLM, MambaForCausalLM
+from oslo_models import Gemma2ForCausalLM, LlamaForCausalLM, MambaForCausalLM
+from oslo_models.deploy.running_batch import offline
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.offline import Generated, Planner
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
@@ -20,6 +22,7 @@ from oslo_models.distributed.stopping import OtherRankError
 
 from support import zoo
 from support.float64 import lifted_casts
+from support.guesses import Guesses
 from support.mutants import Edit, MutantPool
 from support.pipelines import model_on_stages
 from support.pool import Pool, WorkerError
@@ -103,6 +106,102 @@ def expectations(model: Any, prompts: list[list[int]]) -> dict[str, Any]:
             param.mul_(0.5)
     halved = [alone(model, prompt, **options) for prompt in prompts]
     return {"options": options, "sampling": sampling, "greedy": greedy, "sampled": sampled, "halved": halved}
+
+
+def check_drafts(given: Case, tp: int, pp: int, prompts: list[list[int]], expected: dict[str, Any]) -> None:
+    """Rows accept different numbers of drafted tokens; prompts join later, and groups are copied."""
+    model = model_on_stages(*given, tp, pp)
+    made: list[Guesses] = []
+
+    def following(answers: list[list[int]]) -> Any:
+        def drafts(most: int) -> Guesses:
+            made.append(Guesses(most, random.Random(len(made)), lambda row: [*answers[row.number], 5, 5, 5]))
+            return made[-1]
+
+        return drafts
+
+    with pytest.MonkeyPatch.context() as patch, lifted_casts():
+        patch.setattr(offline, "Drafts", following(expected["greedy"]))
+        for rows in (1, 3, None):
+            streamer = Streamer()
+            options = {"max_batch_size": rows, "streamer": streamer, "speculative_tokens": 3}
+            outputs = model.generate_batch(prompts, **options, **expected["options"])
+            found = [each.generated_tokens for each in outputs.values()]
+            assert found == expected["greedy"] == [streamer.tokens[number] for number in range(len(prompts))]
+            assert sorted(streamer.ended) == [*range(len(prompts))]
+        patch.setattr(offline, "Drafts", following(expected["sampled"]))
+        config = GenerationConfig(**expected["sampling"], num_return_sequences=2)
+        logprobs: list[Any] = []
+        for drafted in (4, None):
+            torch.manual_seed(7)
+            options = {"max_batch_size": 4, "speculative_tokens": drafted}
+            outputs = model.generate_batch(prompts, config, SimpleNamespace(return_logprobs=True), **options)
+            assert [each.generated_tokens for each in outputs.values()] == expected["sampled"]
+            logprobs.append(torch.tensor([value for each in outputs.values() for value in each.logprobs]))
+    torch.testing.assert_close(*logprobs, rtol=1e-6, atol=1e-6)  # processors compute in float32
+    assert sum(any(each.widths) for each in made) > 1 and not made[-1].widths  # some answers end soon
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize(("tp", "pp"), SIZES)
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "qwen3_moe", "bloom"])
+def test_drafts_change_no_sequence(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+    model, given = case(variant, seed)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    pool.run(tp * pp, check_drafts, given, tp, pp, prompts, expectations(model, prompts))
+
+
+def check_draft_model(given: Case, tp: int, pp: int, folder: Path, prompts: list[list[int]], expected: Any) -> None:
+    model = model_on_stages(*given, tp, pp)
+    small = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    called: list[int] = []
+    small.register_forward_pre_hook(lambda module, args: called.append(1))
+    steps: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: steps.append(1))
+    with lifted_casts():
+        outputs = model.generate_batch(prompts, speculative_model=small.train(), **expected["options"])
+    assert [each.generated_tokens for each in outputs.values()] == expected["greedy"]
+    assert small.training and bool(called) is (model.mesh.model.rank == tp * (pp - 1))
+    assert len(steps) <= 1 + 2  # six tokens: the first one by the prompt, then five drafted ones at most
+    config = GenerationConfig(**expected["sampling"], num_return_sequences=2)
+    torch.manual_seed(7)
+    with lifted_casts():
+        outputs = model.generate_batch(prompts, config, speculative_model=small, speculative_tokens=2, max_batch_size=3)
+    assert [each.generated_tokens for each in outputs.values()] == expected["sampled"]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_draft_model_changes_no_sequence(pool: Pool, tmp_path: Path, tp: int, pp: int, seed: int) -> None:
+    """The model itself drafts, so that all greedy tokens are accepted."""
+    model, given = case("llama", seed)
+    model.save_pretrained(tmp_path)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    pool.run(tp * pp, check_draft_model, given, tp, pp, tmp_path, prompts, expectations(model, prompts))
+
+
+def check_lookup(given: Case, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    model = model_on_stages(*given, 2, 1)
+    steps: list[int] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: steps.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    with lifted_casts():
+        outputs = model.generate_batch(prompts, speculative_tokens=5, **options)
+    handle.remove()
+    assert [each.generated_tokens for each in outputs.values()] == expected
+    assert len(steps) < 50 and max(steps[1:]) == 6
+
+
+def test_repeated_tokens_take_fewer_steps(pool: Pool, seed: int) -> None:
+    """A GPT-2 with small tied weights repeats its last token."""
+    name, config = "GPT2LMHeadModel", zoo.config("gpt2", initializer_range=0.02, n_positions=80)
+    model = reference_model(name, config, seed).eval()
+    prompts = [[5, 6, 7], [9, 8]]
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    expected = [alone(model, prompt, **options) for prompt in prompts]
+    pool.run(2, check_lookup, (name, config, full_parameters(model)), prompts, expected)
 
 
 @pytest.mark.drawn(6)
@@ -294,6 +393,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "no room": ("max_new_tokens=0 leaves no room", {"max_new_tokens": 0}),
     "positions": ("more than the max_position_embeddings=", {"max_new_tokens": 10_000}),
     "rows": ("max_batch_size must be at least 1, got 0", {"max_batch_size": 0}),
+    "drafts": ("speculative_tokens must be from 1 to 32, or left out for none; got 0", {"speculative_tokens": 0}),
     "mask": ("has no argument attention_mask: it takes settings", {"attention_mask": torch.ones(1, 2)}),
     "empty": (r"inputs\[1\] is empty", {"inputs": [[1], []]}),
     "token": (r"inputs\[0\] has the token 9999; the vocabulary has", {"inputs": [[1, 9999]]}),
@@ -311,11 +411,22 @@ def check_refusals(given: Case) -> None:
             model.generate_batch(**options)
     with pytest.raises(ValueError, match=r"max_batch_size: rank 0 has 1, rank 1 has 2"):
         model.generate_batch([[1, 2]], do_sample=False, max_batch_size=1 + model.mesh.tp.rank)
+    with pytest.raises(ValueError, match=r"speculative_tokens: rank 0 has 1, rank 1 has 2"):
+        model.generate_batch([[1, 2]], do_sample=False, speculative_tokens=1 + model.mesh.tp.rank)
     with pytest.raises(ValueError, match="hash of inputs"):
         model.generate_batch([[1, 2]] * model.mesh.tp.rank, do_sample=False)
     mamba: Any = MambaForCausalLM.from_config_with_parallel(zoo.config("mamba"), 2, seed=0)
     with pytest.raises(ValueError, match=r"run MambaForCausalLM: some of its blocks keep a state .*; call generate"):
         mamba.generate_batch([[1, 2]])
+    plain: Any = transformers.LlamaForCausalLM(zoo.config("llama"))
+    with pytest.raises(ValueError, match=r"speculative_model must be a full model of this library, such as Llama"):
+        model.generate_batch([[1, 2]], max_new_tokens=2, speculative_model=plain)
+    with pytest.raises(ValueError, match="speculative_model: rank 0 has False, rank 1 has True"):
+        full = LlamaForCausalLM(zoo.config("llama")) if model.mesh.tp.rank else None
+        model.generate_batch([[1, 2]], max_new_tokens=2, speculative_model=full)
+    gemma: Any = Gemma2ForCausalLM.from_config_with_parallel(zoo.config("gemma2"), 2, seed=0)
+    with pytest.raises(ValueError, match=r"speculative_tokens=2 is not possible for Gemma2ForCausalLM: some of its"):
+        gemma.generate_batch([[1, 2]], max_new_tokens=2, speculative_tokens=2)
 
 
 def test_unsupported_calls_are_refused_on_every_rank(pool: Pool, seed: int) -> None:
@@ -327,6 +438,8 @@ def test_a_full_model_generates_by_transformers() -> None:
     model: Any = LlamaForCausalLM(zoo.config("llama"))
     with pytest.raises(ValueError, match="num_return_sequences=2 of a full model belongs into generation_config"):
         model.generate_batch([[1, 2]], num_return_sequences=2)
+    with pytest.raises(ValueError, match="speculative_tokens and speculative_model need a sharded model"):
+        model.generate_batch([[1, 2]], speculative_tokens=2)
 
 
 # Mutants --------------------------------------------------------------------------------------------------------------
@@ -354,3 +467,24 @@ def test_mutants_are_caught(pool: Pool, name: str, seed: int) -> None:
     pool.run(2, check_batches, given, 2, 1, prompts, expected)
     with pytest.raises(WorkerError, match="AssertionError"):
         MutantPool(pool, MUTANTS[name]).run(2, check_batches, given, 2, 1, prompts, expected)
+
+
+DRAFTED_MUTANTS = {
+    "tokens after the end token": Edit("deploy.running_batch.speculation:going_on", "and not rows[index].ended", ""),
+    "tokens after the last one": Edit(f"{OFFLINE}:OfflineBatch._take", "if mark:", "if True:"),
+    "unsettled cache": Edit(f"{OFFLINE}:Planner.next", "step.settled = settled", "pass"),
+    "probabilities of another position": Edit(
+        f"{OFFLINE}:OfflineBatch._choose", "chosen[2, going, place]", "chosen[2, going, 0]"
+    ),
+}
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("name", DRAFTED_MUTANTS)
+def test_mutants_of_drafts_are_caught(pool: Pool, name: str, seed: int) -> None:
+    model, given = case("llama", seed)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    expected = expectations(model, prompts)
+    pool.run(2, check_drafts, given, 2, 1, prompts, expected)
+    with pytest.raises(WorkerError, match=r"AssertionError|IndexError|KeyError"):
+        MutantPool(pool, DRAFTED_MUTANTS[name]).run(2, check_drafts, given, 2, 1, prompts, expected)

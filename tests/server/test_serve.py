@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, GPTNeoConfig, GPTNeoForCausalLM
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM
 
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
@@ -167,6 +167,41 @@ def test_unequal_shares_return_the_text_of_generate(checkpoint: Path, whole: Who
         prompts = ["def forward(", "import torch"]
         found = create(model=str(checkpoint), prompt=prompts, max_tokens=8, temperature=0)
         assert [choice.text for choice in found.choices] == [whole(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("way", ["lookup", "model"])
+def test_drafted_tokens_change_no_answer(tmp_path: Path, way: str) -> None:
+    """A GPT-2 with small tied weights repeats its last token, so a step adds several tokens to a stream."""
+    tokenizer().save_pretrained(tmp_path)
+    ids = {"vocab_size": len(tokenizer()), "bos_token_id": 0, "eos_token_id": 0, "n_positions": 256}
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=48, n_layer=2, n_head=4, **ids)).eval()
+    model.save_pretrained(tmp_path)
+    given = torch.tensor([tokenizer()("def forward(")["input_ids"]])
+    out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=40, do_sample=False)
+    expected = tokenizer().decode(out[0, given.shape[1] :], skip_special_tokens=True)
+    options = ("--speculative-tokens", 4) if way == "lookup" else ("--speculative-model", tmp_path)
+    sizes = ("--tensor-parallel-size", 2, "--port", 0, *options)
+    with program("-m", "oslo_models", "serve", tmp_path, *sizes, folder=tmp_path, says=" at ") as running:
+        create = client_of(running.url).completions.create
+        asked: dict[str, Any] = {"model": str(tmp_path), "prompt": "def forward(", "temperature": 0}
+        pieces = list(create(**asked, max_tokens=40, stream=True, stream_options={"include_usage": True}))
+        assert "".join(piece.choices[0].text for piece in pieces[:-1]) == expected
+        assert pieces[-1].usage.completion_tokens == 40 and pieces[-2].choices[0].finish_reason == "length"
+        for most in (7, 8, 9):
+            (choice,) = (found := create(**asked, max_tokens=most)).choices
+            assert found.usage.completion_tokens == most and choice.finish_reason == "length"
+            assert expected.startswith(choice.text)
+        stop = expected[len(expected) // 2 :][:3]
+        for streams in (False, True):
+            found = create(**asked, max_tokens=40, stop=stop, stream=streams)
+            (*_, last) = pieces = list(found) if streams else [found]
+            assert "".join(piece.choices[0].text for piece in pieces) == expected[: expected.index(stop)]
+            assert last.choices[0].finish_reason == "stop"
+        with urllib.request.urlopen(f"{running.url}/metrics", timeout=LIMIT) as answer:
+            metrics = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+        assert float(metrics["oslo_models_accepted_tokens_total"]) > 0
+        assert float(metrics["oslo_models_accepted_tokens_total"]) <= float(metrics["oslo_models_drafted_tokens_total"])
 
 
 def test_shares_reach_the_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,14 +26,15 @@ class Application:
         rows: after each step, the call numbers of the rows.
     """
 
-    def __init__(self, model: Any, limits: BatchLimits = LIMITS, groups: int = 1) -> None:
+    def __init__(self, model: Any, limits: BatchLimits = LIMITS, groups: int = 1, draft_model: Any = None) -> None:
         self.sent: list[Any] = []
         self.at: list[int] = []
         self.rows: list[list[int]] = []
         self.cancelled: set[int] = set()
         self._looks, self._steps, self._later = 0, 0, list[tuple[int, Callable[[], Any]]]()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.batch = RunningBatch(model, limits, NoFollowers(), True, self._send, self.cancelled, self._count, groups)
+        report = (self._send, self.cancelled, self._count)
+        self.batch = RunningBatch(model, limits, NoFollowers(), True, *report, groups, draft_model)
 
     def send(self, step: int, message: Any) -> None:
         self._later.append((step, lambda: self._inbox.put(message)))

@@ -38,7 +38,7 @@ class StubModel:
         if act is not None:
             self.generate = act
 
-    reused_prompt_tokens = 0
+    reused_prompt_tokens = drafted_tokens = accepted_tokens = 0
 
     def can_generate(self) -> bool:
         return True
@@ -59,7 +59,7 @@ class StubModel:
 class LocalModel:
     """Like a deployed model, but computes in this process."""
 
-    reused_prompt_tokens = 0
+    reused_prompt_tokens = drafted_tokens = accepted_tokens = 0
 
     def __init__(self, model: Any) -> None:
         self.model, self.config = model.eval(), model.config

@@ -22,12 +22,14 @@ from oslo_models.deploy.running_batch.prompt_images import PromptImages
 from oslo_models.deploy.running_batch.row import Call, prepare
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.speculation import Drafts, going_on
 from oslo_models.deploy.running_batch.static_step import Compute
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 
 from support import zoo
 from support.float64 import lifted_casts
+from support.guesses import Guesses
 from support.reference import reference_model
 
 LIMITS = BatchLimits(rows=3, length=32, chunk=4)
@@ -37,6 +39,14 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"do_sample": True, "temperature": 0.8, "top_k": 20},
     {"do_sample": True, "top_p": 0.9, "min_new_tokens": 4},
 )
+
+
+def is_decoder(variant: str) -> bool:
+    """Whether the main configuration is a decoder that generates text in transformers."""
+    config = zoo.config(variant)
+    if config.is_encoder_decoder or getattr(config, "is_decoder", True) is False:
+        return False
+    return any(zoo.original(name).can_generate() for name in zoo.lm_heads(variant) if "DoubleHeads" not in name)
 
 
 def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11) -> list[dict[str, Any]]:
@@ -77,16 +87,31 @@ def static_runner(model: Any, limits: BatchLimits, capture: Callable[[Compute], 
 
 @torch.no_grad()
 def together(
-    model: Any, given: Sequence[dict[str, Any]], rng: random.Random, limits: BatchLimits = LIMITS
+    model: Any,
+    given: Sequence[dict[str, Any]],
+    rng: random.Random,
+    limits: BatchLimits = LIMITS,
+    expected: Sequence[Tensor] = (),
 ) -> list[Tensor | None]:
     """Return the results of calls that arrive at random steps; ``None`` for a few calls dropped during computation.
 
     Prompts are computed in chunks, or several together.
+
+    Args:
+        expected: the results, from which tokens are drafted if the limits say so.
     """
     limits, table = replace(limits, chunk=rng.choice((limits.chunk, limits.length))), TokenTable()
-    runner, scheduler = StepRunner(model, limits), Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows, 2))
-    admission = Admission(model.config, limits, takes_features=True)
     calls: dict[int, Call] = {}
+
+    def answer(row: Any) -> list[int]:
+        index = calls[row.number].rows.index(row)
+        found: list[int] = expected[row.number][index, given[row.number]["input_ids"].shape[1] :].tolist()
+        return found
+
+    drafts = Guesses(limits.drafted, rng, answer) if limits.drafted else Drafts(0)
+    runner = StepRunner(model, limits)
+    scheduler = Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows, 2), drafts)
+    admission = Admission(model.config, limits, takes_features=True)
     seen: dict[tuple[int, int], PromptImages] = {}
     results: list[Tensor | None] = [None] * len(given)
     left = list(range(len(given)))
@@ -114,15 +139,23 @@ def together(
         logits_BV = runner.run(steps[-1])
         some = rows[: len(steps[-1].tokens)] or rows[len(rows) - steps[-1].joining :]
         assert (logits_BV is None) == (not some)
-        tokens = [] if logits_BV is None else choose_tokens(some, logits_BV, table)
-        for index, row in enumerate(some):
-            token = tokens[index]
-            assert not isinstance(token, Exception)
-            row.take(logits_BV[index]) if token is None else row.take_token(token)
+        if logits_BV is not None and steps[-1].drafts:
+            for going, logits in going_on(some, logits_BV, steps[-1].drafts):
+                take([some[index] for index in going], logits, table)
+        elif logits_BV is not None:
+            take(some, logits_BV, table)
         for number in [number for number, call in calls.items() if call.ended]:
             results[number] = calls.pop(number).result()
     assert max(len(step.tokens) for step in steps) > 1
+    assert any(step.drafts for step in steps) == bool(limits.drafted)
     return results
+
+
+def take(rows: list[Any], logits_BV: Tensor, table: TokenTable) -> None:
+    """Let rows take their tokens."""
+    for row, logits_V, token in zip(rows, logits_BV, choose_tokens(rows, logits_BV, table), strict=True):
+        assert not isinstance(token, Exception)
+        row.take(logits_V) if token is None else row.take_token(token)
 
 
 def differences(
@@ -141,7 +174,7 @@ def differences(
     cls: Any = registry.find(name)
     model = cls.from_pretrained_with_parallel(folder, dtype=torch.float64, **sizes).eval()
     with lifted_casts():
-        found = together(model, given, random.Random(seed), limits)
+        found = together(model, given, random.Random(seed), limits, expected)
     assert sum(result is not None for result in found) >= len(found) // 2
     return [
         f"{number}: {mine.tolist()} instead of {right.tolist()}"
@@ -163,9 +196,11 @@ def checked(
     return name, given, expected
 
 
-def compare(pool: Any, variant: str, folder: Path, seed: int, count: int = 12, **sizes: int) -> None:
+def compare(
+    pool: Any, variant: str, folder: Path, seed: int, count: int = 12, limits: BatchLimits = LIMITS, **sizes: int
+) -> None:
     """Compare calls of a class in the batch with plain transformers; all ranks make the same schedule."""
     name, calls, expected = checked(variant, folder, seed, count)
     ranks = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
-    for found in pool.run(ranks, differences, name, variant, folder, sizes, calls, expected, seed):
+    for found in pool.run(ranks, differences, name, variant, folder, sizes, calls, expected, seed, limits):
         assert found == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from oslo_models import registry
 from oslo_models.deploy.generation_limits import settings_of
@@ -45,6 +46,10 @@ EXCLUSIVE: Mapping[str, str] = {
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
+_BY_COLUMNS: Mapping[str, str] = {
+    "mpt": "its biases count the columns of the cache between two tokens, and drafts leave empty columns",
+}
+"""Decoder types that join, but without drafted tokens."""
 _NOT_SETTINGS = {
     *("input_ids", "inputs", "attention_mask"),
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "decoding"),
@@ -173,6 +178,53 @@ def reason_against(config: Any) -> str | None:
         return "the first passes of its loop read the whole cache of the last pass (recurrent_kv_cache_mode last_loop)"
     kinds = getattr(text, "layer_types", None) or ()
     return next(filter(None, (_KINDS.get(kind, _STATES) for kind in kinds)), EXCLUSIVE.get(config.model_type))
+
+
+def reason_against_drafts(config: Any, length: int) -> str | None:
+    """Return why rows of a model cannot have drafted tokens; ``None`` if they can.
+
+    Args:
+        length: maximum tokens of a row.
+    """
+    reason = reason_against(config)
+    if reason is not None:
+        return f"its calls do not join the running batch: {reason}"
+    text = config.get_text_config(decoder=True)
+    window = _smallest_window(text)
+    if window is not None and window < columns(length):
+        return (
+            f"some of its blocks attend to a window of {window} tokens, and rows of {length} tokens with drafts need "
+            f"{columns(length)}"
+        )
+    return next((_BY_COLUMNS[each.model_type] for each in (config, text) if each.model_type in _BY_COLUMNS), None)
+
+
+def reason_against_draft_model(config: Any, draft: Any, length: int) -> str | None:
+    """Return why a model cannot draft for another one; ``None`` if it can.
+
+    Args:
+        config: of the other model.
+        draft: the configuration of the model that drafts.
+        length: maximum tokens of a row.
+    """
+    if draft.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return f"model_type={draft.model_type!r} is no language model"
+    sizes = [each.get_text_config(decoder=True).vocab_size for each in (draft, config)]
+    if sizes[0] != sizes[1]:
+        return f"its vocabulary has {sizes[0]} tokens, and the vocabulary of the model {sizes[1]}"
+    return reason_against_drafts(draft, length)
+
+
+def _smallest_window(text: Any) -> int | None:
+    """Return the smallest window or chunk of attention in a decoder; ``None`` if every block attends to all tokens."""
+    kinds = getattr(text, "layer_types", None)
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        return int(text.window_size)
+    if kinds is not None and not set(kinds) - {"full_attention"}:
+        return None
+    sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    found = [int(size) for size in sizes if size is not None]
+    return min(found, default=0 if kinds else None)
 
 
 def _has_positions_of_their_own(text: Any) -> bool:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 LEAST_COLUMNS = 64
 """Minimum number of spare columns in the cache, beyond the longest row."""
+DEFAULT_DRAFTED = 4
+"""Drafted tokens of a row in one step by a model, if no number is given."""
+MOST_DRAFTED = LEAST_COLUMNS // 2
+"""Maximum drafted tokens of a row in one step. They are computed in the spare columns."""
 
 
 @dataclass(frozen=True)
@@ -17,17 +22,22 @@ class BatchLimits:
         length: maximum tokens of a row, prompt and answer together.
         chunk: tokens of a prompt that are computed in one step.
         reuse: prompts reuse the keys and values of prefixes that were computed before.
+        drafted: maximum drafted tokens of a row in one step; 0 turns speculation off.
+        draft_model: directory or name of the model that drafts them; empty for prompt lookup.
     """
 
     rows: int = 8
     length: int = 4096
     chunk: int = 256
     reuse: bool = True
+    drafted: int = 0
+    draft_model: str = ""
 
     @property
     def step_bytes(self) -> int:
         """Maximum bytes of an encoded `Step`."""
-        return 8 * (5 * self.rows + max(self.chunk, self.length) + 32)  # a chunk contains whole images
+        # a chunk contains whole images
+        return 8 * ((7 + self.drafted) * self.rows + max(self.chunk, self.length) + 32)
 
 
 DEFAULT_LIMITS = BatchLimits()
@@ -35,6 +45,12 @@ GPU_LIMITS = BatchLimits(rows=64, chunk=2048)
 """The defaults on GPUs, which compute many rows in the time of a few."""
 MOST_CACHE = 16 << 30
 """Maximum bytes of keys and values on each GPU with the default number of rows."""
+
+
+def check_drafted(count: Any) -> None:
+    """Raise ``ValueError`` if ``count`` is no number of drafted tokens."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DRAFTED:
+        raise ValueError(f"speculative_tokens must be from 1 to {MOST_DRAFTED}, or left out for none; got {count!r}")
 
 
 def columns(length: int) -> int:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from oslo_models.deploy.errors import RanksDisagree
-from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
+from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Speculated, Stepped
+from oslo_models.deploy.running_batch.draft_model import DraftModel
 from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
@@ -21,6 +22,7 @@ from oslo_models.deploy.running_batch.prompt_images import ImagesError, PromptIm
 from oslo_models.deploy.running_batch.row import Call, Row, prepare
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
+from oslo_models.deploy.running_batch.speculation import Drafts, going_on
 from oslo_models.deploy.running_batch.step import MOST_FORGOTTEN, Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.deploy.serialization import portable
@@ -52,6 +54,7 @@ class RunningBatch:
         send: sends a message about a call to the application.
         cancelled: numbers of calls to end. Another thread changes it.
         count_token: is called after each step that generates tokens.
+        draft_model: drafts tokens, on the leader; ``None`` for prompt lookup.
     """
 
     def __init__(
@@ -64,11 +67,13 @@ class RunningBatch:
         cancelled: set[int],
         count_token: Callable[[], None],
         stages: int = 1,
+        draft_model: ShardedModel | None = None,
     ) -> None:
         each = limits_of_groups(limits, stages)
         self._packed = PackedHead()
         self.runners = [StepRunner(model, own, keeps_logits=True, packed=self._packed) for own in each]
-        self.channel, self.leads, self._slots = channel, leads, SlotGroups(each)
+        self._drafts = [Drafts(own.drafted) if draft_model is None else DraftModel(draft_model, own) for own in each]
+        self.channel, self.leads, self._slots = channel, leads, SlotGroups(each, self._drafts)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
         self._settings, self._token_table = PlainSettings(model), TokenTable()
         self._calls: dict[int, Call] = {}
@@ -134,7 +139,9 @@ class RunningBatch:
         Raises:
             MemoryError: there is too little memory.
         """
-        return sum(runner.reserve() for runner in self.runners) + self._packed.reserve(self._model)
+        drafting = [drafts for drafts in self._drafts if isinstance(drafts, DraftModel)]
+        rows = sum(runner.reserve() for runner in self.runners) + sum(drafts.reserve() for drafts in drafting)
+        return rows + self._packed.reserve(self._model)
 
     def describe_graphs(self) -> str:
         """Return the number of captured CUDA graphs, or why decoding is eager."""
@@ -265,9 +272,25 @@ class RunningBatch:
         if step.reused:
             self._send(Reused(step.reused), 0)
         if logits_BV is not None:
-            self._take_all(rows, logits_BV, streamed)
+            if step.drafts:
+                self._take_drafted(rows, logits_BV, step.drafts, streamed)
+            else:
+                self._take_all(rows, logits_BV, streamed)
             self._count_token()
         self._finish({row.number for row in rows if row.ended}, streamed)
+
+    def _take_drafted(
+        self, rows: list[Row], logits_BLV: Tensor, drafts: list[list[int]], streamed: list[tuple[int, Any]]
+    ) -> None:
+        """Let each row take the drafted tokens that it would draw, and one more."""
+        accepted, spent = -len(rows), 0.0
+        for going, logits_BV in going_on(rows, logits_BLV, drafts):
+            some = [rows[index] for index in going]
+            self._take_all(some, logits_BV, streamed)
+            accepted, spent = accepted + len(some), spent + sum(row.seconds for row in some)
+            if spent > STEP_SECONDS:  # the other rows wait
+                break
+        self._send(Speculated(sum(map(len, drafts)), accepted), 0)
 
     def _take_all(self, rows: list[Row], logits_BV: Tensor, streamed: list[tuple[int, Any]]) -> None:
         """Let each row take its token. An exception ends only the call of its row."""

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 
 from oslo_models.deploy.running_batch.admission import bytes_of_token
+from oslo_models.deploy.running_batch.draft_model import DraftModel, SharedDrafts
 from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.row import Row, rows_of_prompt
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.scheduler import PADDED
+from oslo_models.deploy.running_batch.speculation import Drafts, going_on
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.distributed.collectives import all_reduce
@@ -53,6 +55,8 @@ class Generated:
         new: the generated tokens.
         logprobs: logarithms of the probabilities from which the tokens were drawn, if they were asked for.
         ended: the sequence is complete.
+        longest: maximum number of tokens, with the prompt.
+        speculation: see `Speculating`.
     """
 
     number: int
@@ -61,15 +65,26 @@ class Generated:
     new: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ended: bool = False
+    longest: int = 0
+    speculation: Any = None
+
+    @property
+    def keys(self) -> list[int]:
+        return self.prompt
+
+    @property
+    def room(self) -> int:
+        return self.longest - len(self.prompt) - len(self.new)
 
 
-def limits_of(model: ShardedModel, count: int, length: int, rows: int | None) -> BatchLimits:
+def limits_of(model: ShardedModel, count: int, length: int, rows: int | None, drafted: int = 0) -> BatchLimits:
     """Return the limits of a batch.
 
     Args:
         count: number of sequences.
         length: maximum tokens of a sequence, prompt and answer together.
         rows: maximum number of rows; ``None`` for as many as the memory for keys and values allows, up to 64.
+        drafted: maximum drafted tokens of a row in one step.
     """
     if rows is None:
         rows = min(count, GPU_LIMITS.rows)
@@ -77,7 +92,7 @@ def limits_of(model: ShardedModel, count: int, length: int, rows: int | None) ->
         most = model.mesh.model.size * MOST_CACHE if model.device.type == "cuda" else MOST_CACHE_ON_CPU
         while size is not None and rows > 1 and rows * columns(length) * size > most:
             rows //= 2
-    return BatchLimits(min(rows, count), length, chunk=GPU_LIMITS.chunk, reuse=False)
+    return BatchLimits(min(rows, count), length, chunk=GPU_LIMITS.chunk, reuse=False, drafted=drafted)
 
 
 class Planner:
@@ -90,8 +105,10 @@ class Planner:
         rows: the sequences in the batch, by slot.
     """
 
-    def __init__(self, sequences: Sequence[Generated], limits: BatchLimits) -> None:
-        self._limits = limits
+    def __init__(self, sequences: Sequence[Generated], limits: BatchLimits, drafts: Drafts | None = None) -> None:
+        self._limits, self._drafts = limits, drafts or Drafts(0)
+        for sequence in sequences:
+            sequence.longest = limits.length
         groups: dict[tuple[int, ...], list[Generated]] = {}
         for sequence in sequences:
             groups.setdefault(tuple(sequence.prompt), []).append(sequence)
@@ -105,12 +122,16 @@ class Planner:
 
     def next(self) -> tuple[Step, list[list[Generated]]] | None:
         """Return the next step and the groups that join in it; ``None`` at the end."""
-        leaving = self._free_slots()
+        settled, leaving, joining = self._drafts.settle(), self._free_slots(), list[list[Generated]]()
         if found := self._next_groups():
-            return self._prefill(leaving, found)
-        if not self.rows:
+            step, joining = self._prefill(leaving, found)
+        elif self.rows:
+            tokens = [row.new[-1] for row in self.rows]
+            step = Step(0, leaving=leaving, tokens=tokens, drafts=self._drafts.draft(self.rows))
+        else:
             return None
-        return Step(0, leaving=leaving, tokens=[row.new[-1] for row in self.rows]), []
+        step.settled = settled
+        return step, joining
 
     def _prefill(self, leaving: list[int], found: list[list[Generated]]) -> tuple[Step, list[list[Generated]]]:
         prompts, step = [group[0].prompt for group in found], Step(0, leaving=leaving)
@@ -163,6 +184,7 @@ class OfflineBatch:
         kwargs: arguments of `generate` for each prompt.
         keeps_logprobs: record the log-probability of each token.
         on_token: is called on this rank for each token of each sequence.
+        draft_model: drafts tokens; ``None`` for prompt lookup.
     """
 
     def __init__(
@@ -172,6 +194,7 @@ class OfflineBatch:
         kwargs: dict[str, Any],
         keeps_logprobs: bool = False,
         on_token: OnToken | None = None,
+        draft_model: ShardedModel | None = None,
     ) -> None:
         self._model, self._limits, self._kwargs = model, limits, kwargs
         self._keeps_logprobs, self._on_token = keeps_logprobs, on_token
@@ -181,6 +204,10 @@ class OfflineBatch:
         self._settings, self._token_table = PlainSettings(model), TokenTable()
         self._rows: dict[int, Row] = {}
         self._error: Exception | None = None
+        self._drafts = Drafts(limits.drafted)
+        if draft_model is not None:
+            own = DraftModel(draft_model, limits) if self._leads else None
+            self._drafts = SharedDrafts(limits.drafted, own, self._exchange)
 
     def run(self, sequences: Sequence[Generated], on_end: Callable[[int], Any] = lambda count: None) -> None:
         """Complete the sequences. A collective of the ranks of one model.
@@ -191,7 +218,7 @@ class OfflineBatch:
         Raises:
             Exception: on every rank, if a processor, a criterion or ``on_token`` raises on one.
         """
-        planner = Planner(sequences, self._limits)
+        planner = Planner(sequences, self._limits, self._drafts)
         while (planned := planner.next()) is not None:
             step, groups = planned
             logits_BV = self._runner.run(step)
@@ -200,7 +227,7 @@ class OfflineBatch:
             if groups:
                 logits_BV = self._fork(planner.rows, groups, logits_BV)
             rows = planner.rows[-sum(map(len, groups)) :] if groups else planner.rows
-            self._take(rows, self._choose(rows, groups, logits_BV), on_end)
+            self._take(rows, self._choose(rows, groups, logits_BV, step.drafts), on_end)
         self._exchange(torch.zeros(0, dtype=torch.int64))  # for errors of `on_token` at the last tokens
 
     def _fork(self, rows: list[Generated], groups: list[list[Generated]], logits_BV: Tensor) -> Tensor:
@@ -214,24 +241,38 @@ class OfflineBatch:
             return logits_BV
         return logits_BV[torch.tensor([*range(len(groups)), *copies], device=logits_BV.device)]
 
-    def _choose(self, rows: list[Generated], groups: list[list[Generated]], logits_BV: Tensor) -> Tensor:
-        """Choose tokens on the leader. Return [3, B]: tokens, whether rows end, bits of log-probabilities."""
-        chosen = torch.zeros(3, len(rows), dtype=torch.int64)
+    def _choose(
+        self, rows: list[Generated], groups: list[list[Generated]], logits: Tensor, drafts: list[list[int]]
+    ) -> Tensor:
+        """Choose tokens on the leader.
+
+        Args:
+            logits: [B, V], or [B, L, V] with drafts.
+
+        Returns:
+            [3, B, L]: tokens; 1 for each token that a row takes, or 2 for its last one; bits of log-probabilities.
+        """
+        chosen = torch.zeros(3, len(rows), 1 + max(map(len, drafts), default=0), dtype=torch.int64)
         if not self._leads or self._error is not None:
             return chosen
         try:
             for group in groups:
                 self._prepare(group)
             own = [self._rows[row.number] for row in rows]
-            tokens = choose_tokens(own, logits_BV, self._token_table)
-            for index, (row, token) in enumerate(zip(own, tokens, strict=True)):
-                if isinstance(token, Exception):
-                    raise token
-                token = row.take(logits_BV[index]) if token is None else row.take_token(token)
-                chosen[0, index], chosen[1, index] = int(token), row.ended
-            if self._keeps_logprobs:
-                last = [row.logprobs[-1] for row in own]  # type: ignore[index]
-                chosen[2] = torch.tensor(last, dtype=torch.float64).view(torch.int64)
+            taken: list[list[list[int]]] = torch.zeros_like(chosen[:2]).tolist()  # faster to fill than a tensor
+            every = list(range(len(own)))
+            for place, (going, logits_BV) in enumerate(going_on(own, logits, drafts) if drafts else [(every, logits)]):
+                some = [own[index] for index in going]
+                tokens = choose_tokens(some, logits_BV, self._token_table)
+                for at, (index, row, token) in enumerate(zip(going, some, tokens, strict=True)):
+                    if isinstance(token, Exception):
+                        raise token
+                    token = row.take(logits_BV[at]) if token is None else row.take_token(token)
+                    taken[0][index][place], taken[1][index][place] = int(token), 1 + row.ended
+                if self._keeps_logprobs:
+                    last = [row.logprobs[-1] for row in some]  # type: ignore[index]
+                    chosen[2, going, place] = torch.tensor(last, dtype=torch.float64).view(torch.int64)
+            chosen[:2] = torch.tensor(taken)
         except Exception as error:  # noqa: BLE001  raised on all ranks by the exchange
             self._error = error
         return chosen
@@ -244,23 +285,29 @@ class OfflineBatch:
         self._rows.update({row.number: row for row in made})
 
     def _take(self, rows: list[Generated], chosen: Tensor, on_end: Callable[[int], Any]) -> None:
-        tokens, ends, bits = self._exchange(chosen.flatten()).view(3, -1)
-        logprobs = bits.view(torch.float64).tolist() if self._keeps_logprobs else []
-        ended = 0
-        for index, (row, token, ends_here) in enumerate(zip(rows, tokens.tolist(), ends.tolist(), strict=True)):
-            row.new.append(token)
-            row.ended = bool(ends_here)
-            row.logprobs += logprobs[index : index + 1]
-            ended += row.ended
-            if row.ended:
-                self._rows.pop(row.number, None)
-            if self._on_token is not None and self._error is None:
-                try:
-                    self._on_token(row.number, token, row.ended)
-                except Exception as error:  # noqa: BLE001  raised on all ranks by the next exchange
-                    self._error = error
-        if ended:
+        tokens_BL, taken_BL, bits_BL = self._exchange(chosen.flatten()).view(chosen.shape)
+        logprobs_BL = bits_BL.view(torch.float64)
+        for row, tokens, taken, logprobs in zip(
+            rows, tokens_BL.tolist(), taken_BL.tolist(), logprobs_BL.tolist(), strict=True
+        ):
+            for token, mark, logprob in zip(tokens, taken, logprobs, strict=True):
+                if mark:
+                    self._append(row, token, logprob, ends=mark == 2)
+        if ended := sum(row.ended for row in rows):
             on_end(ended)
+
+    def _append(self, row: Generated, token: int, logprob: float, ends: bool) -> None:
+        row.new.append(token)
+        row.ended = ends
+        if self._keeps_logprobs:
+            row.logprobs.append(logprob)
+        if ends:
+            self._rows.pop(row.number, None)
+        if self._on_token is not None and self._error is None:
+            try:
+                self._on_token(row.number, token, ends)
+            except Exception as error:  # noqa: BLE001  raised on all ranks by the next exchange
+                self._error = error
 
     def _exchange(self, values: Tensor) -> Tensor:
         """Sum int64 values over the ranks: only the leader has other ones than zeros. Raise if a rank has failed."""

@@ -53,6 +53,7 @@ class Row:
         logprobs: logarithms of the probabilities from which the tokens were drawn; ``None``: they are not recorded.
         is_plain: greedy, without processors and log-probabilities.
         seconds: CPU time of the processors for the newest token.
+        speculation: see `Speculating`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Row:
         self._written = self._length = ids_BL.shape[1]
         self._ends = _Ends(criteria)
         self.new: list[int] = []
+        self.speculation: Any = None
         self.ended, self.shares, self.seconds = False, True, 0.0
         self.generator: torch.Generator | None = None
         if self._config.do_sample:
@@ -91,6 +93,11 @@ class Row:
     def length(self) -> int:
         """Number of tokens, including the padding of the call and the new tokens."""
         return self._length
+
+    @property
+    def room(self) -> float:
+        """Maximum number of further tokens."""
+        return self._ends.length - self._length
 
     @property
     def host_ids_BL(self) -> Tensor:  # noqa: N802  the name says its shape
@@ -152,13 +159,17 @@ class Row:
 
 
 class _Ends:
-    """transformers' stopping criteria for one row. Checks the most common ones without tensors."""
+    """transformers' stopping criteria for one row. Checks the most common ones without tensors.
+
+    Attributes:
+        length: maximum number of tokens of the row.
+    """
 
     def __init__(self, criteria: Any) -> None:
-        self._length, self._tokens, others = float("inf"), set[int](), []
+        self.length, self._tokens, others = float("inf"), set[int](), []
         for each in of_one_rank(criteria):  # the leader of the batch decides for all ranks
             if type(each) is MaxLengthCriteria:
-                self._length = min(self._length, each.max_length)
+                self.length = min(self.length, each.max_length)
             elif type(each) is EosTokenCriteria:
                 self._tokens.update(each.eos_token_id.flatten().tolist())
             else:
@@ -168,7 +179,7 @@ class _Ends:
     def __call__(self, row: Row, token: int) -> bool:
         """Return whether the row ends with its newest token."""
         by_others = bool(self._others) and bool(self._others(row.ids_BL, None).all())
-        return by_others or token in self._tokens or row._length >= self._length
+        return by_others or token in self._tokens or row._length >= self.length
 
 
 class Call:

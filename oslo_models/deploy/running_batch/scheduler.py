@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from oslo_models.deploy.running_batch.prefixes import Prefixes
+from oslo_models.deploy.running_batch.speculation import Drafts
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 
 PADDED = 1.5
@@ -25,6 +26,8 @@ class ScheduledRow(Protocol):
     new: list[int]
     ended: bool
     shares: bool
+    room: float
+    speculation: Any
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Scheduler:
         slots: maximum number of rows.
         chunk: tokens of a prompt in one step.
         prefixes: shared prefixes that are not computed again; ``None`` computes every prompt in full.
+        drafts: of the rows.
 
     Attributes:
         rows: by slot.
@@ -51,6 +55,7 @@ class Scheduler:
     slots: int
     chunk: int
     prefixes: Prefixes | None = None
+    drafts: Drafts = field(default_factory=lambda: Drafts(0))
     rows: list[Any] = field(default_factory=list)
     prompt: Any = None
     waiting: deque[Any] = field(default_factory=deque)
@@ -86,6 +91,7 @@ class Scheduler:
         """Drop everything."""
         self.rows, self.prompt = [], None
         self.waiting.clear()
+        self.drafts.clear()
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
@@ -101,6 +107,12 @@ class Scheduler:
         Args:
             consumed: see `Step`.
         """
+        settled = self.drafts.settle()
+        step = self._next_step(consumed)
+        step.settled = settled
+        return step
+
+    def _next_step(self, consumed: int) -> Step:
         leaving = self._free_slots()
         if self.prompt is None and (whole := self._whole_prompts()):
             padded = len(whole) * max(len(row.prompt) for row in whole)
@@ -135,7 +147,8 @@ class Scheduler:
 
     def _decode(self, consumed: int, leaving: list[int]) -> Step:
         self._since_rows = 0
-        return Step(consumed, leaving=leaving, tokens=[row.new[-1] for row in self.rows])
+        tokens = [row.new[-1] for row in self.rows]
+        return Step(consumed, leaving=leaving, tokens=tokens, drafts=self.drafts.draft(self.rows))
 
     def _join(self, consumed: int, leaving: list[int], whole: list[Any]) -> Step:
         """Return a step that computes whole prompts."""

@@ -2,6 +2,7 @@
 
 Legend:
     B: rows, or slots.
+    N: rows that lag.
     H: key-value heads of this rank.
     L: columns, the positions of the longest row.
     D: size of a head.
@@ -28,6 +29,11 @@ class SlotCache(Cache):
     sliding-window attention do so too: their mask hides the positions outside the window. Memory doubles as needed, up
     to the limits.
 
+    With drafted tokens, some rows get more tokens in a step than others. A row with fewer tokens lags: there are empty
+    columns between its last position and ``stop``, and the mask hides them too. Every forward writes after ``stop``, so
+    the mask of its new positions is causal. `settle` moves the kept positions to their rows. When a row lags far, all
+    rows are right-aligned again.
+
     The slots after the rows hold former rows until new rows need the slots. A former row keeps its columns.
 
     Args:
@@ -39,7 +45,8 @@ class SlotCache(Cache):
 
     Attributes:
         lengths: of the rows, by slot.
-        stop: the column after the last position of every row.
+        stop: the column after the last position of the foremost row, and of every row that does not lag.
+        lags: number of columns between the last position of a row and ``stop``, by slot, of the rows that lag.
         kept: the first column and the end column (exclusive) of each former row, by slot.
         allocations: number of memory allocations. Compare it to detect that addresses in the cache have changed.
     """
@@ -50,17 +57,20 @@ class SlotCache(Cache):
         self.kept: dict[int, tuple[int, int]] = {}
         self.most_rows, self.most_columns = rows, columns(length)
         self.lengths: list[int] = []
+        self.lags: dict[int, int] = {}
         self.stop = self.rows = self.columns = 0
 
     @property
     def start(self) -> int:
-        """The first column of the longest row."""
-        return self.stop - max(self.lengths, default=0)
+        """The first column of any row."""
+        return self.stop - self.window
 
     @property
     def window(self) -> int:
         """Number of columns from the first to the last position of any row."""
-        return max(self.lengths, default=0)
+        if not self.lags:
+            return max(self.lengths, default=0)
+        return max(length + self.lags.get(slot, 0) for slot, length in enumerate(self.lengths))
 
     @property
     def bytes_held(self) -> int:
@@ -74,7 +84,7 @@ class SlotCache(Cache):
 
     def clear(self) -> None:
         """Remove all rows, including former rows."""
-        self.lengths, self.stop, self.kept = [], 0, {}
+        self.lengths, self.lags, self.stop, self.kept = [], {}, 0, {}
 
     def mask(self, more: int, lengths_B: Tensor) -> Tensor | None:
         """Return the attention mask of the rows and ``more`` new positions, [B, L]; ``None`` if it hides nothing.
@@ -82,16 +92,24 @@ class SlotCache(Cache):
         Args:
             lengths_B: the row lengths, on the device of the mask.
         """
-        if min(self.lengths) == self.window:
+        if min(self.lengths) == self.window:  # then no row lags
             return None
-        columns_L = torch.arange(self.window + more, device=lengths_B.device)
-        return (columns_L >= (self.window - lengths_B)[:, None]).long()
+        window = self.window
+        columns_L = torch.arange(window + more, device=lengths_B.device)
+        if not self.lags:
+            return (columns_L >= (window - lengths_B)[:, None]).long()
+        ends = [window - self.lags.get(slot, 0) for slot in range(len(self.lengths))]
+        ends_B = torch.tensor(ends, device=lengths_B.device)
+        shown_BL = (columns_L >= (ends_B - lengths_B)[:, None]) & (columns_L < ends_B[:, None])
+        return (shown_BL | (columns_L >= window)).long()
 
     def make_room(self, rows: int, more: int, before: int = 0) -> None:
         """Ensure memory for this number of rows, ``more`` columns after the window and ``before`` columns before it."""
-        needed = before + self.window + more
-        if rows <= self.rows and self.stop + more + self.is_static <= self.columns and before <= self.start:
+        longest = max(self.lengths, default=0)
+        fits = self.stop + more + self.is_static <= self.columns and before <= self.start
+        if rows <= self.rows and fits and self.window <= columns(longest):
             return
+        needed = before + longest + more
         larger = max(self.columns, min(self.most_columns, 1 << (needed + LEAST_COLUMNS).bit_length()))
         if rows > self.rows:
             self.rows = min(self.most_rows, max(rows, 2 * self.rows))
@@ -102,9 +120,10 @@ class SlotCache(Cache):
         self._relocate(self.columns, 0)
 
     def _relocate(self, columns: int, before: int) -> None:
-        """Move the rows to column ``before`` in memory of ``columns`` columns."""
+        """Move the rows to column ``before`` in memory of ``columns`` columns. Afterwards, no row lags."""
         for layer in self.layers:
             layer.relocate(columns, before)
+        self.lags = {}
         self.columns, self.stop = columns, before + self.window
 
     def grow(self, more: int) -> None:
@@ -112,20 +131,57 @@ class SlotCache(Cache):
         self.lengths = [length + more for length in self.lengths]
         self.stop += more
 
+    def settle(self, counts: Sequence[int]) -> None:
+        """Keep the first positions that a forward has written after ``stop``: ``counts[slot]`` of each row."""
+        lagging = {slot: lag for slot, lag in self.lags.items() if counts[slot]}
+        if lagging:
+            most, lags_N2 = max(counts[slot] for slot in lagging), torch.tensor([*lagging.items()])
+            for layer in self.layers:
+                if layer.is_initialized:  # else, another stage holds it
+                    lags_N2 = lags_N2.to(layer.keys.device)
+                    layer.draw_back(lags_N2, most)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        gained = [count - self.lags.get(slot, 0) for slot, count in enumerate(counts)]
+        self.stop += max(gained)
+        self.lags = {slot: max(gained) - own for slot, own in enumerate(gained) if own < max(gained)}
+
     def free(self, slot: int) -> None:
         """Remove a row. The last row moves into its slot. If former rows are kept, the two rows swap slots."""
         last, begin = len(self.lengths) - 1, self._begin(slot)
+        end = begin + self.lengths[slot]
         if slot != last:
             for layer in self.layers:
                 layer.move(slot, last, 0, self.stop, self._keeps)
             self.lengths[slot] = self.lengths[last]
+        lag = self.lags.pop(last, 0)
+        self.lags.pop(slot, None)
+        if slot != last and lag:
+            self.lags[slot] = lag
         self.lengths.pop()
         if self._keeps:
-            self.kept[last] = begin, self.stop
+            self.kept[last] = begin, end
+        self._move_stop()
+
+    def cut(self, counts: Sequence[int]) -> None:
+        """Drop the last positions of each row: ``counts[slot]`` of them."""
+        for slot, count in enumerate(counts):
+            if count:
+                self.lengths[slot] -= count
+                self.lags[slot] = self.lags.get(slot, 0) + count
+        self._move_stop()
+
+    def _move_stop(self) -> None:
+        """Move ``stop`` to the end of the foremost row, after it has left or was cut."""
+        if self.lags and len(self.lags) == len(self.lengths):
+            least = min(self.lags.values())
+            self.lags = {slot: lag - least for slot, lag in self.lags.items() if lag > least}
+            self.stop -= least
 
     def _begin(self, slot: int) -> int:
         """Return the first column of a row or a former row."""
-        return self.kept[slot][0] if slot in self.kept else self.stop - self.lengths[slot]
+        if slot in self.kept:
+            return self.kept[slot][0]
+        return self.stop - self.lags.get(slot, 0) - self.lengths[slot]
 
     def append(self, layers: Sequence[Any], row: int, stop: int, length: int, displaced: int = -1) -> None:
         """Copy a row of another cache into the slot after the last row.
@@ -140,7 +196,7 @@ class SlotCache(Cache):
         slot, is_first = len(self.lengths), not self.lengths
         if is_first:
             self.stop = 0
-        before = 0 if is_first else max(0, length - self.window)
+        before = 0 if is_first else max(0, length - max(self.lengths))
         self.make_room(max(slot, displaced) + 1, length if is_first else 0, before)
         former = self.kept.pop(slot, None)
         if former is not None and displaced >= 0:
@@ -161,6 +217,8 @@ class SlotCache(Cache):
         for layer in self.layers:
             layer.fork(slot, first, count, self.stop)
         self.lengths += [length] * count
+        if slot in self.lags:
+            self.lags |= dict.fromkeys(range(first, first + count), self.lags[slot])
 
     def begin_with(self, other: SlotCache, slot: int, length: int) -> None:
         """Replace all rows by one: the first ``length`` positions of a row or former row of another cache."""
@@ -231,23 +289,44 @@ class _SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         cache = self._cache
-        rows, start, window = len(cache.lengths), cache.start, cache.window
+        rows, longest = len(cache.lengths), max(cache.lengths, default=0)
         moved = []
         for held in (self.keys, self.values):
-            kept = held[:rows, :, start : cache.stop]
+            kept = self._aligned(held, rows, longest)
             if held.shape[0] == cache.rows and held.shape[2] == columns:
-                kept, target = kept.clone(), held
+                kept, target = kept.clone(), held  # they overlap
                 target[:rows, :, :at] = 0
                 if cache.is_static:
-                    target[:rows, :, at + window :] = 0
+                    target[:rows, :, at + longest :] = 0
             else:
                 cache.allocations += 1
                 target = held.new_zeros(cache.rows, held.shape[1], columns, held.shape[3])
                 for slot in cache.kept:
                     target[slot, :, : held.shape[2]] = held[slot]
-            target[:rows, :, at : at + window] = kept
+            target[:rows, :, at : at + longest] = kept
             moved.append(target)
         self.keys, self.values = moved
+
+    def _aligned(self, held: Tensor, rows: int, longest: int) -> Tensor:
+        """Return the last ``longest`` positions of each row, right-aligned, [B, H, L, D]."""
+        cache = self._cache
+        if not cache.lags:
+            return held[:rows, :, cache.stop - longest : cache.stop]
+        first_B1 = torch.tensor([[cache.stop - cache.lags.get(slot, 0) - longest] for slot in range(rows)])
+        column_BL = (first_B1 + torch.arange(longest)).clamp(min=0).to(held.device)
+        return held[torch.arange(rows, device=held.device)[:, None], :, column_BL].transpose(1, 2)
+
+    def draw_back(self, lags_N2: Tensor, count: int) -> None:
+        """Copy ``count`` positions after the cache's ``stop`` to the ends of rows that lag.
+
+        Args:
+            lags_N2: slots and lags of these rows.
+        """
+        stop = self._cache.stop
+        slot_N1, lag_N1 = lags_N2.split(1, 1)
+        column_1L = torch.arange(stop, stop + count, device=lags_N2.device)[None]
+        for held in (self.keys, self.values):
+            held[slot_N1, :, column_1L - lag_N1] = held[slot_N1, :, column_1L]
 
     def move(self, slot: int, source: int, start: int, stop: int, exchange: bool = False) -> None:
         """Copy the columns of slot ``source`` to ``slot``, or swap them."""

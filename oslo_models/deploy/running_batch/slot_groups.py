@@ -13,6 +13,7 @@ from typing import Any
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.speculation import Drafts
 from oslo_models.deploy.running_batch.step import Step
 
 
@@ -27,10 +28,14 @@ class SlotGroups:
 
     Args:
         limits: of each group.
+        drafts: of each group.
     """
 
-    def __init__(self, limits: Sequence[BatchLimits]) -> None:
-        self._schedulers = [Scheduler(own.rows, own.chunk, Prefixes(own.rows) if own.reuse else None) for own in limits]
+    def __init__(self, limits: Sequence[BatchLimits], drafts: Sequence[Drafts]) -> None:
+        self._schedulers = [
+            Scheduler(own.rows, own.chunk, Prefixes(own.rows) if own.reuse else None, each)
+            for own, each in zip(limits, drafts, strict=True)
+        ]
 
     @property
     def is_idle(self) -> bool:

@@ -10,6 +10,7 @@ device.
 Legend:
     B: rows of the bucket.
     L: columns of the bucket.
+    W: new positions of a row: 1, or with drafts, 1 and the maximum number of drafted tokens.
     H: key-value heads of this rank.
     D: size of a head.
     V: vocabulary.
@@ -63,17 +64,21 @@ def to_host(x: Tensor) -> Tensor:
 
 
 class StaticSteps:
-    """The decoding steps of a batch, one for each bucket of rows and columns.
+    """The decoding steps of a batch, one for each bucket of rows and columns, with and without drafts.
 
     Args:
         forward: computes the logits [B, V] from a cache, ids, positions and options.
         cache: of the batch. It must be static.
         config: of the decoder's attention layers. They may attend by groups of heads.
+        drafted: maximum drafted tokens of a row.
     """
 
-    def __init__(self, forward: Callable[..., Tensor], cache: SlotCache, config: Any, capture: Capture) -> None:
+    def __init__(
+        self, forward: Callable[..., Tensor], cache: SlotCache, config: Any, capture: Capture, drafted: int = 0
+    ) -> None:
         self._forward, self._cache, self._config, self._capture = forward, cache, config, capture
-        self._steps: dict[tuple[int, int], tuple[_Inputs, Compute]] = {}
+        self._most_new = 1 + drafted
+        self._steps: dict[tuple[int, int, int], tuple[_Inputs, Compute]] = {}
         self._allocations = -1
         self._logits: Tensor | None = None  # for the largest bucket; smaller buckets use its first rows
 
@@ -85,75 +90,92 @@ class StaticSteps:
         self._steps.clear()
         self._logits = None
 
-    def run(self, tokens: Sequence[int]) -> Tensor:
-        """Compute the logits [rows, V] after the newest token of each row. The next step overwrites them."""
-        cache = self._cache
+    def run(self, tokens: Sequence[list[int]]) -> Tensor:
+        """Compute the logits [rows, W, V] after the new tokens of each row. The next step overwrites them.
+
+        Without drafts, the step writes each position to the end of its row. With drafts, it writes them after the
+        cache's ``stop``.
+        """
+        cache, width = self._cache, self._most_new if any(len(row) > 1 for row in tokens) else 1
         rows = min(1 << (len(tokens) - 1).bit_length(), cache.most_rows)
-        cache.make_room(rows, 1)
-        if rounded_length(cache.window + SPARE_COLUMNS) < rounded_length(cache.stop + 1):
+        cache.make_room(rows, width)
+        if rounded_length(cache.window + SPARE_COLUMNS) < rounded_length(cache.stop + width):
             cache.compact()
         if self._allocations != cache.allocations:
             self.clear()
             self._allocations = cache.allocations
-        columns = min(rounded_length(cache.stop + 1), cache.columns)
-        known = self._steps.get((rows, columns))
+        columns = min(rounded_length(cache.stop + width), cache.columns)
+        known = self._steps.get((rows, columns, width))
         if known is None:
-            inputs = _Inputs(cache, rows, columns)
+            inputs = _Inputs(cache, rows, columns, width)
             inputs.load(tokens)
-            known = self._steps[rows, columns] = (inputs, self._capture(self._computation(inputs)))
+            known = self._steps[rows, columns, width] = (inputs, self._capture(self._computation(inputs)))
         inputs, replay = known
         inputs.load(tokens)
-        return replay()[: len(tokens)]
+        return replay()[: len(tokens) * width].unflatten(0, (-1, width))
 
     def _computation(self, inputs: _Inputs) -> Compute:
         """Return the step. A graph keeps only `inputs`. All other tensors belong to the cache or the model."""
-        slots = _StaticSlots(self._cache, inputs)
+        slots, width = _StaticSlots(self._cache, inputs), inputs.width
 
         def compute() -> Tensor:
-            first_B = inputs.stop - inputs.positions_B  # so padding rows attend to one column
-            options = {"next_sequence_length": 1, "attention_mask": (inputs.columns_L >= first_B[:, None]).long()}
+            columns_L = inputs.columns_L
+            shown_BL = (columns_L >= inputs.first_B[:, None]) & (columns_L <= inputs.last_B[:, None])
+            if width > 1:  # the model's own mask is causal from here on
+                shown_BL = shown_BL | (columns_L >= inputs.stop)
+            options = {"next_sequence_length": width, "attention_mask": shown_BL.long()}
             with _by_groups_of_heads(self._config):
-                logits_BV = self._forward(slots, inputs.ids_B[:, None], inputs.positions_B[:, None], options)
-            return self._shared(logits_BV)
+                logits = self._forward(slots, inputs.ids_BW, inputs.positions_BW, options, keep=width)
+            return self._shared(logits)
 
         return compute
 
-    def _shared(self, logits_BV: Tensor) -> Tensor:
-        """Copy logits to the buffer that all steps share, in float32 or wider."""
-        rows, vocabulary = logits_BV.shape
+    def _shared(self, logits: Tensor) -> Tensor:
+        """Copy logits [B * W, V] to the buffer that all steps share, in float32 or wider."""
+        count, vocabulary = logits.shape
         held = self._logits
         if held is None:
-            dtype = torch.promote_types(logits_BV.dtype, torch.float32)
-            held = self._logits = logits_BV.new_empty(self._cache.most_rows, vocabulary, dtype=dtype)
-        return held[:rows].copy_(logits_BV)
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            held = self._logits = logits.new_empty(self._cache.most_rows * self._most_new, vocabulary, dtype=dtype)
+        return held[:count].copy_(logits)
 
 
 class _Inputs:
-    """Step inputs at fixed addresses: the token, position and written column of each row.
+    """Step inputs at fixed addresses: the tokens, positions and written columns of each row.
 
     Attributes:
-        stop: the column after the last position of every row.
+        stop: see `SlotCache`.
+        first_B, last_B: the first and the last column to which each row attends, besides columns from ``stop``.
         slots_B, columns_L: the slots and columns of the bucket.
     """
 
-    def __init__(self, cache: SlotCache, rows: int, columns: int) -> None:
-        self._cache, self._rows = cache, rows
+    def __init__(self, cache: SlotCache, rows: int, columns: int, width: int) -> None:
+        self._cache, self._rows, self.width = cache, rows, width
         device = next(layer.keys.device for layer in cache.layers if layer.is_initialized)
-        self._packed_4B = torch.zeros(4, rows, dtype=torch.long, device=device)
-        self.ids_B, self.positions_B, self.written_B, stop_B = self._packed_4B
+        self._packed = torch.zeros(rows, 3 * width + 3, dtype=torch.long, device=device)
+        self.ids_BW, self.positions_BW, self.written_BW, rest_B3 = self._packed.split((width, width, width, 3), 1)
+        self.first_B, self.last_B, stop_B = rest_B3.unbind(1)
         self.stop = stop_B[0]
         self.slots_B, self.columns_L = torch.arange(rows, device=device), torch.arange(columns, device=device)
 
-    def load(self, tokens: Sequence[int]) -> None:
+    def load(self, tokens: Sequence[list[int]]) -> None:
         """Load the tokens of the rows, and their columns in the cache, with one copy."""
-        cache, padding = self._cache, [0] * (self._rows - len(tokens))
-        written = [cache.stop] * len(tokens) + [cache.columns - 1] * len(padding)
-        values = [[*tokens, *padding], [*cache.lengths, *padding], written, [cache.stop] * self._rows]
-        self._packed_4B.copy_(for_device(values, self._packed_4B.device), non_blocking=True)
+        cache, width = self._cache, self.width
+        values = []
+        for slot, (row, length) in enumerate(zip(tokens, cache.lengths, strict=True)):
+            end = cache.stop - cache.lags.get(slot, 0)
+            padded = row + row[-1:] * (width - len(row))
+            positions = [length + min(place, len(row) - 1) for place in range(width)]
+            written = [end] if width == 1 else range(cache.stop, cache.stop + width)
+            values.append([*padded, *positions, *written, end - length, end - (width > 1), cache.stop])
+        # padding rows attend to one column
+        padding = [*[0] * (2 * width), *[cache.columns - 1] * width, *[cache.stop] * 3]
+        values += [padding] * (self._rows - len(tokens))
+        self._packed.copy_(for_device(values, self._packed.device), non_blocking=True)
 
 
 class _StaticSlots(Cache):
-    """View of the first rows and columns of a `SlotCache`. A step appends one position to each row.
+    """View of the first rows and columns of a `SlotCache`. A step appends new positions to each row.
 
     transformers builds masks for it as for static caches: from tensors alone, independent of their values.
     """
@@ -181,9 +203,9 @@ class _StaticLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one position of each row. Return the keys and values of the bucket."""
+        """Write the new positions of each row. Return the keys and values of the bucket."""
         for held, states in zip(self._memory, (key_states, value_states), strict=True):
-            held[self._inputs.slots_B, :, self._inputs.written_B] = states[:, :, 0]
+            held[self._inputs.slots_B[:, None], :, self._inputs.written_BW] = states.transpose(1, 2)
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -41,6 +41,9 @@ class Step:
         pause: the rows have had their turn. The ranks go on with the call that cannot join.
         leaving: slots to free one after the other. The last row moves into the free slot.
         tokens: the newest token of each row.
+        drafts: the drafted tokens after the newest token of each row; empty if no row has any.
+        settled: the number of tokens that each row got in the last step with drafts of its group; empty if that step
+            is settled. It comes before ``leaving``.
         whole: the whole prompts. Their rows take the slots after the last row.
         chunk: tokens of the prompt in prefill, or of all prompts in ``whole``, concatenated.
         begins: the chunk is the first one of its prompt.
@@ -76,13 +79,16 @@ class Step:
     encodes: bool = False
     images: tuple[int, int] = (0, 0)
     forgotten: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, int]:
         """The number of computed rows and positions. There are 0 rows if the step computes nothing."""
         if self.whole:
             return len(self.whole), max(prompt.length for prompt in self.whole)
-        return (1, len(self.chunk)) if self.chunk else (len(self.tokens), 1)
+        longest_draft = max(map(len, self.drafts), default=0)
+        return (1, len(self.chunk)) if self.chunk else (len(self.tokens), 1 + longest_draft)
 
     @property
     def joining(self) -> int:
@@ -94,10 +100,13 @@ class Step:
         flags = self.idle | self.reset << 1 | self.begins << 2 | self.joins << 3 | self.other << 4 | self.pause << 5
         flags |= self.encodes << 6
         counts = (len(self.leaving), len(self.tokens), len(self.whole), len(self.forgotten))
+        drafts = [*map(len, self.drafts), *(token for draft in self.drafts for token in draft)]
         prefix = (self.source, self.reused, self.displaced, self.group)
-        head = (self.consumed, flags, self.number, self.row, *self.images, *counts, *prefix)
+        head = [self.consumed, flags, self.number, self.row, *self.images, *counts, *prefix]
+        head += (len(self.drafts), len(self.settled))
         whole = [value for prompt in self.whole for value in prompt]
-        data = array("q", (*head, *self.leaving, *self.tokens, *whole, *self.forgotten, *self.chunk)).tobytes()
+        lists = (*self.leaving, *self.tokens, *whole, *self.forgotten, *drafts, *self.settled, *self.chunk)
+        data = array("q", (*head, *lists)).tobytes()
         return zlib.crc32(data).to_bytes(8, "little") + data
 
     @classmethod
@@ -111,11 +120,14 @@ class Step:
             return list(islice(values, count))
 
         consumed, flags, number, row, first, stop, leaving, tokens, whole, gone = take(10)
-        source, reused, displaced, group = take(4)
+        source, reused, displaced, group, drafts, settled = take(6)
         lists = (take(leaving), take(tokens), [WholePrompt(*take(3)) for _ in range(whole)])
-        forgotten, chunk = take(gone), list(values)
+        forgotten = take(gone)
+        drafted = [take(length) for length in take(drafts)]
+        kept, chunk = take(settled), list(values)
         flag = [bool(flags >> bit & 1) for bit in range(7)]
         prefix = (source, reused, displaced, group)
         step = cls(consumed, flag[0], flag[1], *lists, chunk, flag[2], flag[3], number, *prefix, flag[4], flag[5])
         step.row, step.encodes, step.images, step.forgotten = row, flag[6], (first, stop), forgotten
+        step.drafts, step.settled = drafted, kept
         return step

@@ -66,7 +66,7 @@ class StepRunner:
         self.static: StaticSteps | None = None
         if capture is not None:
             config = model.config.get_text_config(decoder=True)
-            self.static = StaticSteps(self._forward, self.rows, config, capture)
+            self.static = StaticSteps(self._forward, self.rows, config, capture, limits.drafted)
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
         self.images: PromptImages | None = None
@@ -104,14 +104,18 @@ class StepRunner:
         """Compute a step.
 
         Returns:
-            The logits [B, V] after the newest token of each row, or after each prompt that joins. ``None`` if the
-            prompt is not complete yet, or if the step computes nothing.
+            The logits [B, V] after the newest token of each row, or after each prompt that joins. With drafts, the
+            logits [B, L, V] after the newest token of each row and after each of its drafted tokens; later positions of
+            rows with shorter drafts mean nothing. ``None`` if the prompt is not complete yet, or if the step computes
+            nothing.
 
         Raises:
             ImagesError: on every rank, if a rank cannot encode the images of a prompt. The rows go on.
         """
         self._is_passed_on = False
         try:
+            if step.settled:
+                self.rows.settle(step.settled)
             self.free(step.leaving)
             if step.begins:
                 self._begin(step)
@@ -124,7 +128,7 @@ class StepRunner:
                     return None
                 if step.whole:
                     return self._prefill_whole(step)
-                return self._prefill(step) if step.chunk else self._decode(step.tokens)
+                return self._prefill(step) if step.chunk else self._decode(step.tokens, step.drafts)
         except ImagesError:  # every rank knows of it
             raise
         except Exception:
@@ -155,23 +159,42 @@ class StepRunner:
             self.numbers.pop()
             self._offsets.pop()
 
-    def _decode(self, tokens: Sequence[int]) -> Tensor:
+    def _decode(self, tokens: Sequence[int], drafts: Sequence[list[int]]) -> Tensor:
         rows = self.rows
         assert len(tokens) == len(rows.lengths)
-        logits_BV = self._replay(tokens)
-        if logits_BV is None:
-            rows.make_room(len(tokens), 1)
-            ids_B, lengths_B = to_device([tokens, rows.lengths], self._device)
-            options = {"next_sequence_length": 1, "attention_mask": rows.mask(1, lengths_B)}
-            positions = lengths_B[:, None]
-            if any(map(any, self._offsets)):  # the first of four planes has the positions of tokens
-                seen = positions + to_device(self._offsets, self._device).T[..., None]
-                positions = torch.cat((positions.expand(self._planes - 3, -1, -1), seen))
-            logits_BV = self._forward(rows, ids_B[:, None], positions, options)
-        rows.grow(1)
-        return logits_BV
+        new = [[token, *draft] for token, draft in zip(tokens, drafts or [[]] * len(tokens), strict=True)]
+        logits_BLV = self._replay(new)
+        is_static = logits_BLV is not None
+        if logits_BLV is None:
+            logits_BLV = self._decode_eagerly(new)
+        if drafts:  # the next step settles the cache
+            return logits_BLV
+        if is_static or not rows.lags:  # the step has written each position to the end of its row
+            rows.grow(1)
+        else:
+            rows.settle([1] * len(tokens))
+        return logits_BLV[:, -1]
 
-    def _replay(self, tokens: Sequence[int]) -> Tensor | None:
+    def _decode_eagerly(self, tokens: Sequence[list[int]]) -> Tensor:
+        """Return the logits [B, L, V] after new tokens of each row. Shorter rows are padded on the right."""
+        rows = self.rows
+        longest = max(map(len, tokens))
+        rows.make_room(len(tokens), longest)
+        # per row: its length, its tokens and padding, and their distances to its length; positions stay in the row
+        padded, steps = tokens, [[0]] * len(tokens)
+        if longest > 1:
+            padded = [[*row, *row[-1:] * (longest - len(row))] for row in tokens]
+            steps = [[min(place, len(row) - 1) for place in range(longest)] for row in tokens]
+        values = [[length, *own, *more] for length, own, more in zip(rows.lengths, padded, steps, strict=True)]
+        lengths_B1, ids_BL, steps_BL = to_device(values, self._device).split((1, longest, longest), 1)
+        options = {"next_sequence_length": longest, "attention_mask": rows.mask(longest, lengths_B1[:, 0])}
+        positions = lengths_B1 + steps_BL
+        if any(map(any, self._offsets)):  # the first of four planes has the positions of tokens
+            seen = positions + to_device(self._offsets, self._device).T[..., None]
+            positions = torch.cat((positions.expand(self._planes - 3, -1, -1), seen))
+        return self._forward(rows, ids_BL, positions, options, keep=longest).unflatten(0, (-1, longest))
+
+    def _replay(self, tokens: Sequence[list[int]]) -> Tensor | None:
         """Return the logits of a static step; ``None`` if decoding is eager, or if this step cannot be captured."""
         if self.static is None:
             return None
@@ -245,8 +268,9 @@ class StepRunner:
         positions: Tensor,
         options: dict[str, Any],
         features: Mapping[str, Any] = MappingProxyType({}),
+        keep: int = 1,
     ) -> Tensor:
-        """Return the logits of the last position of each row. Append the keys and values to the cache.
+        """Return the logits of the last positions of each row, [B * ``keep``, V]. Append keys and values to the cache.
 
         Args:
             positions: [B, L], or [3 or 4, B, L] for images with positions of height and width.
@@ -257,13 +281,13 @@ class StepRunner:
         if self._takes_positions:
             given["position_ids"] = positions
         if self._can_keep_few:
-            given["logits_to_keep"] = 1
+            given["logits_to_keep"] = keep
         inputs = model.prepare_inputs_for_generation(ids_BL, **given)
         keeps = self._keeps_logits and model.pipeline is not None
         self._is_passed_on = True  # if the model raises, it tells the other stages itself
         with model.pipeline.keeping_logits() if keeps else nullcontext():
             logits_BLV = model(**inputs, **features, return_dict=True).logits
-        return logits_BLV[:, -1:].flatten(0, 1)
+        return logits_BLV[:, -keep:].flatten(0, 1)
 
     def reserve(self) -> int:
         """Allocate the whole cache, and return its bytes. A collective.
