@@ -24,7 +24,10 @@ OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
 SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
+ZERO_BUBBLE, OUR_1F1B, TORCH_1F1B = "oslo_models-zb-h1", "oslo_models-1f1b", "torch-1f1b-pp4"
+OUR_SCHEDULES = (ZERO_BUBBLE, OUR_1F1B)
 OWN = (
+    *OUR_SCHEDULES,
     OUR_FUSED_BATCH,
     OURS_FUSED,
     OUR_DRAFTS,
@@ -316,6 +319,13 @@ CASES = {
         *_mixtures_of("qwen3-moe-small", "A small Qwen3 MoE"),
         _stages_of("llama-100m", "Llama 100M", (TORCH_STAGES, OUR_STAGES, NATIVE, ROWS, ALONE)),
         _stages_of("gpt2-124m", "GPT-2 124M", (TORCH_STAGES, OUR_STAGES, ROWS, ALONE)),
+        Case(
+            *("schedules", "Four stages of slept work, 16 micro-batches", measure.idle_time, ""),
+            peers=(TORCH_1F1B, "torch-interleaved-zb-pp4", *OUR_SCHEDULES),
+            baseline=TORCH_1F1B,
+            options={"seconds": 0.1, "number": 16, "timed": 3},
+            smoke={"seconds": 0.005, "number": 8, "timed": 1},
+        ),
         Case(
             *("llama-100m-lora", "Llama 100M, train LoRA of rank 16, 4 x 256 tokens", measure.train_lora),
             *("llama-100m", (ALONE, OURS)),

@@ -26,6 +26,7 @@ UNITS = {
     "drafts": "tokens/s",
     "training step": "s",
     "training": "tokens/s",
+    "idle time": "%",
     "peak memory": "MB",
     "peak anonymous memory": "MB",
     "all-reduces a block, forward": "calls",

@@ -226,6 +226,25 @@ def train_lora(
     return Result({"training step": statistics.median(seconds), **memory.growth}, losses[:2])
 
 
+def idle_time(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, seconds: float, number: int, timed: int) -> Result:
+    """Share of a step in which a stage does nothing, in percent: the median of ``timed`` steps after a first one.
+
+    Args:
+        seconds: duration of each of the three parts.
+        number: micro-batches.
+    """
+    import torch.distributed as dist
+
+    step = peer.load((seconds,) * 3, number)
+    found = []
+    for _ in range(timed + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - start)
+    return Result({"idle time": 100 * (1 - 3 * seconds * number / statistics.median(found[1:]))})
+
+
 def train_in_stages(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int
 ) -> Result:

@@ -145,6 +145,15 @@ def _schedule_of_torch(load: Callable[..., Any], cls: str, checkpoint: Path) -> 
     return trainer(load, cls, checkpoint)
 
 
+def _slept(name: str) -> Callable[..., Any]:
+    def load(*args: Any) -> Any:
+        from benchmarks.schedules import SCHEDULES
+
+        return SCHEDULES[name](*args)
+
+    return load
+
+
 def _autotp_adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
     import deepspeed
     import torch
@@ -199,6 +208,10 @@ PEERS = {
         ),
         Peer("torch-1f1b", 2, 1, _alone, _schedule_of_torch),
         Peer("oslo_models-pp2", 2, 1, _our_stages, _micro_batches),
+        *(
+            Peer(name, 4, 1, _slept(name))
+            for name in ("oslo_models-1f1b", "oslo_models-zb-h1", "torch-1f1b-pp4", "torch-interleaved-zb-pp4")
+        ),
         Peer("oslo_models-data", 1, 2, _preprocessed_by("ours")),
         Peer("megatron-loop", 1, 2, _preprocessed_by("megatron_loop")),
         Peer(

@@ -26,6 +26,7 @@ TITLES = {  # by the runner of a case
     "train_long": "forward and backward of long sequences, one thread, less is better",
     "train_lora": "seconds per step of LoRA by peft, less is better",
     "train_in_stages": "two pipeline stages, 8 micro-batches",
+    "idle_time": "idle time of pipeline stages in percent, less is better",
     "collectives": "communication of a step, less is better",
     "load_memory": "memory of a process, less is better",
     "all_reduce": "microseconds, less is better",

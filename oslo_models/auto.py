@@ -159,3 +159,39 @@ class AutoModelForMultipleChoice(_Auto):
 
 class AutoModelForNextSentencePrediction(_Auto):
     mapping = "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES"
+
+
+class AutoModelForImageClassification(_Auto):
+    mapping = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+
+
+class AutoModelForVideoClassification(_Auto):
+    mapping = "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES"
+
+
+class AutoModelForSemanticSegmentation(_Auto):
+    mapping = "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES"
+
+
+class AutoModelForObjectDetection(_Auto):
+    mapping = "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES"
+
+
+class AutoModelForAudioClassification(_Auto):
+    mapping = "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES"
+
+
+class AutoModelForAudioFrameClassification(_Auto):
+    mapping = "MODEL_FOR_AUDIO_FRAME_CLASSIFICATION_MAPPING_NAMES"
+
+
+class AutoModelForAudioXVector(_Auto):
+    mapping = "MODEL_FOR_AUDIO_XVECTOR_MAPPING_NAMES"
+
+
+class AutoModelForCTC(_Auto):
+    mapping = "MODEL_FOR_CTC_MAPPING_NAMES"
+
+
+class AutoModelForSpeechSeq2Seq(_Auto):
+    mapping = "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.functional import linear as plain_linear  # not by its module's attribute, which DeepSpeed replaces
+from torch.overrides import handle_torch_function, has_torch_function
 
 from oslo_kernels import build, split_product
 
@@ -163,7 +164,7 @@ def _product(
         return plain(x, weight, bias)
     if torch.is_grad_enabled():
         trained = None if faster is None else _trained_way(x, weight, faster, io)
-        return plain(x, weight, bias) if trained is None else _TrainedProduct.apply(x, weight, bias, io, trained)
+        return plain(x, weight, bias) if trained is None else trained_product(x, weight, bias, io, trained)
     inner, outer = weight.shape if io else weight.shape[::-1]
     rows = x.numel() // inner if inner else 0
     half = x.dtype is not torch.float32
@@ -172,7 +173,7 @@ def _product(
     few = rows <= most_rows(x.dtype, io)
     way = (CPP if few else None) if faster is None else faster.way(rows, x.dtype)
     if way in MANY:
-        return _by(way, x, weight.t() if io else weight, bias)
+        return product_by(way, x, weight.t() if io else weight, bias)
     if unavailable_reason():
         return plain(x, weight, bias)
     if way == CPP:
@@ -194,6 +195,13 @@ def _trained_way(x: Tensor, weight: Tensor, faster: FasterRows, io: bool) -> str
     return None if rows < MOST_TIMED or way not in MANY else way
 
 
+def trained_product(x: Tensor, weight: Tensor, bias: Tensor | None, io: bool, way: str) -> Tensor:
+    """Compute a product with gradients by one of the implementations `MANY`. Function modes of torch can replace it."""
+    if has_torch_function((x,)):
+        return handle_torch_function(trained_product, (x,), x, weight, bias, io, way)
+    return _TrainedProduct.apply(x, weight, bias, io, way)
+
+
 class _TrainedProduct(torch.autograd.Function):
     """A product and its gradients by one of the implementations `MANY`."""
 
@@ -201,7 +209,7 @@ class _TrainedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, io: bool, way: str) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.io, ctx.way = io, way
-        out_no = _by(way, x.flatten(0, -2), weight.t() if io else weight, bias)
+        out_no = product_by(way, x.flatten(0, -2), weight.t() if io else weight, bias)
         # no autograd view: the all-reduce over ranks changes the output in place
         made: Tensor = torch.ops.aten._unsafe_view(out_no, (*x.shape[:-1], out_no.shape[-1]))
         return made
@@ -209,7 +217,7 @@ class _TrainedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
-        product = plain_linear if torch.is_grad_enabled() else partial(_by, ctx.way)  # for double backward
+        product = plain_linear if torch.is_grad_enabled() else partial(product_by, ctx.way)  # for double backward
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_x = product(grad, weight if ctx.io else weight.t())
@@ -234,7 +242,8 @@ def by_split(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor
     return split_product.product(x_ni, weight_oi, bias).view(*x.shape[:-1], len(weight_oi))
 
 
-def _by(way: str, x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
+def product_by(way: str, x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` by one of the implementations `MANY`, without gradients. The weight may have any strides."""
     return by_split(x, weight_oi, bias) if way == SPLIT else by_onednn(x, weight_oi, bias)
 
 

@@ -188,7 +188,9 @@ def _pairs_from(kind: type[PreTrainedConfig], given: Mapping[str, Any], read: Ab
 
 
 def _value(config: Any, name: str) -> Any:
-    return getattr(config, name, None)
+    """Return the value of an option. Parts are dictionaries, since configurations may refuse to be compared."""
+    value = getattr(config, name, None)
+    return value.to_dict() if isinstance(value, PreTrainedConfig) else value
 
 
 def _with_part(config: Any, name: str, part: Any) -> Any:

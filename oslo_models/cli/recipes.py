@@ -51,6 +51,7 @@ The model and the data:
   max_length              tokens per sample (default: 1024)
   validation_share        share of the documents to evaluate on (default: 0)
   pipeline_parallel_size  stages, with micro_batch_size rows at a time (default: 1)
+  schedule                schedule of the stages: 1f1b or zb-h1 (default: 1f1b)
 
 {_OWN}
 Needs: pip install "oslo-models[recipes]"

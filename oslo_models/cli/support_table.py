@@ -118,7 +118,10 @@ def _fused_operations(cls: Any) -> list[str]:
     for each in (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))):
         for name in DEPTHS & each.to_dict().keys():
             setattr(each, name, 1)
-    if getattr(config, "backbone_config", None) is not None:  # the default is from a package that may be missing
+        if hasattr(each, "num_kv_shared_layers"):  # there is no earlier block to share with
+            each.num_kv_shared_layers = 0
+            each.layer_types = each.layer_types[:1]
+    if config.model_type == "detr":  # the default backbone is from a package that may be missing
         config.backbone_config = CONFIG_MAPPING["resnet"]()
     if vars(config).get("num_key_value_heads", 0) is None:  # the default of HunYuan
         config.num_key_value_heads = config.num_attention_heads
@@ -133,9 +136,6 @@ def _fused_operations(cls: Any) -> list[str]:
         config.rope_parameters = dict.fromkeys(config.layer_types)
     if config.model_type == "aya_vision":  # the heads of the default do not divide its width
         config.vision_config.num_attention_heads = 16
-    if hasattr(config, "num_kv_shared_layers"):  # there is no earlier block to share with
-        config.num_kv_shared_layers = 0
-        config.layer_types = config.layer_types[:1]
     if vars(config).get("head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):

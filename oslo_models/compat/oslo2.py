@@ -114,7 +114,7 @@ def _arguments(section: Mapping[str, Any]) -> Arguments:
         raise ValueError(f"{PARALLELISM}.enable must be true or false, got {enable!r}")
     sizes = (
         *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
-        *("tensor_parallel_shares", "blocks_per_stage"),
+        *("tensor_parallel_shares", "blocks_per_stage", "schedule"),
     )
     left_out = ("enable", *(() if enable else sizes))
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})

@@ -16,6 +16,7 @@ from oslo_models.config.sources import HUB_ARGUMENTS
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.registry import did_you_mean
+from oslo_models.sharding.pipeline_rules import ONE_F_ONE_B, SCHEDULES
 from oslo_models.sharding.plan import Plan
 
 UNSUPPORTED = {
@@ -60,6 +61,7 @@ class Arguments:
     expert_parallel_size: int = 1
     plan: Plan | Callable[[Any], Plan] | str | None = None
     tensor_parallel_shares: Sequence[int] | None = None
+    schedule: str = ONE_F_ONE_B
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check the arguments that do not depend on the configuration of the model.
@@ -115,6 +117,13 @@ class Arguments:
             raise ValueError(
                 f"blocks_per_stage={list(blocks)} is for pipeline_parallel_size={len(blocks)}, and it is 1: set it, or "
                 "leave blocks_per_stage out"
+            )
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {self.schedule!r}")
+        if self.schedule != ONE_F_ONE_B and self.pipeline_parallel_size == 1:
+            raise ValueError(
+                f"schedule={self.schedule!r} is for pipeline stages, and pipeline_parallel_size is 1: set it, or leave "
+                "schedule out"
             )
         if self.seed is not None:
             check_size("seed", self.seed, 0)

@@ -181,6 +181,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "batch_size q_length kv_length q_offset kv_offset mask_function attention_mask allow_is_causal_skip use_vmap "
         "device",
     ),
+    _contract("transformers.utils.output_capturing._active_collector", "models.wavlm"),
     _contract("transformers.integrations.moe.batched_mm_experts_forward", "fusion.experts", is_copied=True),
     _contract("transformers.integrations.moe.use_experts_implementation", "fusion.experts", is_copied=True),
     _contract("transformers.integrations.moe._default_apply_gate", "fusion.experts", is_copied=True),
@@ -297,6 +298,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "torch._C._disabled_torch_function_impl",
         "checkpoint.quantized.packed distributed.sharded_tensor layers.lazy_mask",
     ),
+    _contract("torch._C._autograd._top_saved_tensors_default_hooks", "layers.deferred_gradients"),
     _contract("torch._C._len_torch_dispatch_stack", "distributed.collectives"),
     _contract("torch._addmm_activation", "fusion.mlps"),
     _contract("torch._assert_async", "layers.cross_entropy layers.token_statistics"),

@@ -96,6 +96,7 @@ RMS_NORMS = _names("""
     pixtral.PixtralRMSNorm
     qwen2_5_vl.Qwen2_5_VLRMSNorm qwen2_vl.Qwen2VLRMSNorm qwen3_vl.Qwen3VLTextRMSNorm qwen3_vl_moe.Qwen3VLMoeTextRMSNorm
     glm4v.Glm4vRMSNorm glm4v_moe.Glm4vMoeRMSNorm glm4v_moe.Glm4vMoeTextRMSNorm glm_ocr.GlmOcrRMSNorm
+    mllama.MllamaTextRMSNorm paddleocr_vl.PaddleOCRRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
@@ -137,6 +138,7 @@ GATED_MLPS = _names("""
     vaultgemma.VaultGemmaMLP youtu.YoutuMLP zamba.ZambaMLP
     pixtral.PixtralMLP qwen2_5_vl.Qwen2MLP qwen2_vl.Qwen2MLP qwen3_vl.Qwen3VLTextMLP qwen3_vl_moe.Qwen3VLMoeTextMLP
     dinov2.Dinov2SwiGLUFFN dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN glm4v_moe.Glm4vMoeTextMLP
+    dinov3_vit.DINOv3ViTGatedMLP mllama.MllamaTextMLP paddleocr_vl.PaddleOCRMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -166,6 +168,8 @@ BERT_INTERMEDIATES = _names("""
     roc_bert.RoCBertIntermediate roformer.RoFormerIntermediate tapas.TapasIntermediate
     visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate xlm_roberta_xl.XLMRobertaXLIntermediate
     xmod.XmodIntermediate
+    data2vec.Data2VecVisionIntermediate dpt.DPTViTIntermediate swinv2.Swinv2Intermediate videomae.VideoMAEIntermediate
+    yolos.YolosIntermediate
 """)
 """Copies of BertIntermediate: a linear layer and its activation."""
 
@@ -188,6 +192,7 @@ LLAMA_BLOCKS = _names("""
     solar_open.SolarOpenDecoderLayer starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
     qwen2_5_vl.Qwen2_5_VLDecoderLayer qwen2_vl.Qwen2VLDecoderLayer
     glm4v_moe.Glm4vMoeTextDecoderLayer
+    paddleocr_vl.PaddleOCRDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
@@ -298,6 +303,10 @@ CALL_EAGER_ATTENTION = _names("""
     dinov2.Dinov2Attention dinov2_with_registers.Dinov2WithRegistersAttention glm4v.Glm4vTextAttention
     glm4v.Glm4vVisionAttention glm4v_moe.Glm4vMoeTextAttention glm4v_moe.Glm4vMoeVisionAttention
     glm_ocr.GlmOcrTextAttention glm_ocr.GlmOcrVisionAttention sew.SEWAttention wav2vec2_bert.Wav2Vec2BertSelfAttention
+    dinov3_vit.DINOv3ViTAttention dpt.DPTSelfAttention mllama.MllamaTextCrossAttention mllama.MllamaTextSelfAttention
+    mllama.MllamaVisionAttention paddleocr_vl.PaddleOCRAttention paddleocr_vl.PaddleOCRVisionAttention
+    siglip2.Siglip2Attention videomae.VideoMAESelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention
+    yolos.YolosSelfAttention
 """)
 """Attention layers that call ``eager_attention_forward`` as copied from Llama, BERT, GPT-2, OPT, T5 or Gemma 2."""
 COMPARE_IMPLEMENTATIONS = _names("""
@@ -362,5 +371,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     pixtral.PixtralAttention qwen2_5_vl.Qwen2_5_VLAttention qwen2_vl.Qwen2VLAttention qwen3_vl.Qwen3VLTextAttention
     qwen3_vl_moe.Qwen3VLMoeTextAttention
     glm4v_moe.Glm4vMoeTextAttention
+    mllama.MllamaTextSelfAttention paddleocr_vl.PaddleOCRAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from oslo_kernels.linear import many_rows_conv1d, many_rows_linear, plain_conv1d
 from oslo_models.distributed.collectives import has_dispatch_mode, start_all_reduce
 from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.deferred_gradients import defers_weight_gradients
 
 PRODUCTS = {many_rows_linear: False, many_rows_conv1d: True}
 """Products with overlap support, and whether their weight is ``[in, out]``."""
@@ -90,6 +91,8 @@ def overlapped_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | N
     if axis.size == 1 or torch.compiler.is_compiling() or not overlaps(axis, x) or not torch.is_grad_enabled():
         return None
     if not x.requires_grad or x.is_leaf or has_dispatch_mode() or not _is_supported(layer, x):
+        return None
+    if defers_weight_gradients():  # no weight gradient is left to overlap with
         return None
     region: Region | None = getattr(x, "_oslo_region", None)
     if region is None or region.axis is not axis or region.version != x._version:

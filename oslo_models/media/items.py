@@ -7,6 +7,8 @@ number of placeholders tells how many images a row has. Batches hold images in t
 * by image or by tile: ``pixel_values [images, channels, height, width]``, perhaps with ``image_sizes [images, 2]``;
 * by image with its tiles: ``pixel_values [images, tiles, channels, height, width]``, padded to the most tiles of an
   image, with ``image_sizes [images, 2]``;
+* by image with its patches: ``pixel_values [images, patches, values]``, padded to the most patches of an image, with
+  ``image_position_ids [images, patches, 2]``;
 * by row: ``pixel_values [rows, images, ...]``, padded to the most images of a row.
 """
 
@@ -47,7 +49,13 @@ class Kind:
 
 
 KINDS = (
-    Kind("image", "pixel_values", "image_grid_thw", ("image_sizes",), ("image_token_id", "image_token_index")),
+    Kind(
+        "image",
+        "pixel_values",
+        "image_grid_thw",
+        ("image_sizes", "image_position_ids"),
+        ("image_token_id", "image_token_index"),
+    ),
     Kind(
         "video",
         "pixel_values_videos",
@@ -221,6 +229,9 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
                 f"{len(grid)} {kind.name}s"
             )
         return list((patches // merged**2).tolist())
+    places = batch.get("image_position_ids")
+    if kind.name == "image" and isinstance(places, Tensor) and hasattr(tower, "pooling_kernel_size"):
+        return list((places.ne(-1).all(-1).sum(-1) // tower.pooling_kernel_size**2).tolist())
     if kind.name == "image" and sizes is not None and getattr(config, "image_grid_pinpoints", None):
         sizes = torch.as_tensor(sizes).tolist()
         if len(sizes) != len(values):

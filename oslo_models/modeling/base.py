@@ -75,6 +75,7 @@ class ParallelModel(
         gather_logits: whether to gather sharded logits next to a loss; see `from_pretrained_with_parallel`.
         share_loss, share_logits: whether all stages get the loss and the logits of each micro-batch. Change them on
             every rank.
+        schedule: the schedule of pipeline stages, ``"1f1b"`` or ``"zb-h1"``. Change it on every rank.
         loss_inputs: arguments that request a loss, in addition to labels and answer positions.
         labels_of: for models with several logits, the argument with the labels of each.
         loss_needs_full_logits: whether the loss is computed from the logits of the full vocabulary.
@@ -92,6 +93,7 @@ class ParallelModel(
     gather_logits: bool | None = None
     share_loss: bool = False
     share_logits: bool = False
+    schedule: str = "1f1b"
     loss_inputs: ClassVar[tuple[str, ...]] = ()
     labels_of: ClassVar[Mapping[str, str]] = {}
     loss_needs_full_logits: ClassVar[bool] = False
@@ -217,6 +219,7 @@ class ParallelModel(
         expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
         tensor_parallel_shares: Sequence[int] | None = None,
+        schedule: str = "1f1b",
         **kwargs: Any,
     ) -> Self:
         """Load this rank's part of a checkpoint. Call this on every rank with the same arguments.
@@ -262,6 +265,10 @@ class ParallelModel(
                 ``[2, 1, 1]``, for devices of different memory. Heads with their key-value heads, the width of MLPs and
                 experts, and the vocabulary are divided in this ratio, rounded to whole heads and features. By default,
                 the parts are equal.
+            schedule: the schedule of pipeline stages in training. ``"1f1b"``: one forward, one backward. ``"zb-h1"``
+                computes the weight gradients of linear layers where stages would otherwise be idle (Qi et al., "Zero
+                Bubble Pipeline Parallelism", 2023). Gradients are equal bit for bit. The guide on schedules compares
+                them.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
                 ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
@@ -293,6 +300,7 @@ class ParallelModel(
             expert_parallel_size=expert_parallel_size,
             plan=plan,
             tensor_parallel_shares=tensor_parallel_shares,
+            schedule=schedule,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
@@ -315,6 +323,7 @@ class ParallelModel(
         expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
         tensor_parallel_shares: Sequence[int] | None = None,
+        schedule: str = "1f1b",
         **kwargs: Any,
     ) -> Self:
         """Construct this rank's part of a randomly initialised model. Call this on every rank with the same arguments.
@@ -342,6 +351,7 @@ class ParallelModel(
             expert_parallel_size=expert_parallel_size,
             plan=plan,
             tensor_parallel_shares=tensor_parallel_shares,
+            schedule=schedule,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)
 

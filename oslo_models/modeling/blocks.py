@@ -75,6 +75,21 @@ def bart_block(heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
     return block
 
 
+def nested_attention_block(heads: EvenSplit) -> dict[str, Replicated]:
+    """Return the entries of a block of images with BERT's names: norms before attention and MLP."""
+    return {
+        "layernorm_before": Norm(),
+        "attention.attention": LocalAttributes(
+            {"num_attention_heads": heads.local_count, "all_head_size": heads.local_extent}
+        ),
+        **qkv("attention.attention", heads, QUERY_KEY_VALUE),
+        "attention.output.dense": RowParallel(heads),
+        "layernorm_after": Norm(),
+        "intermediate.dense": ColumnParallel(),
+        "output.dense": RowParallel(),
+    }
+
+
 def attention_sinks(heads: GroupedHeads) -> ColumnParallel:
     """Return the entry of attention sinks: one learned logit per query head in the softmax over the keys."""
     return ColumnParallel(replace(heads, head_dim=1).query)

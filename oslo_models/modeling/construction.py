@@ -71,7 +71,7 @@ def start(
     model.share_loss, model.share_logits = arguments.share_loss, arguments.share_logits
     if model.share_logits:
         model.gather_logits = True
-    model.micro_batch_size = arguments.micro_batch_size
+    model.micro_batch_size, model.schedule = arguments.micro_batch_size, arguments.schedule
     model.check_inputs = InputCheck(arguments.check_inputs)
     synchronize(model.mesh.tp, model.mesh.device)
     synchronize_numpy(model.mesh.tp)

@@ -94,7 +94,10 @@ class SeededByName(TorchDispatchMode):
         return target.copy_(layout.shard(full, self._rank_in(layout)))
 
 
-_BY_FANS = {"SiglipAttention", "SiglipMLP"}
+_BY_FANS = {
+    *("SiglipAttention", "SiglipMLP", "Siglip2Attention", "Siglip2MLP"),
+    *("Wav2Vec2BertSelfAttention", "Wav2Vec2ConformerSelfAttention"),
+}
 """Layers of transformers that draw the weights of their linear layers by the numbers of inputs and outputs."""
 
 
@@ -128,7 +131,8 @@ def initialize_whole(
     params: dict[str, Tensor] = {**dict(module.named_parameters()), **buffers}
     own = {leaf: layouts.get(f"{name}.{leaf}", Layout(tuple(param.shape))) for leaf, param in params.items()}
     full = {leaf: _full_like(param, own[leaf]) for leaf, param in params.items()}
-    if all(param.is_meta for param in full.values()):
+    computed = {leaf for leaf, _ in module.named_buffers(recurse=False)} - module.state_dict().keys()
+    if all(param.is_meta for param in full.values()) and not computed:
         return
     full_attributes = vars(module).get("full_attributes", {})
     local_attributes = {key: getattr(module, key) for key in full_attributes}

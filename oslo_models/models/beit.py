@@ -11,6 +11,7 @@ from oslo_models.models.vit import ViTParallel
 from oslo_models.sharding.layout import EvenSplit
 
 TABLE = "relative_position_bias_table"
+SHARED_BIASES = "all blocks share the biases of relative positions"
 
 
 class BeitParallel(ViTParallel):
@@ -30,9 +31,7 @@ class BeitParallel(ViTParallel):
             optional=(*more, *plan.head, shared),
         ).with_rules(
             input_positions=plan.pipeline.input_positions,
-            single_stage_reason="all blocks share the biases of relative positions"
-            if config.use_shared_relative_position_bias
-            else "",
+            single_stage_reason=SHARED_BIASES if config.use_shared_relative_position_bias else "",
         )
 
 

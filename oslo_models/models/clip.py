@@ -1,6 +1,5 @@
 """CLIP: an image encoder and a text encoder. The patch embedding is replicated on every rank."""
 
-from functools import partial
 from typing import Any, ClassVar
 
 from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
@@ -10,6 +9,8 @@ from transformers.models.clip import modeling_clip as hf
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
+from oslo_models.models.vit import patch_positions
+from oslo_models.sharding.pipeline_rules import InputPositions
 
 VISION, TEXT = "vision_model", "text_model"
 VISUAL: Entries = {f"{VISION}.post_layernorm": Norm(), "visual_projection": Replicated()}
@@ -54,14 +55,13 @@ class CLIPParallel(ParallelModel):
                 head |= {f"{path}{name}": entry for name, entry in cls.text_head.items()}
             else:
                 embed |= {f"{path}{name}": entry for name, entry in cls.image_embed.items()}
-                positions[stack] = partial(_positions, own.patch_size, cls.extra_positions)
+                positions[stack] = cls.image_positions(own)
         return Plan(embed=embed, blocks=blocks, head=head).with_rules(input_positions=positions)
 
-
-def _positions(side: int, extra: int, batch: Any) -> tuple[int, int]:
-    """Return the number of rows and positions of images with patches of this side."""
-    rows, _, height, width = batch["pixel_values"].shape
-    return rows, extra + (height // side) * (width // side)
+    @classmethod
+    def image_positions(cls, config: Any) -> InputPositions:
+        """Return the rule for the positions of images, by the configuration of the image encoder."""
+        return patch_positions(config.patch_size, cls.extra_positions)
 
 
 class CLIPModel(CLIPParallel, hf.CLIPModel):

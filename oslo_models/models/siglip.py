@@ -25,16 +25,22 @@ class SiglipParallel(CLIPParallel):
     extra_positions = 0
 
 
-class SiglipModel(SiglipParallel, hf.SiglipModel):
+class SiglipPairParallel(SiglipParallel):
+    """Sharding plan of the two encoders with the contrastive loss."""
+
     head_plan = {**VISUAL, "logit_scale": Replicated(), "logit_bias": Replicated()}
     loss_is_mean = False
 
 
-class SiglipTextModel(SiglipParallel, hf.SiglipTextModel):
+class SiglipTextParallel(SiglipParallel):
+    """Sharding plan of the text encoder."""
+
     encoders = {TEXT: ""}
 
 
-class SiglipVisionModel(SiglipParallel, hf.SiglipVisionModel):
+class SiglipVisionParallel(SiglipParallel):
+    """Sharding plan of the image encoder."""
+
     encoders = {VISION: ""}
 
     @classmethod
@@ -42,10 +48,28 @@ class SiglipVisionModel(SiglipParallel, hf.SiglipVisionModel):
         return POOLED if _pools(config) else {"post_layernorm": Norm()}
 
 
-class SiglipForImageClassification(SiglipParallel, hf.SiglipForImageClassification):
+class SiglipClassifierParallel(SiglipParallel):
+    """Sharding plan of the image encoder with a classifier."""
+
     encoders = {VISION: f"{VISION}."}
 
     @classmethod
     def head_entries(cls, config: Any) -> Entries:
         own = VISUAL if _pools(config.vision_config) else {f"{VISION}.post_layernorm": Norm()}
         return {**own, "classifier": Replicated()}
+
+
+class SiglipModel(SiglipPairParallel, hf.SiglipModel):
+    pass
+
+
+class SiglipTextModel(SiglipTextParallel, hf.SiglipTextModel):
+    pass
+
+
+class SiglipVisionModel(SiglipVisionParallel, hf.SiglipVisionModel):
+    pass
+
+
+class SiglipForImageClassification(SiglipClassifierParallel, hf.SiglipForImageClassification):
+    pass

@@ -26,40 +26,39 @@ def half_mlp(name: str) -> Entries:
     }
 
 
+RELATIVE = ("self_attn.linear_pos", "self_attn.pos_bias_u", "self_attn.pos_bias_v", "self_attn.distance_embedding")
+"""Modules and parameters of relative positions, which some configurations have."""
+PADDING = "it sets padding frames to zero between the embedding and the blocks"
+
+
+def conformer_block(config: Any) -> Entries:
+    """Return the plan of a Conformer block: attention and a convolution between two MLPs."""
+    heads = heads_of(config)
+    linear, each = ColumnParallel(heads), ColumnParallel(EvenSplit(config.num_attention_heads))
+    return {
+        **half_mlp("ffn1"),
+        "self_attn_layer_norm": Norm(),
+        **qkv("self_attn", heads, ("linear_q", "linear_k", "linear_v")),
+        "self_attn.linear_out": RowParallel(heads),
+        **dict(zip(RELATIVE, (linear, each, each, SharedOutput()), strict=True)),
+        "conv_module": Replicated(),
+        **half_mlp("ffn2"),
+        "final_layer_norm": Norm(),
+    }
+
+
 class Wav2Vec2BertParallel(Wav2Vec2Parallel):
     """Sharding plan of the Wav2Vec2-BERT family."""
 
-    def _initialized_whole(self) -> list[str]:
-        """Return also the attentions: the range of the biases of relative positions depends on their full shape."""
-        attentions = [name for name, module in self.named_modules() if hasattr(module, "pos_bias_u")]
-        return [*super()._initialized_whole(), *attentions]
-
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads, each = heads_of(config), ColumnParallel(EvenSplit(config.num_attention_heads))
-        relative: dict[str, Replicated] = {
-            "self_attn.linear_pos": ColumnParallel(heads),
-            "self_attn.pos_bias_u": each,
-            "self_attn.pos_bias_v": each,
-            "self_attn.distance_embedding": SharedOutput(),
-        }
-        block = {
-            **half_mlp("ffn1"),
-            "self_attn_layer_norm": Norm(),
-            **qkv("self_attn", heads, ("linear_q", "linear_k", "linear_v")),
-            "self_attn.linear_out": RowParallel(heads),
-            **relative,
-            "conv_module": Replicated(),
-            **half_mlp("ffn2"),
-            "final_layer_norm": Norm(),
-        }
         after = ("adapter", "intermediate_ffn")
         return Plan(
             embed={FEATURES: Norm(), "feature_projection.projection": Replicated(), "masked_spec_embed": Replicated()},
-            blocks={"encoder.layers": block},
+            blocks={"encoder.layers": conformer_block(config)},
             head=dict.fromkeys(after, Replicated()),
-            optional=(*relative, *after, "masked_spec_embed", "layer_weights"),
-        ).with_rules(single_stage_reason="it sets padding frames to zero between the embedding and the blocks")
+            optional=(*RELATIVE, *after, "masked_spec_embed", "layer_weights"),
+        ).with_rules(single_stage_reason=PADDING)
 
 
 class Wav2Vec2BertModel(Wav2Vec2BertParallel, hf.Wav2Vec2BertModel):

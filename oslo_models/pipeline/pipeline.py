@@ -28,6 +28,7 @@ from oslo_models.pipeline.shared_outputs import SharedOutputs
 from oslo_models.pipeline.stage import Stack, Stage, hidden_size
 from oslo_models.pipeline.stage_runner import OtherStageError, StageRunner
 from oslo_models.pipeline.ties import untie_different
+from oslo_models.sharding.pipeline_rules import SCHEDULES, ZERO_BUBBLE
 
 
 class Pipeline:
@@ -143,6 +144,8 @@ class Pipeline:
         self.runner.check(micro_batches[0])
         name, loss = type(self.model).__name__, None
         has_loss = asks_for_loss(batch, self.model.loss_inputs) and computes_loss(self.model)
+        if has_loss and torch.is_grad_enabled():
+            check_schedule(self.model, deepspeed is not None)
         if has_loss and len(micro_batches) > 1:
             if not self.model.loss_is_mean:
                 raise ValueError(
@@ -166,7 +169,8 @@ class Pipeline:
             if isinstance(module, FSDPModule):
                 module.reshard()  # the model call has gathered parameters, and each micro-batch gathers them again
         self._end_open_loop("a second loop over micro-batches")
-        schedule = Schedule(self, micro_batches, has_loss, loss, deepspeed, shared)
+        defers = self.model.schedule == ZERO_BUBBLE
+        schedule = Schedule(self, micro_batches, has_loss, loss, deepspeed, shared, defers)
         self._open_loop = schedule
         try:
             yield from schedule
@@ -368,6 +372,35 @@ class Pipeline:
         if others is not None:
             raise others
         return shared
+
+
+def check_schedule(model: ShardedModel, has_deepspeed: bool) -> None:
+    """Check that a model can train with its schedule.
+
+    Raises:
+        ValueError: the schedule is unknown, or a wrapper or checkpointing does not allow to defer weight gradients.
+    """
+    if model.schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {model.schedule!r}")
+    if model.schedule != ZERO_BUBBLE:
+        return
+    modules = list(model.modules())
+    reasons = {
+        "DeepSpeed": has_deepspeed and "its engine reduces gradients in the backward pass",
+        "FSDP2": any(isinstance(module, FSDPModule) for module in modules)
+        and "it frees weights and reduces their gradients in the backward pass of each block",
+        "gradient checkpointing": model.training
+        and any(getattr(module, "gradient_checkpointing", False) for module in modules)
+        and "the input of each linear layer, which a deferred weight gradient needs, is computed again",
+        "torch.compile": any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
+        and "compiled code computes weight gradients in its backward pass",
+    }
+    for name, reason in reasons.items():
+        if reason:
+            raise ValueError(
+                f'schedule="zb-h1" cannot be used with {name}: {reason}; set model.schedule = "1f1b" on every rank, or '
+                f"leave {name} out"
+            )
 
 
 def _count_words(config: Any) -> int:

@@ -1,4 +1,4 @@
-"""One-forward-one-backward (1F1B) schedule, driven by the user's training loop.
+"""One-forward-one-backward (1F1B) and zero-bubble (ZB-H1) schedules, driven by the user's training loop.
 
 ``for micro_output in model(**batch): micro_output.loss.backward()`` runs on every stage. Each iteration runs the next
 forward of the stage, and ``loss.backward()`` in the body runs its next backward. At most ``stages - stage``
@@ -9,14 +9,19 @@ Before each forward or backward, a stage starts to receive the messages that it 
 overlaps with the computation. It starts no message that depends on this computation: a synchronisation of the whole
 GPU in there would wait for it forever.
 
-Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021.
+The schedule ``"zb-h1"`` has the same order, except that a stage defers the weight gradients of its blocks. It sends the
+gradient of its input earlier, and computes weight gradients while it would otherwise wait. Stage ``s`` is ``s``
+micro-batches behind. With the ``stages - s`` in flight, no stage holds more micro-batches than the first one.
+
+Sources: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021. Qi et al., "Zero
+Bubble Pipeline Parallelism", 2023 (ZB-H1).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +33,8 @@ from transformers.utils import ModelOutput
 from oslo_models.distributed.collectives import MAX, PendingMessage, all_reduce, start_receive, start_send
 from oslo_models.distributed.grad_overflow import propagate_overflow
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.deferred_gradients import DeferredGradients, deferrable_weights
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
 from oslo_models.pipeline.shared_outputs import SharedOutputs
@@ -77,6 +84,7 @@ class Schedule:
         loss: scales the losses of micro-batches so that they add up to the loss of the batch.
         deepspeed: the DeepSpeed engine that wraps the model, if there is one.
         shared: sends outputs of the last stage to the other stages, if requested.
+        defers: whether to defer weight gradients (``"zb-h1"``).
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class Schedule:
         loss: GlobalMeanLoss | None = None,
         deepspeed: DeepSpeedAdapter | None = None,
         shared: SharedOutputs | None = None,
+        defers: bool = False,
     ) -> None:
         self.pipeline, self.runner, self.micro_batches = pipeline, pipeline.runner, micro_batches
         runner = pipeline.runner
@@ -114,6 +123,9 @@ class Schedule:
         self._grads_before = {param: param.grad for param in self._towers}
         self._read: set[Tensor] = set()
         self.deepspeed = deepspeed if self.trains else None
+        self._defers = defers and self.trains
+        # The first stage defers nothing, since no stage waits for its input gradients.
+        self._deferred = self._defer_gradients() if self._defers and self.stage.index > 0 else None
         self._finished = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -155,7 +167,8 @@ class Schedule:
 
     def _is_complete(self) -> bool:
         done = {self.forwards} | ({self.backwards} if self.trains else set())
-        return done | ({self.shared.count} if self.shared is not None else set()) == {self.num_micro_batches}
+        done |= {self.shared.count} if self.shared is not None else set()
+        return done == {self.num_micro_batches} and not self._deferred
 
     # One micro-batch --------------------------------------------------------------------------------------------------
 
@@ -170,7 +183,11 @@ class Schedule:
             self._start_outputs_and_grads(i - self.num_warmup)
             if not self.trains:
                 self._start_hidden(i + 1)
-        with self.loss.for_micro_batch(batch) if self.loss is not None and self.stage.is_last else nullcontext():
+        with ExitStack() as modes:
+            if self.loss is not None and self.stage.is_last:
+                modes.enter_context(self.loss.for_micro_batch(batch))
+            if self._deferred is not None:
+                modes.enter_context(self._deferred.recording(i))
             outgoing, output = self.runner(batch, arrived)
         loss = output.get("loss") if self.stage.is_last else None
         if loss is not None and output.get("aux_loss") is not None:  # every micro-batch loss includes the full aux loss
@@ -221,6 +238,11 @@ class Schedule:
         """Receive, run and send the backward of micro-batch ``i``. ``grad`` is the gradient of its loss."""
         if i != self.backwards:
             raise RuntimeError(f"backward of micro-batch {i} was called, but micro-batch {self.backwards} is next")
+        if self._defers and torch.is_grad_enabled():
+            raise RuntimeError(
+                'backward(create_graph=True) is not supported with schedule="zb-h1", which computes weight gradients '
+                "after the backward pass: leave it out"
+            )
         self._set_phase(f"backward of micro-batch {i}")
         is_last = i == self.num_micro_batches - 1
         micro_batch = self.in_flight.pop(i)
@@ -245,6 +267,10 @@ class Schedule:
                 first = torch.stack([param.flatten()[0] for param in self._towers])
             differentiable.append((first, torch.zeros_like(first)))
         outputs, grads = [x for x, _ in differentiable], [g for _, g in differentiable]
+        if self._deferred is not None:
+            # DDP reduces a gradient as soon as this backward pass accumulates it.
+            reduced = parameters_in_graph(outputs) if is_last and self._bypass_ddp is not None else ()
+            self._deferred.before_backward(i, reduced)
         if not differentiable:  # the first stage is frozen
             pass
         elif self._bypass_ddp is not None and not is_last:
@@ -252,7 +278,7 @@ class Schedule:
             for param, more in zip(self._bypass_ddp, found[len(leaves) :], strict=True):
                 if more is not None:
                     self._read.add(param)
-                    param.grad = more if param.grad is None else param.grad.add_(more)
+                    _add_gradient(param, more)
             input_grads = list(found[: len(leaves)])
         else:
             torch.autograd.backward(outputs, grads)
@@ -260,8 +286,29 @@ class Schedule:
         sent = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, input_grads, strict=True)]
         self._send(self.mesh.pp_back, self.stage.index - 1, sent)
         self.backwards += 1
+        if self._deferred is not None:
+            self._deferred.after_backward(i)
+            self._set_phase(f"weight gradients after micro-batch {i}")
+            self._deferred.compute(keep=0 if is_last else self.stage.index)
         if self.deepspeed is not None and self.backwards == self.num_micro_batches:
             self._finish()  # the engine reduces gradients over the replicas at the end of this backward
+
+    def _defer_gradients(self) -> DeferredGradients:
+        """Prepare to defer the weight gradients of the blocks on this stage.
+
+        The weight gradient of a task head is not deferred, since it would keep the gradient of the logits.
+        """
+        model = self.runner.model
+        blocks = [model.get_submodule(stack.blocks) for stack in self.stage.stacks if stack.is_local]
+        return DeferredGradients(deferrable_weights(blocks, model.modules()), self._accumulate)
+
+    def _accumulate(self, i: int, param: nn.Parameter, grad: Tensor) -> None:
+        """Add a deferred gradient of micro-batch ``i``. The last one passes through autograd, which triggers DDP."""
+        if self._bypass_ddp is not None and i < self.num_micro_batches - 1:
+            _add_gradient(param, grad)
+            return
+        with without_override():
+            torch.autograd.backward([param], [grad])
 
     def _parameters_of_towers(self) -> list[nn.Parameter]:
         """Return the trained parameters of towers on this stage. A batch without images does not use them."""
@@ -358,6 +405,8 @@ class Schedule:
         if self._finished:
             return
         self._finished = True
+        if self._deferred is not None:
+            self._deferred.clear()
         self._set_phase("end of the loop over micro-batches")
         if self.deepspeed is not None:
             self.deepspeed.set_boundary(is_last=True)
@@ -405,6 +454,11 @@ class Schedule:
         grad = torch.zeros_like(param) if param.grad is None else param.grad
         param.grad = grad
         all_reduce(axis, grad.to_local() if isinstance(grad, DTensor) else grad)
+
+
+def _add_gradient(param: nn.Parameter, grad: Tensor) -> None:
+    """Accumulate a gradient without triggering DDP."""
+    param.grad = grad if param.grad is None else param.grad.add_(grad)
 
 
 def parameters_in_graph(outputs: Sequence[Tensor]) -> set[Tensor]:

@@ -30,6 +30,7 @@ class ShardedModel(TransformersModel, Protocol):
     loss_needs_full_logits: bool
     share_logits: bool
     share_loss: bool
+    schedule: str
     _forward_pre_hooks: dict[int, Any]
     _generates: bool
 

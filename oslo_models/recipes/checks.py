@@ -12,6 +12,7 @@ from typing import Any
 from oslo_models import registry
 from oslo_models.recipes.parsing import Recipe
 from oslo_models.recipes.sizes import Sizes
+from oslo_models.sharding.pipeline_rules import ONE_F_ONE_B, SCHEDULES, ZERO_BUBBLE
 
 POSITIVE = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r"),
@@ -61,6 +62,7 @@ def check_values(recipe: Recipe) -> None:
             f"pipeline_parallel_size={keys['pipeline_parallel_size']}: TRL computes its losses from the logits, which "
             "only the last stage has; use tensor_parallel_size instead"
         )
+    _check_schedule(keys)
     if keys["nnodes"] > 1 and not keys["rdzv_endpoint"] and "RANK" not in os.environ:
         raise ValueError(f"nnodes={keys['nnodes']}: the machines need a place to meet; add rdzv_endpoint: HOST:PORT")
     for name in ("deepspeed", "fsdp", "parallelism_config"):
@@ -69,6 +71,15 @@ def check_values(recipe: Recipe) -> None:
     if keys["use_cpu"] and gpu_count():
         raise ValueError("use_cpu=true: this machine has GPUs; start the command with CUDA_VISIBLE_DEVICES= (empty)")
     _check_output(recipe)
+
+
+def _check_schedule(keys: dict[str, Any]) -> None:
+    if (schedule := keys.get("schedule", ONE_F_ONE_B)) not in SCHEDULES:
+        raise ValueError(f"schedule={schedule}: give one of {', '.join(SCHEDULES)}")
+    if schedule != ONE_F_ONE_B and keys["pipeline_parallel_size"] == 1:
+        raise ValueError(f"schedule={schedule}: it is for pipeline stages; add pipeline_parallel_size, or leave it out")
+    if schedule == ZERO_BUBBLE and keys["gradient_checkpointing"]:
+        raise ValueError(f"schedule={schedule}: it does not work with gradient_checkpointing; leave one of them out")
 
 
 def check_training(recipe: Recipe) -> None:

@@ -60,6 +60,7 @@ class PretrainArguments:
         default=0.0, metadata={"help": "Share of the documents, at the end of each dataset, to evaluate on."}
     )
     micro_batch_size: int = field(default=1, metadata={"help": "Rows of a micro-batch of pipeline stages."})
+    schedule: str = field(default="1f1b", metadata={"help": "Schedule of pipeline stages: 1f1b or zb-h1."})
 
 
 def dataclasses_of(task: str) -> tuple[Any, ...]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from oslo_models.sharding.entry import Entries
 
+SCHEDULES = (ONE_F_ONE_B, ZERO_BUBBLE) = ("1f1b", "zb-h1")
+"""The schedules of pipeline stages."""
 InputPositions = Callable[[Mapping[str, Any]], tuple[int, int]]
 """``arguments of a forward -> (rows, positions)`` of the embedded hidden states."""
 

@@ -52,6 +52,12 @@ def test_pipeline_peers_compute_the_same(pool: Pool, tmp_path: Path, case: str) 
     assert all(result.values["training"] > 0 for results in found.values() for result in results)
 
 
+@pytest.mark.parametrize("peer", CASES["schedules"].peers)
+def test_schedules_of_slept_stages_run(pool: Pool, tmp_path: Path, peer: str) -> None:
+    found = pool.run(4, measure, "schedules", peer, tmp_path, env=True)
+    assert all(0 < result.values["idle time"] < 100 for result in found)
+
+
 MEMORIES = ("peak memory", "peak anonymous memory")
 
 

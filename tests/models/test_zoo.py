@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 
-from oslo_models import IBertModel, registry
+from oslo_models import IBertModel, auto, registry
 from oslo_models.cli import main as cli
 from oslo_models.cli import support_table as support
 from oslo_models.distributed.sharded_tensor import local_tensor
@@ -232,10 +233,10 @@ def test_losses_with_their_own_denominator_match_on_stages(
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", ["DetrForObjectDetection", "DetrForSegmentation"])
-def test_detr_losses_of_matched_objects_match_transformers(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["DetrForObjectDetection", "DetrForSegmentation", "YolosForObjectDetection"])
+def test_losses_of_matched_objects_match_transformers(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
     pytest.importorskip("scipy")  # transformers' matching uses it
-    config = zoo.config("detr", auxiliary_loss=True)
+    config = zoo.config("detr", auxiliary_loss=True) if name.startswith("Detr") else zoo.config("yolos")
     batch, generator = zoo.batch(name, config, seed), torch.Generator().manual_seed(seed)
     batch["labels"] = [  # type: ignore[assignment]
         {
@@ -250,17 +251,20 @@ def test_detr_losses_of_matched_objects_match_transformers(pool: Pool, tmp_path:
     pool.run(2, check_heads, [step], tmp_path)
 
 
-def masks_while_training(config: PreTrainedConfig, batch: dict[str, Any]) -> list[Tensor]:
+def masks_while_training(name: str, config: PreTrainedConfig, batch: dict[str, Any]) -> list[Tensor]:
     np.random.seed(dist.get_rank())
-    cls: Any = registry.find("Wav2Vec2Model")
+    cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, 2, seed=0)
     return pipelines.gather_from_all_ranks(model(**batch).last_hidden_state.detach())
 
 
-def test_wav2vec2_specaugment_masks_are_equal_on_all_ranks(pool: Pool, seed: int) -> None:
-    config = zoo.config("wav2vec2", apply_spec_augment=True, mask_time_prob=0.5, mask_time_length=2)
-    batch = zoo.batch("Wav2Vec2Model", config, seed, torch.float32)
-    for first, second in pool.run(2, masks_while_training, config, batch):
+@pytest.mark.parametrize("model_type", ["wav2vec2", "wavlm", "wav2vec2-conformer"])
+def test_specaugment_masks_and_dropped_blocks_are_equal_on_all_ranks(pool: Pool, seed: int, model_type: str) -> None:
+    name = zoo.base(model_type)
+    masks = {"apply_spec_augment": True, "mask_time_prob": 0.5, "mask_time_length": 2}
+    config = zoo.config(model_type, **masks, layerdrop=0.5)
+    batch = zoo.batch(name, config, seed, torch.float32)
+    for first, second in pool.run(2, masks_while_training, name, config, batch):
         assert torch.equal(first, second)
 
 
@@ -300,6 +304,8 @@ def test_quantized_ibert_allows_one_rank_only() -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "wavlm": {"do_stable_layer_norm": True, "feat_extract_norm": "layer"},
+    "swinv2": {"num_heads": [4, 3]},
     "laguna": {"num_attention_heads_per_layer": [4, 6], "gating": "per-element"},
     "gemma3n_text": {"intermediate_size": [35, 31, 17, 35]},
     "mvp": {"use_prompt": True, "prompt_length": 5, "prompt_mid_dim": 11},
@@ -405,6 +411,20 @@ def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
     theirs = {name for name in modeling.__all__ if inspect.isclass(cls := getattr(modeling, name)) and _is_model(cls)}
     assert names <= theirs
     assert theirs - names <= zoo.LEFT_OUT.get(model_type, set()), theirs - names
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        *("ImageClassification", "VideoClassification", "SemanticSegmentation", "ObjectDetection"),
+        *("AudioClassification", "AudioFrameClassification", "AudioXVector", "CTC", "SpeechSeq2Seq"),
+    ],
+)
+def test_auto_classes_of_images_and_sounds_find_the_classes_of_the_zoo(task: str) -> None:
+    cls: Any = getattr(auto, f"AutoModelFor{task}")
+    names = getattr(modeling_auto, cls.mapping)
+    kinds = [kind for kind in registry.ARCHITECTURES if names.get(kind) in registry.names(kind)]
+    assert kinds and all(cls.class_for(zoo.config(kind)) is registry.find(names[kind]) for kind in kinds)
 
 
 def test_newer_model_types_are_left_out_and_named_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,3 +277,17 @@ def test_deepspeed_checkpoint_restores_training(pool: Pool, tmp_path: Path, seed
     batches = [pipelines.batch("GPT2LMHeadModel", config, seed + step, 2 * ROWS, torch.float32) for step in range(3)]
     for tp, pp in ((2, 1), (1, 2)):
         pool.run(4, check_checkpoint, config, tp, pp, batches, tmp_path / f"{tp} {pp}", env=True)
+
+
+def check_schedule(config: PreTrainedConfig, batch: Batch) -> None:
+    model = make("GPT2LMHeadModel", config, 1, 2)
+    model.schedule = "zb-h1"
+    engine = with_engine(model, {})
+    with pytest.raises(ValueError, match='schedule="zb-h1" cannot be used with DeepSpeed: its engine reduces'):
+        engine(**batch)
+
+
+def test_zero_bubble_schedule_is_refused(pool: Pool, seed: int) -> None:
+    config = pipelines.config("gpt2")
+    batch = pipelines.batch("GPT2LMHeadModel", config, seed, dtype=torch.float32)
+    pool.run(2, check_schedule, config, batch, env=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from transformers.modeling_outputs import CausalLMOutput
 
 from oslo_models.distributed.mesh import ParallelMesh
@@ -39,6 +40,8 @@ class Clock:
 
     forward: float
     backward: float
+    weights: float = 0.0
+    """Duration of the weight gradient of a stage, after its backward."""
     sleeps: bool = False
     now: float = 0.0
     slept: float = 0.0
@@ -46,12 +49,17 @@ class Clock:
 
     def work(self, x: Tensor, duration: float) -> Tensor:
         """Work on the received message ``x``; return a message of the same shape."""
+        self.now = max(self.now, x.max().item())
+        self.spend(duration)
+        return torch.full_like(x, self.now)
+
+    def spend(self, duration: float) -> None:
+        """Work without a message."""
         begin = time.perf_counter()
         if self.sleeps:
             time.sleep(duration)
         self.slept += time.perf_counter() - begin
-        self.now = max(self.now, x.max().item()) + duration
-        return torch.full_like(x, self.now)
+        self.now += duration
 
 
 class _Work(torch.autograd.Function):
@@ -88,12 +96,16 @@ class IdleModel(nn.Module):
     micro_batch_size = 1
     _generates = share_logits = False
 
-    def __init__(self, clock: Clock, share_loss: bool = False) -> None:
+    def __init__(self, clock: Clock, share_loss: bool = False, schedule: str = "1f1b") -> None:
         super().__init__()
-        self.share_loss = share_loss
+        self.share_loss, self.schedule = share_loss, schedule
         self.clock, self.mesh = clock, ParallelMesh(1, STAGES)
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.blocks = nn.ModuleList()
+        self.blocks = nn.ModuleList([nn.Linear(2, 2, bias=False, dtype=torch.float64)])
+        nn.init.zeros_(self.blocks[0].weight)
+        # not a hook of the weight, whose gradient would then not be deferred
+        self.accumulated = get_gradient_edge(self.blocks[0].weight).node
+        self.accumulated.register_hook(lambda *_: clock.spend(clock.weights))
         self.received = make_placeholder(nn.Embedding(1, 2), self.mesh.device)
         stack = Stack("", "blocks", 0, STAGES - 1, is_local=True, receiver=self.received)
         stage = Stage(self.mesh.pp.rank, STAGES, [stack], ranges=tuple((i, i + 1) for i in range(STAGES)))
@@ -102,7 +114,8 @@ class IdleModel(nn.Module):
     def run(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
         first = self.mesh.pp.rank == 0
         hidden = torch.zeros(*input_ids.shape, 2, dtype=self.dtype) if first else self.received(input_ids)
-        hidden = _Work.apply(hidden + 0 * self.weight, self.clock)
+        hidden = hidden + 0 * self.weight
+        hidden = _Work.apply(hidden + self.blocks[0](hidden), self.clock)
         if self.mesh.pp.rank < STAGES - 1:
             return CausalLMOutput(logits=hidden)
         return CausalLMOutput(loss=_Loss.apply(hidden))
@@ -143,6 +156,27 @@ def test_pipeline_step_takes_the_ideal_time_on_logical_clocks(
     for trains in (True, False):
         ideal = (number + STAGES - 1) * (forward + backward if trains else forward)
         assert pool.run(STAGES, by_clocks, forward, backward, number, trains, share_loss) == [ideal] * STAGES
+
+
+def by_clocks_without_bubble(forward: float, backward: float, weights: float, number: int) -> tuple[float, float]:
+    """Return the time of a step with deferred weight gradients, and the work of a stage."""
+    clock = Clock(forward, backward, weights)
+    IdleModel(clock, schedule="zb-h1").step(number, trains=True)
+    return latest(clock.now), number * (forward + backward + weights)
+
+
+@pytest.mark.parametrize("number", [4, 8, 16])
+@pytest.mark.parametrize(("forward", "backward", "weights"), [(1.0, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.5, 0.5)])
+def test_zero_bubble_step_takes_the_ideal_time_on_logical_clocks(
+    pool: Pool, forward: float, backward: float, weights: float, number: int
+) -> None:
+    """Weight gradients are subtracted from the bubble. Source: Qi et al., 2023, table 2: ``(p - 1)(F + B - W)``."""
+    found = pool.run(STAGES, by_clocks_without_bubble, forward, backward, weights, number)
+    for time_of_step, work in found:
+        assert time_of_step == work + (STAGES - 1) * (forward + backward - weights)
+    if (forward, backward, weights, number) == (1.0, 1.0, 1.0, 16):
+        time_of_step, work = found[0]
+        assert 1 - work / time_of_step < 0.06  # 1F1B: 0.158
 
 
 def by_real_clock(trains: bool, ideal: float) -> tuple[list[float], list[float]]:

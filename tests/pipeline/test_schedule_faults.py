@@ -135,9 +135,9 @@ def scenarios(stages: int, rows: int) -> Iterator[tuple[str, Play, tuple[int, ..
     yield "wrong order", backward_again_at(1), everyone, RuntimeError, AGAIN
 
 
-def check_faults(given: Case, tp: int, pp: int, every: int, shares: bool = False) -> int:
+def check_faults(given: Case, tp: int, pp: int, every: int, shares: bool = False, schedule: str = "1f1b") -> int:
     """After each scenario: other ranks learn of it, the next call raises on every rank, the call after it works."""
-    stages = case_on_stages(given, tp, pp, share_logits=shares)
+    stages = case_on_stages(given, tp, pp, share_logits=shares, schedule=schedule)
     model, (batch,) = stages, given.batches[0][stages.mesh.dp.rank :: stages.mesh.dp.size]
     if stages.mesh.dp.size > 1:
         model = DistributedDataParallel(stages, process_group=stages.mpu.get_data_parallel_group())
@@ -196,4 +196,13 @@ def test_broken_micro_batch_loop_with_shared_outputs_raises_on_every_rank(pool: 
 
 def test_broken_micro_batch_loop_raises_on_every_replica(pool: Pool, seed: int) -> None:
     played = pool.run(4, check_faults, lm_case("gpt2", seed, replicas=2), 1, 2, 1)
+    assert min(played) > 8
+
+
+@pytest.mark.parametrize(("pp", "replicas", "every"), [(3, 1, 2), (2, 2, 1)])
+def test_broken_zero_bubble_loop_leaves_no_gradients_to_the_next(
+    pool: Pool, pp: int, replicas: int, every: int, seed: int
+) -> None:
+    given = lm_case("gpt2", seed, replicas=replicas)
+    played = pool.run(pp * replicas, check_faults, given, 1, pp, every, False, "zb-h1")
     assert min(played) > 8

@@ -128,6 +128,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown reward": ("grpo", {"reward_funcs": ["acuracy_reward"]}, "acuracy_reward: .* did you mean accuracy_reward"),
     "reward not there": ("grpo", {"reward_funcs": ["gone.reward"]}, "reward_funcs=gone.reward: it cannot be imported"),
     "no generations": ("grpo", {"num_generations": 0}, "num_generations=0: give an integer of at least 1"),
+    "unknown schedule of stages": ("pretrain", {"schedule": "gpipe"}, "schedule=gpipe: give one of 1f1b, zb-h1"),
+    "schedule without stages": ("pretrain", {"schedule": "zb-h1"}, "schedule=zb-h1: .*; add pipeline_parallel_size"),
+    "schedule with checkpointing": (
+        "pretrain",
+        {"schedule": "zb-h1", "pipeline_parallel_size": 2, "gradient_checkpointing": True},
+        "schedule=zb-h1: it does not work with gradient_checkpointing; leave one of them out",
+    ),
     "no data": ("pretrain", NONE, "data: it is missing; give datasets of `oslo-models preprocess`"),
     "data not there": ("pretrain", {"data": ["gone"]}, "data=gone: there is no file gone.bin; `oslo-models"),
     "two models": ("pretrain", {"config_name": "model"}, "config_name=model: .*leave one out"),

@@ -137,9 +137,17 @@ def test_ranks_end_with_a_killed_launcher(tmp_path: Path, seed: int, warm_launch
     wait_until(lambda: not any(Path(f"/proc/{each}").exists() for each in ranks), 30)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp=2", "pp=2"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "schedule": "zb-h1"},
+    ],
+    ids=["tp=2", "pp=2", "zb-h1"],
+)
 def test_pretraining_equals_transformers(
-    sizes: dict[str, int], pool: Pool, tmp_path: Path, seed: int, monkeypatch: Any
+    sizes: dict[str, Any], pool: Pool, tmp_path: Path, seed: int, monkeypatch: Any
 ) -> None:
     """A checkpoint trains on a blend of two datasets as by transformers' Trainer on one process."""
     monkeypatch.chdir(tmp_path)

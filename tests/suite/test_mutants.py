@@ -27,6 +27,7 @@ from oslo_models.fusion import norms
 from oslo_models.layers import (
     blockwise_attention,
     cross_entropy,
+    deferred_gradients,
     linear,
     local_attributes,
     local_experts,
@@ -39,7 +40,7 @@ from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base, training
 from oslo_models.modeling import forward as calls
 from oslo_models.modeling import initialization as init
-from oslo_models.models import dbrx, doge, gemma3n_text, gpt2, minimax, switch_transformers, zaya
+from oslo_models.models import convnextv2, dbrx, doge, gemma3n_text, gpt2, minimax, switch_transformers, wavlm, zaya
 from oslo_models.pipeline import pipeline, placeholders, schedule
 from oslo_models.pipeline import stage as stages
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
@@ -204,6 +205,52 @@ def one_micro_batch_after_another(patch: Patch) -> None:
     after_start(patch, lambda loop: setattr(loop, "num_warmup", 0))
 
 
+def deferred_gradient_dropped(patch: Patch) -> None:
+    right = deferred_gradients.MicroBatchGradients.compute
+
+    def compute(self: Any, accumulate: Any) -> None:
+        self._products.popleft()
+        right(self, accumulate)
+
+    patch.setattr(deferred_gradients.MicroBatchGradients, "compute", compute)
+
+
+def deferred_gradients_twice(patch: Patch) -> None:
+    right = deferred_gradients.MicroBatchGradients.compute
+
+    def compute(self: Any, accumulate: Any) -> None:
+        right(self, lambda weight, grad: [accumulate(weight, grad), accumulate(weight, grad)])
+
+    patch.setattr(deferred_gradients.MicroBatchGradients, "compute", compute)
+
+
+def deferred_gradients_after_the_step(patch: Patch) -> None:
+    """The last micro-batch is left to the next loop."""
+    right, left = deferred_gradients.DeferredGradients.compute, []
+
+    def compute(self: Any, keep: int = 0) -> None:
+        if not keep:
+            self._due.extendleft(left)
+            left[:] = [self._due.pop()]
+        right(self, keep)
+
+    patch.setattr(deferred_gradients.DeferredGradients, "compute", compute)
+
+
+def weight_gradients_at_once(patch: Patch) -> None:
+    right = deferred_gradients.DeferredGradients.compute
+    patch.setattr(deferred_gradients.DeferredGradients, "compute", lambda self, keep=0: right(self, 0))
+
+
+def weight_gradients_all_at_the_end(patch: Patch) -> None:
+    right = deferred_gradients.DeferredGradients.compute
+    patch.setattr(deferred_gradients.DeferredGradients, "compute", lambda self, keep=0: None if keep else right(self))
+
+
+def replicas_that_reduce_too_early(patch: Patch) -> None:
+    patch.setattr(schedule.Schedule, "_accumulate", lambda self, i, param, grad: schedule._add_gradient(param, grad))
+
+
 def norm_counts_tied_copies(patch: Patch) -> None:
     patch.setattr(stages.Stage, "is_first_holder", lambda self, name: True)
 
@@ -296,6 +343,19 @@ def decays_of_other_heads(patch: Patch) -> None:
         return right(cls, Reversed(each.count), heads)
 
     patch.setattr(minimax.MiniMaxParallel, "lightning_attention", classmethod(lightning_attention))
+
+
+def gates_read_other_heads(patch: Patch) -> None:
+    right = wavlm.GatedAttention
+    patch.setattr(wavlm, "GatedAttention", lambda heads: right(Reversed(heads.count, heads.width)))
+
+
+def hidden_states_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(wavlm, "copy_to", lambda axis, x: x)
+
+
+def norms_of_own_channels(patch: Patch) -> None:
+    patch.setattr(convnextv2, "reduce_from", lambda axis, x: x)
 
 
 def buffers_computed_from_local_heads(patch: Patch) -> None:
@@ -561,6 +621,14 @@ MUTANTS: dict[str, list[Caught]] = {
             "test_main_class_matches_transformers_on_two_ranks_and_two_stages",
             {"model_type": "minimax"},
         ),
+        *[
+            (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": model_type})
+            for mutant, model_type in (
+                (gates_read_other_heads, "wavlm"),
+                (hidden_states_without_sum_of_gradients, "wavlm"),
+                (norms_of_own_channels, "convnextv2"),
+            )
+        ],
         (
             buffers_computed_from_local_heads,
             "test_initial_weights_do_not_depend_on_the_parallel_sizes",
@@ -757,6 +825,15 @@ MUTANTS: dict[str, list[Caught]] = {
     ],
     "pipeline/test_overlap.py": [
         (one_micro_batch_after_another, "test_pipeline_step_takes_the_ideal_time_on_logical_clocks", STEP),
+    ],
+    "pipeline/test_zero_bubble.py": [
+        (deferred_gradient_dropped, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 2}),
+        (deferred_gradients_twice, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 2}),
+        (deferred_gradients_after_the_step, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 2}),
+        (weight_gradients_at_once, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 3}),
+        (weight_gradients_all_at_the_end, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 3}),
+        (replicas_that_reduce_too_early, "test_ddp_reduces_once_after_the_last_micro_batch", {}),
+        (one_micro_batch_more, "test_weight_gradients_follow_the_sends_of_input_gradients", {"pp": 3}),
     ],
     "pipeline/test_schedule_precision.py": [
         (dropout_at_both_ends, "test_each_dropout_runs_on_exactly_one_stage", {"variant": "t5", "pp": 2}),

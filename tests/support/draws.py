@@ -51,6 +51,7 @@ NO_OPTIONS = {
     # options for training from scratch
     # options that another option implies, tables of a model type, and keys that are no model options
     *("is_gated_act", "early_stopping", "use_intermediate_ffn_before_adapter"),
+    "is_hybrid",  # DPT with a convolutional network as embedding
     "legacy",  # DeBERTa: the head applies the word embedding, which is sharded
     *("reduce_loss", "do_deduplication", "exclude_bos_score", "do_marginalize", "output_retrieved", "dummy"),
     *("sparse", "causal", "asm", "quant_mode", "force_dequantize", "separate_cls", "truncate_seq"),
@@ -240,6 +241,57 @@ def _fit_reformer(values: Values, draw: random.Random) -> None:
         values["axial_pos_embds_dim"] = [first, 24 - first]
 
 
+def _fit_wavlm(values: Values, draw: random.Random) -> None:
+    _fit_wav2vec2(values, draw)
+    values["num_buckets"], values["max_bucket_distance"] = 4 * draw.randint(2, 4), draw.randint(9, 30)
+
+
+def _fit_windows(values: Values, draw: random.Random) -> None:
+    heads = values["num_heads"] = [draw.randint(3, 6) for _ in range(draw.randint(1, 3))]
+    values["depths"], values["window_size"] = [draw.randint(1, 2) for _ in heads], draw.randint(1, 4)
+    values["embed_dim"] = math.lcm(*heads) * (1 if math.lcm(*heads) > 12 else draw.randint(1, 3))
+    values["image_size"] = 32 if len(heads) > 2 else draw.choice((24, 32))
+    values["encoder_stride"] = 4 * 2 ** (len(heads) - 1)
+
+
+def _fit_convolutions(values: Values, draw: random.Random) -> None:
+    values["num_stages"] = draw.randint(1, 3)
+    for key, least, most in (("depths", 1, 2), ("hidden_sizes", 5, 11)):
+        values[key] = [draw.randint(least, most) for _ in range(values["num_stages"])]
+
+
+def _fit_segformer(values: Values, draw: random.Random) -> None:
+    count = values["num_encoder_blocks"] = draw.randint(1, 3)
+    heads = values["num_attention_heads"] = [draw.randint(1, 4) for _ in range(count)]
+    values["hidden_sizes"] = [each * draw.randint(2, 5) for each in heads]
+    values["sr_ratios"] = [draw.choice((1, 2)) for _ in heads]
+    for key, least, most in (("depths", 1, 2), ("mlp_ratios", 1, 4)):
+        values[key] = [draw.randint(least, most) for _ in heads]
+    values["patch_sizes"], values["strides"] = [3 for _ in heads], [2 for _ in heads]
+
+
+def _fit_data2vec_vision(values: Values, draw: random.Random) -> None:
+    values["num_hidden_layers"] = 3  # its segmentation reads four hidden states
+    values["auxiliary_channels"] = draw.randint(3, 7)
+
+
+def _fit_dinov3(values: Values, draw: random.Random) -> None:
+    # a quarter of a head for each coordinate
+    values["hidden_size"] = values["num_attention_heads"] * draw.choice((4, 8))
+    values["num_register_tokens"] = draw.randint(0, 3)
+
+
+def _fit_masked(values: Values, draw: random.Random) -> None:
+    heads = values["decoder_num_attention_heads"] = draw.randint(1, 4)
+    values["decoder_hidden_size"] = 4 * heads  # sines and cosines of two coordinates
+    values["hidden_size"] = values["num_attention_heads"] * draw.choice((4, 8))
+    values["decoder_num_hidden_layers"], values["decoder_intermediate_size"] = draw.randint(1, 2), draw.randint(7, 20)
+
+
+def _fit_yolos(values: Values, draw: random.Random) -> None:
+    values["num_detection_tokens"] = draw.randint(1, 5)
+
+
 def _fit_wav2vec2(values: Values, draw: random.Random) -> None:
     values["num_conv_pos_embedding_groups"] = 2
     values["num_conv_pos_embeddings"] = draw.randint(3, 6)
@@ -315,6 +367,15 @@ def _fit_gemma4(values: Values, draw: random.Random) -> None:
         values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
 
 
+def _fit_mllama_text(values: Values, draw: random.Random) -> None:
+    depth = values["num_hidden_layers"] = draw.randint(2, 4)
+    values["cross_attention_layers"] = sorted(draw.sample(range(1, depth), draw.randint(1, depth - 1)))
+
+
+def _fit_gemma4_vision(values: Values, draw: random.Random) -> None:
+    values["head_dim"] = draw.choice((4, 8))  # half of a head for rows, in pairs
+
+
 def _fit_gemma3n(values: Values, draw: random.Random) -> None:
     values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
     # higher sparsity leaves few features, and the gradients of their norm are huge
@@ -322,9 +383,9 @@ def _fit_gemma3n(values: Values, draw: random.Random) -> None:
 
 
 def _fit_rotary_grid(values: Values, draw: random.Random) -> None:
-    values["embed_dim" if "embed_dim" in values else "hidden_size"] = values["num_heads"] * draw.choice(
-        (4, 8)
-    )  # half of a head for rows, in pairs
+    heads = values["num_heads" if "num_heads" in values else "num_attention_heads"]
+    # half of a head for rows, in pairs
+    values["embed_dim" if "embed_dim" in values else "hidden_size"] = heads * draw.choice((4, 8))
 
 
 def _fit_qwen4(values: Values, draw: random.Random) -> None:
@@ -368,6 +429,9 @@ def _fit_qwen_tower(text: Values, tower: Values) -> None:
     if "partial_rotary_factor" in text["rope_parameters"]:  # Qwen3.5
         text["head_dim"] = 8
     tower["hidden_size" if "embed_dim" in tower else "out_hidden_size"] = text["hidden_size"]
+
+
+def _fit_sections(text: Values) -> None:
     sections = {2: [1, 0, 0], 4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}
     width = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
     rotated = int(width * text["rope_parameters"].get("partial_rotary_factor", 1.0))
@@ -384,18 +448,22 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "axk1": _fit_low_rank_query,
     "bailing_hybrid": _fit_low_rank_query,
     "convbert": _fit_convbert,
+    **dict.fromkeys(("convnext", "convnextv2"), _fit_convolutions),
+    "data2vec-vision": _fit_data2vec_vision,
     "deepseek_v2": _fit_latent_attention,
     "deepseek_v3": _fit_latent_attention,
     "deepseek_v32": _fit_low_rank_query,
     "deepseek_v4": _fit_deepseek_v4,
     "detr": _fit_detr,
     "diffllama": _fit_diffllama,
+    "dinov3_vit": _fit_dinov3,
     "dory": _fit_dory,
     "dots3_note_text": _fit_dots3_note,
     "funnel": _fit_funnel,
     "gemma3n_text": _fit_gemma3n,
     "gemma4_text": _fit_gemma4,
     "gemma4_unified_text": _fit_gemma4,
+    "gemma4_vision": _fit_gemma4_vision,
     "glm4_moe_lite": _fit_latent_attention,
     "glm_moe_dsa": _fit_indexers,
     "hy_v4": _fit_indexers,
@@ -404,6 +472,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "granitemoehybrid": _fit_mamba_beside_attention,
     "helium": _fit_helium,
     **dict.fromkeys(("hubert", "unispeech", "unispeech-sat", "wav2vec2-bert"), _fit_wav2vec2),
+    **dict.fromkeys(("wav2vec2-conformer", "wav2vec2"), _fit_wav2vec2),
     "inkling2_loop_text": _fit_inkling2_loop,
     "inkling2_text": _fit_inkling,
     "inkling_text": _fit_inkling,
@@ -417,6 +486,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "minicpm3": _fit_latent_attention,
     "minimax": _fit_minimax,
     "minimax_m3_vl_text": _fit_minimax_m3,
+    "mllama_text_model": _fit_mllama_text,
     "mobilebert": _fit_mobilebert,
     "olmo_hybrid": _fit_two_kinds,
     "omniasr_ctc": _fit_omniasr,
@@ -426,13 +496,18 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _fit_rotary_grid),
+    "paddleocr_vl_vision": _fit_rotary_grid,
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
+    "segformer": _fit_segformer,
     "smollm3": _fit_smollm3,
+    **dict.fromkeys(("swin", "swinv2"), _fit_windows),
     "squeezebert": _fit_squeezebert,
-    "wav2vec2": _fit_wav2vec2,
+    **dict.fromkeys(("videomae", "vit_mae"), _fit_masked),
+    "wavlm": _fit_wavlm,
     "xlstm": _fit_xlstm,
+    "yolos": _fit_yolos,
     "youtu": _fit_latent_attention,
     "zamba": _fit_zamba,
     "zamba2": _fit_zamba,
@@ -450,6 +525,8 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "big_bird": {"attention_type": ("original_full", "block_sparse")},
     "bigbird_pegasus": {"attention_type": ("original_full", "block_sparse")},
+    "dpt": {"readout_type": ("ignore", "add", "project")},
+    "dinov3_vit": {"pos_embed_rescale": (2.0,), "pos_embed_shift": (0.3,), "pos_embed_jitter": (1.5,)},
     "deberta": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"])},
     "deberta-v2": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"]), "conv_kernel_size": (0, 3)},
     "funnel": {"attention_type": ("relative_shift", "factorized"), "pooling_type": ("mean", "max")},
@@ -460,6 +537,11 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "mt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
     "umt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
     "wav2vec2": {"feat_extract_norm": ("group", "layer")},
+    "wav2vec2-bert": {"position_embeddings_type": ("relative", "relative_key", "rotary", None)},
+    "wav2vec2-conformer": {
+        **{"position_embeddings_type": ("relative", "rotary", None), "feat_extract_norm": ("group", "layer")},
+    },
+    "wavlm": {"feat_extract_norm": ("group", "layer")},
     "xlnet": {"attn_type": ("bi", "uni")},
 }
 """Non-boolean options by model type; ``*`` lists options for every configuration that knows them."""
@@ -492,12 +574,19 @@ def _configured(
     for part in parts:
         own = values[part]
         _sizes(own, own.get("model_type", model_type), draw)
-    if model_type == "siglip":
+    if model_type in ("siglip", "siglip2"):
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
     if model_type == "paligemma":
         values["projection_dim"] = values["text_config"]["hidden_size"]
+    if model_type == "depth_anything":
+        _sizes(values["backbone_config"], "dinov2", draw)
+        values["reassemble_hidden_size"] = values["backbone_config"]["hidden_size"]
+    if model_type == "mllama":
+        values["vision_config"]["vision_output_dim"] = 2 * values["vision_config"]["hidden_size"]
     if "depth" in values.get("vision_config", {}):
         _fit_qwen_tower(values["text_config"], values["vision_config"])
+    if "mrope_section" in values.get("text_config", {}).get("rope_parameters", {}):
+        _fit_sections(values["text_config"])
     if not parts:
         _sizes({} if model_type == "clip" else values, model_type, draw)
         if "vocab_size" in zoo.config(variant).to_dict() and not {"image_size", "backbone_config"} & values.keys():

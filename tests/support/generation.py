@@ -17,7 +17,8 @@ Tokens = dict[str, Tensor]
 
 IMAGES = (
     *("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids", "pixel_attention_mask"),
-    *("pixel_values_videos", "video_grid_thw"),
+    *("pixel_values_videos", "video_grid_thw", "image_position_ids"),
+    *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
 )
 """Arguments with images and videos, or about them."""
 

@@ -17,6 +17,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import configuration_auto
 from transformers.models.umt5 import modeling_umt5
 
 from oslo_models import registry
@@ -124,6 +125,18 @@ _WAV2VEC2: dict[str, Any] = {
     **{"tdnn_dim": [10, 12], "tdnn_kernel": [3, 2], "tdnn_dilation": [1, 1], "xvector_output_dim": 10},
     **{"apply_spec_augment": False, "layerdrop": 0.0},
 }
+_WINDOWS: dict[str, Any] = {
+    **{"image_size": 24, "patch_size": 4, "embed_dim": 12, "depths": [2, 2], "num_heads": [3, 4], "window_size": 2},
+    **{"encoder_stride": 8, "mlp_ratio": 2.0, "problem_type": "single_label_classification"},
+}
+_CONVOLUTIONS: dict[str, Any] = {
+    **{"image_size": 24, "num_stages": 2, "hidden_sizes": [9, 10], "depths": [1, 2]},
+    **{"patch_size": 4, "problem_type": "single_label_classification"},
+}
+_MASKED: dict[str, Any] = {
+    **{**_VIT, "decoder_num_attention_heads": 3, "decoder_hidden_size": 12, "decoder_num_hidden_layers": 1},
+    **{"decoder_intermediate_size": 17},
+}
 _DETR: dict[str, Any] = {
     **{"d_model": 16, "encoder_attention_heads": 8, "decoder_attention_heads": 4, "num_queries": 5},
     **{"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 35, "decoder_ffn_dim": 33},
@@ -193,17 +206,36 @@ MORE: dict[str, Mapping[str, Any]] = {
     "cohere": {**_KV, "use_qk_norm": True},
     "cohere2": {**_KV, **_WINDOW},
     "cohere2_moe": {**_KV, **_WINDOW, **_SPARSE, "prefix_dense_intermediate_size": 17, "num_shared_experts": 1},
+    "convnext": {**_CONVOLUTIONS, "layer_scale_init_value": 0.7},
+    "convnextv2": _CONVOLUTIONS,
     "convbert": {**_BERT, "embedding_size": 20, "conv_kernel_size": 3},
     "ctrl": {"n_embd": 24, "n_head": 6, "dff": 35, "n_layer": 2, "n_positions": 32},
     "cwm": {**_LLAMA, **_WINDOW},
     "deberta": {**_BERT, **_RELATIVE, "embedding_size": 20, "type_vocab_size": 2},
     "deberta-v2": {**_BERT, **_RELATIVE, **_DEBERTA_V2},
     "data2vec-audio": {**_WAV2VEC2, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 5},
+    "data2vec-vision": {
+        **{
+            **_VIT,
+            "num_hidden_layers": 3,
+            "use_relative_position_bias": True,
+            "use_shared_relative_position_bias": True,
+        },
+        **{"out_indices": [1, 2, 3, 4], "pool_scales": [1, 2], "auxiliary_channels": 6},
+    },
     "beit": {**_VIT, "use_relative_position_bias": True, "drop_path_rate": 0.0, "use_mask_token": False},
     "deit": _VIT,
+    "depth_anything": {
+        "backbone_config": {
+            **{**_DINO, "model_type": "dinov2", "out_indices": [1, 2], "reshape_hidden_states": False},
+        },
+        **{"patch_size": 4, "reassemble_factors": [2, 1], "neck_hidden_sizes": [4, 5], "fusion_hidden_size": 6},
+        **{"head_hidden_size": 3, "reassemble_hidden_size": 24},
+    },
     "detr": _DETR,
     "dinov2": {**_DINO, "use_swiglu_ffn": True},
     "dinov2_with_registers": _DINO,
+    "dinov3_vit": {**_VIT, "layerscale_value": 0.7, "num_register_tokens": 2, "pos_embed_rescale": None},
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
     "data2vec-text": {**_BERT, "is_decoder": True},
     "dots1": {
@@ -225,6 +257,10 @@ MORE: dict[str, Mapping[str, Any]] = {
     "solar_open": {**_LLAMA, **_MIXTURE, "n_routed_experts": 5, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "gpt_oss": {**_LLAMA, **_WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2},
     "dpr": _BERT,
+    "dpt": {
+        **{**_VIT, "reassemble_factors": [2, 1], "neck_hidden_sizes": [4, 5], "backbone_out_indices": [0, 1]},
+        "fusion_hidden_size": 6,
+    },
     "electra": {**_BERT, "embedding_size": 20},
     "encoder-decoder": {
         "encoder": {**_BERT, **TOKENS, "model_type": "bert", "hidden_size": 18},
@@ -381,6 +417,18 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "mistral": {**_LLAMA, "sliding_window": 4},
     "mixtral": {**_LLAMA, **_MIXTURE, "num_local_experts": 5},
+    "mllama": {
+        "text_config": {
+            **{**_UNTIED, **TOKENS, "model_type": "mllama_text_model", "num_hidden_layers": 3},
+            "cross_attention_layers": [1],
+        },
+        "vision_config": {
+            **{key: value for key, value in _TOWER.items() if key != "num_attention_heads"},
+            **{"model_type": "mllama_vision_model", "attention_heads": 6, "num_global_layers": 1},
+            **{"intermediate_layers_indices": [0], "vision_output_dim": 48},
+        },
+        **_SEEING,
+    },
     "mobilebert": {**_BERT, "embedding_size": 20, "intra_bottleneck_size": 18, "num_feedforward_networks": 2},
     "modernbert": {**_BERT, **_WINDOW, "local_attention": 4},
     "mpnet": _BERT,
@@ -406,6 +454,13 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "gemma"}, **_SEEING},
         **{"vision_config": {**_TOWER, "model_type": "siglip_vision_model", "patch_size": 8}, "projection_dim": 24},
     },
+    "paddleocr_vl": {
+        "text_config": {
+            **{**_UNTIED, **TOKENS, "model_type": "paddleocr_vl_text", "head_dim": 6},
+            "rope_parameters": _mrope(1, 1, 1),
+        },
+        **{"vision_config": {**_TOWER, "model_type": "paddleocr_vl_vision"}, **_QWEN_SEEING},
+    },
     "pegasus": _BART,
     "persimmon": _BERT,
     "phi": {**_BERT, "qk_layernorm": True},
@@ -430,6 +485,12 @@ MORE: dict[str, Mapping[str, Any]] = {
     "roberta": _BERT,
     "roformer": {**_BERT, "embedding_size": 20, "is_decoder": True},
     "seed_oss": _LLAMA,
+    "segformer": {
+        **{"image_size": 32, "num_encoder_blocks": 2, "depths": [2, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 12]},
+        **{"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 3], "mlp_ratios": [2, 3]},
+        **{"decoder_hidden_size": 10, "problem_type": "single_label_classification"},
+    },
+    "siglip2": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, "patch_size": 4, "num_patches": 9}},
     "siglip": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}},
     "smollm3": {**_KV, "no_rope_layers": [1, 0]},
     "squeezebert": {**_BERT, "intermediate_size": 36, "embedding_size": 24},
@@ -441,13 +502,17 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_T5, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2},
         **{"num_experts": 5, "expert_capacity": 2, "router_jitter_noise": 0.0},
     },
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
     "tapas": _BERT,
     "umt5": _T5,
     "vaultgemma": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
     "visual_bert": {**_BERT, "visual_embedding_dim": 7},
     "unispeech": _WAV2VEC2,
     "unispeech-sat": {**_WAV2VEC2, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
+    "videomae": {**_MASKED, "num_frames": 4},
     "vit": _VIT,
+    "vit_mae": {**_MASKED, "mask_ratio": 0.5},
     "vit_msn": _VIT,
     "sew": {**_WAV2VEC2, "squeeze_factor": 2, "num_conv_pos_embeddings": 4},
     "wav2vec2": _WAV2VEC2,
@@ -458,12 +523,15 @@ MORE: dict[str, Mapping[str, Any]] = {
             "max_source_positions": 40,
         },
     },
+    "wav2vec2-conformer": {**_WAV2VEC2, "conv_depthwise_kernel_size": 3, "max_source_positions": 40},
+    "wavlm": {**_WAV2VEC2, "num_buckets": 8, "max_bucket_distance": 12},
     # transformers fails on a text of padding alone, unless padding is also the end token, as in its checkpoints
     "whisper": {**_SPEECH, "pad_token_id": 1, "num_mel_bins": 5, "max_source_positions": 9, "classifier_proj_size": 10},
     "xglm": {"d_model": 24, "ffn_dim": 35, "num_layers": 2, "attention_heads": 6, "max_position_embeddings": 32},
     "xlm": {**_XLM, "n_langs": 2},
     "xlm-roberta": _BERT,
     "xlnet": {"d_model": 24, "n_layer": 2, "n_head": 6, "d_inner": 35},
+    "yolos": {**_VIT, "image_size": [12, 8], "num_detection_tokens": 3, "use_mid_position_embeddings": False},
     "youtu": _LATENT,
     "jamba": {
         **{**_KV, "num_experts": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 5},
@@ -752,6 +820,19 @@ MORE: dict[str, Mapping[str, Any]] = {
         "linear_value_head_dim": 8,
         "linear_conv_kernel_dim": 3,
     },
+    "gemma4": {
+        "text_config": {
+            **{**_LLAMA, **_WINDOW, **_MIXTURE, **TOKENS, "model_type": "gemma4_text", "top_k_experts": 2},
+            **{"enable_moe_block": True, "global_head_dim": 8, "attention_k_eq_v": True},
+            **{"num_global_key_value_heads": 3, "hidden_size_per_layer_input": 0},
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {
+            **{**_TOWER, "model_type": "gemma4_vision", "num_key_value_heads": 3, "head_dim": 4},
+            **{"pooling_kernel_size": 2, "position_embedding_size": 5},
+        },
+        **{**_SEEING, "video_token_id": 96, "audio_token_id": 95},
+    },
     "gemma4_text": {
         **{**_LLAMA, **_WINDOW, **_MIXTURE, "top_k_experts": 2, "enable_moe_block": True, "global_head_dim": 8},
         **{"attention_k_eq_v": True, "num_global_key_value_heads": 3, "hidden_size_per_layer_input": 0},
@@ -890,7 +971,8 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
-WITH_IMAGES = [kind for kind, values in MORE.items() if "text_config" in values and kind not in ("clip", "siglip")]
+_PAIRS = ("clip", "siglip", "siglip2")
+WITH_IMAGES = [kind for kind, values in MORE.items() if "text_config" in values and kind not in _PAIRS]
 """Model types with a decoder that reads images."""
 
 LEFT_OUT: dict[str, set[str]] = {
@@ -899,10 +981,14 @@ LEFT_OUT: dict[str, set[str]] = {
         *("Gemma3ForCausalLM", "Gemma3ForSequenceClassification", "Gemma3TextForSequenceClassification"),
         "Gemma3TextModel",
     },
+    "gemma4": {"Gemma4AudioModel", "Gemma4ForCausalLM", "Gemma4TextModel"},
     # backbones, and a class with labels for masked patches alone
     "beit": {"BeitBackbone", "BeitForMaskedImageModeling", "BeitForSemanticSegmentation"},
     "dinov2": {"Dinov2Backbone"},
     "dinov2_with_registers": {"Dinov2WithRegistersBackbone"},
+    "dinov3_vit": {"DINOv3ViTBackbone"},
+    **{kind: {f"{prefix}Backbone"} for kind, prefix in {"swin": "Swin", "swinv2": "Swinv2"}.items()},
+    **{kind: {f"{prefix}Backbone"} for kind, prefix in {"convnext": "ConvNext", "convnextv2": "ConvNextV2"}.items()},
     # without a loss, and with random replacements in their outputs
     "unispeech": {"UniSpeechForPreTraining"},
     "unispeech-sat": {"UniSpeechSatForPreTraining"},
@@ -958,6 +1044,9 @@ SLOW_TESTS_ONLY = {
     *("axk1", "deepseek_v32", "deepseek_v4", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3", "longcat_flash"),
     *("data2vec-audio", "ijepa", "unispeech", "unispeech-sat", "vit_msn", "siglip", "audio-spectrogram-transformer"),
     *("beit", "dinov2_with_registers", "glm46v", "glm4v_moe", "llava_onevision", "sew", "wav2vec2-bert"),
+    *("convnext", "convnextv2", "data2vec-vision", "dinov3_vit", "paddleocr_vl", "segformer", "siglip2"),
+    *("depth_anything", "dpt", "gemma4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
+    *("wav2vec2-conformer", "wavlm", "yolos"),
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
@@ -1001,7 +1090,7 @@ def config_of(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the part of a composite configuration that a class takes."""
     if name == "ReformerForMaskedLM":
         config.is_decoder = False
-    wanted = original(name).config_class
+    wanted: Any = registry.find(name).config_class
     parts = (part for part in vars(config).values() if type(part) is wanted)
     return config if isinstance(config, wanted) else next(parts)
 
@@ -1010,7 +1099,7 @@ def heads(variant: str) -> list[str]:
     """Return the names of all classes of the architecture."""
     model_type, _ = {**VARIANTS, **ODD}.get(variant, (variant, {}))
     if model_type not in registry.ARCHITECTURES:  # the decoder of a model of text and images
-        model_type = model_type.removesuffix("_text")
+        model_type = configuration_auto.model_type_to_module_name(model_type)
     return list(registry.model_classes(model_type))
 
 
@@ -1030,7 +1119,7 @@ def lm_heads(variant: str) -> list[str]:
         "TokenForGeneration",
         "SequenceForGeneration",
     )
-    named = [name for name in heads(variant) if name.endswith(endings)]
+    named = [name for name in heads(variant) if name.endswith(endings) and not name.startswith(("VideoMAE", "ViTMAE"))]
     return [name for name in named if "sampled_negative_indices" not in parameters_of_forward(name)]  # no audio
 
 
@@ -1045,7 +1134,8 @@ def main_head(variant: str) -> str:
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
     text = (*text, "RagTokenForGeneration") if variant == "rag-token" else text
-    order = (*text, "CLIPModel", "SiglipModel", "ForCTC", "ForImageClassification", "ForObjectDetection")
+    pairs = ("CLIPModel", "SiglipModel", "Siglip2Model")
+    order = (*text, *pairs, "ForCTC", "ForImageClassification", "ForObjectDetection")
     names = heads(variant)
     return next((name for end in order for name in names if name.endswith(end)), (lm_heads(variant) or names)[0])
 
@@ -1197,8 +1287,9 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
                 ids[row, start - 1] = before
             start += count + 1
     given = {"input_ids": ids}
-    if "image_grid_thw" in parameters_of_forward(name):
-        given["mm_token_type_ids"] = (ids == token).long()
+    if "image_grid_thw" in (known := parameters_of_forward(name)):
+        if "mm_token_type_ids" in known:
+            given["mm_token_type_ids"] = (ids == token).long()
         grids, patches = _patches(config.vision_config, generator, dtype)
         return {**given, "image_grid_thw": grids, "pixel_values": patches}
     if config.model_type in TILED:
@@ -1206,6 +1297,8 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
         pixels = torch.randn(len(sizes), 5, 3, side, side, generator=generator, dtype=dtype)
         return {**given, "pixel_values": pixels, "image_sizes": sizes}
     pixels = torch.randn(sum(IMAGES_OF_ROWS), 3, side, side, generator=generator, dtype=dtype)
+    if name.startswith("Mllama"):
+        return {**given, **_tiles_of_rows(ids, side, generator, dtype)}
     if name.startswith(("Idefics3", "SmolVLM")):  # by row, padded to the most images of a row
         given["pixel_values"] = torch.zeros(len(IMAGES_OF_ROWS), max(IMAGES_OF_ROWS), *pixels.shape[1:], dtype=dtype)
         places = [(row, place) for row, images in enumerate(IMAGES_OF_ROWS) for place in range(images)]
@@ -1213,6 +1306,10 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
             given["pixel_values"][row, place] = image
     else:
         given["pixel_values"] = pixels
+    if "image_position_ids" in known:  # Gemma 4, by patch
+        given["pixel_values"] = torch.rand(len(pixels), 16, 48, generator=generator, dtype=dtype)
+        given["image_position_ids"] = torch.cartesian_prod(*2 * [torch.arange(4)]).flip(-1).repeat(len(pixels), 1, 1)
+        given["mm_token_type_ids"] = (ids == token).long()
     if name.startswith(("Mistral3", "LightOn")):
         given["image_sizes"] = torch.full((len(pixels), 2), side)
     if "token_type_ids" in parameters_of_forward(name):  # PaliGemma's mark its answers, Gemma 3's its images
@@ -1220,11 +1317,25 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     return given
 
 
+def _tiles_of_rows(ids: Tensor, side: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the images of each row, each of one to four tiles. Tokens see images from the fifth token on."""
+    ratios, tiles = torch.tensor([[2, 0], [0, 0], [1, 8]]), torch.tensor([[2, 0], [0, 0], [1, 4]])
+    shown = (torch.arange(4) < tiles[..., None]).long()
+    seen = shown[:, None].repeat(1, ids.shape[1], 1, 1)
+    seen[:, :4] = 0
+    shown[..., 0] = 1  # as transformers does for rows without images
+    pixels = torch.randn(*tiles.shape, 4, 3, side, side, generator=generator, dtype=dtype)
+    given = {"pixel_values": pixels, "aspect_ratio_ids": ratios, "aspect_ratio_mask": shown}
+    return {**given, "cross_attention_mask": seen}
+
+
 def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the patches of all images as one row, and the grid of each image."""
-    grids = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]])
-    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-    return grids, torch.randn(len(grids) * 16, width, generator=generator, dtype=dtype)
+    grids, side = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]]), config.patch_size
+    shape: tuple[int, ...] = (3, side, side)
+    if hasattr(config, "temporal_patch_size"):
+        shape = (config.in_channels * config.temporal_patch_size * side**2,)
+    return grids, torch.randn(len(grids) * 16, *shape, generator=generator, dtype=dtype)
 
 
 def text_only(config: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -1307,13 +1418,31 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         side, patch = (each if isinstance(each, int) else each[0] for each in sizes)
         shapes["pixel_values"] = (rows, 3, side, side)
         positions = (side // patch) ** 2
+        if isinstance(images.to_dict().get("image_size"), list):  # YOLOS
+            shapes["pixel_values"] = (rows, 3, *images.image_size)
+        if hasattr(images, "tubelet_size"):  # VideoMAE
+            shapes["pixel_values"] = (rows, images.num_frames, 3, side, side)
+            positions *= images.num_frames // images.tubelet_size
+        if "spatial_shapes" in known:  # SigLIP 2
+            shapes["pixel_values"] = (rows, 8, 3 * patch**2)
     if "input_features" in known:
         positions = 29
         whisper = name.startswith("Whisper")  # takes audio of a fixed length, with features before frames
         frames = 2 * config.max_source_positions
         shapes["input_features"] = (rows, config.num_mel_bins, frames) if whisper else (rows, 29, 5)
+    if "pixel_position_ids" in known:
+        places = torch.cartesian_prod(*2 * [torch.arange(4)]).flip(-1).repeat(rows, 1, 1)
+        return {
+            "pixel_values": torch.rand(rows, 16, 48, generator=generator, dtype=dtype),
+            "pixel_position_ids": places,
+        }
+    if "aspect_ratio_ids" in known:
+        tiles = _tiles_of_rows(torch.zeros(rows, 9), side, generator, dtype)
+        return {key: value for key, value in tiles.items() if key in known}
     if "grid_thw" in known:
         grids, patches = _patches(config, generator, dtype)
+        if "pixel_values" in known:
+            return {"pixel_values": patches[None] if name.startswith("Paddle") else patches, "grid_thw": grids}
         return {"hidden_states": patches, "grid_thw": grids}
     main = original(name).main_input_name if "input_ids" in known else next(key for key in shapes if key in known)
 
@@ -1341,7 +1470,11 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     elif "sampled_negative_indices" in known:
         given["mask_time_indices"] = integers(0, 2, rows, positions).bool()
         given["sampled_negative_indices"] = integers(0, rows * positions, rows, positions, config.num_negatives)
-    elif "labels" in known and "pixel_mask" not in known:  # DETR's labels need another package
+    elif name.endswith("ForSemanticSegmentation"):
+        given["labels"] = integers(0, 2, rows, *shapes[main][-2:])
+        given["labels"][0, :3] = config.semantic_loss_ignore_index
+    elif "labels" in known and not name.endswith(("ForObjectDetection", "Segmentation", "ForDepthEstimation")):
+        # the first two need another package, and the last is not trained
         given["labels"] = integers(0, 2, rows)
     elif "decoder_input_ids" in known:
         given["decoder_input_ids"] = integers(0, config.vocab_size, rows, 7)
@@ -1350,4 +1483,12 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         given["pixel_mask"][1, :, -40:] = 0
     if name.endswith("ForMaskedImageModeling"):
         given["bool_masked_pos"] = integers(0, 2, rows, positions).bool()
+    if name.startswith("VideoMAE") and "bool_masked_pos" in known:  # as many patches of each video
+        order = torch.rand(rows, positions, generator=generator).argsort(-1)
+        given["bool_masked_pos"] = order < positions // 2
+    if "noise" in known:
+        given["noise"] = torch.rand(rows, positions, generator=generator, dtype=dtype)
+    if "spatial_shapes" in known:
+        given["spatial_shapes"] = torch.tensor([[2, 4], [2, 3], [1, 5]])
+        given["pixel_attention_mask"] = (torch.arange(8) < given["spatial_shapes"].prod(-1, keepdim=True)).long()
     return given

@@ -40,6 +40,8 @@ EXCLUSIVE: Mapping[str, str] = {
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
     "gemma3": "the tokens of an image attend to each other in both directions",
+    "gemma4": "the tokens of an image attend to each other in both directions",
+    "mllama": "some blocks read the features of images, beside the cache of tokens",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
