@@ -65,10 +65,16 @@ def encode(message: tuple[Any, ...], number: int = 0) -> bytes:
 
     Args:
         number: of the message's call.
+
+    Raises:
+        TypeError: the receiver does not know this type of message.
     """
+    kind = type(message).__name__
+    if kind not in _MESSAGES:
+        raise TypeError(f"{kind} is not in the table of messages of {__name__}")
     buffers: list[bytes] = []
     fields, parts = _flatten(tuple(message), buffers)
-    pickled = pickle.dumps((type(message).__name__, fields, parts), pickle.HIGHEST_PROTOCOL)
+    pickled = pickle.dumps((kind, fields, parts), pickle.HIGHEST_PROTOCOL)
     return b"".join((_HEADER.pack(number, len(pickled)), pickled, *buffers))
 
 

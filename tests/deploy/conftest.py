@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from oslo_models import GPT2LMHeadModel
 
 from support import deployment, faults
+from support.prepared_rows import Prepared
 
 
 @pytest.fixture
@@ -48,3 +50,11 @@ def drafter() -> Any:
         for param in small.parameters():
             param += 0.002 * torch.randn_like(param)
     return small
+
+
+@pytest.fixture
+def prepared(pair: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepared]:
+    model, _ = pair
+    former = copy.deepcopy(model.generation_config)
+    yield Prepared(model, monkeypatch)
+    model.generation_config = former

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -302,6 +302,8 @@ def test_messages_that_cannot_be_read_or_written_become_errors() -> None:
     data = serialization.encode(messages.Reply(7), 7)
     failure = serialization.decode(data[:8] + b"no pickle")
     assert (failure.number, type(failure.error)) == (7, serialization.pickle.UnpicklingError)
+    with pytest.raises(TypeError, match="Point is not in the table of messages"):
+        serialization.encode(NamedTuple("Point", [("x", int)])(1))
 
     tensors = [torch.tensor(3), torch.ones(2, 0), torch.eye(3, dtype=torch.bool).T, torch.arange(6.0)[::2].bfloat16()]
     conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()

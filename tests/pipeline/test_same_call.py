@@ -37,6 +37,7 @@ BY_OTHER_NUMBERS = {
     "rope_parameters": "by the type of the layer",
     "block_repeats": "by the pools of Funnel, which allows one stage only",
     "sscp_conv_stride_size": "by the convolution of an audio encoder",
+    "hidden_sizes": "by the level of SegFormer, which allows one stage only",
 }
 """Configuration values that forwards index by a number other than the layer number, with that index."""
 
