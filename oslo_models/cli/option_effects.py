@@ -139,7 +139,7 @@ def _answer(cls: Any, config: Any) -> Division | None:
 
 
 def _kinds(before: Division, after: Division) -> Iterator[tuple[str, str]]:
-    """Yield the kinds of effects between two answers, with reasons."""
+    """Yield the kinds of effects between two divisions, with reasons."""
     if after.one_rank and not before.one_rank:
         yield "one rank", after.one_rank
     if after.one_stage and not before.one_stage:

@@ -103,6 +103,8 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended_by: int | None = None
         """Signal that ended the last process; 0: an exit; ``None``: it exceeded its time."""
+        self._ends = 0
+        """Number of calls of `end`."""
         _checkers.add(self)
 
     def compile(self, kind: str, source: Any) -> str:
@@ -113,8 +115,9 @@ class GrammarChecker:
         """
         check_size(kind, source)
         with self._lock:
+            ends = self._ends
             answer = self._answer(kind, source)
-            if answer is None and self._ended_by == signal.SIGKILL:  # not by the grammar
+            if answer is None and self._ended_by == signal.SIGKILL and self._ends == ends:  # killed by others
                 answer = self._answer(kind, source)
         if answer is None:
             raise ValueError(f"the {kind} for structured output is too complex: {self._why_ended()}")
@@ -177,6 +180,7 @@ class GrammarChecker:
 
     def end(self) -> None:
         """End the process, also while another thread waits for its answer. Does not wait for that thread."""
+        self._ends += 1
         if (process := self._process) is not None:
             process.kill()
         if self._lock.acquire(blocking=False):  # else that thread closes the pipes

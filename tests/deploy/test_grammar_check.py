@@ -132,6 +132,22 @@ def test_a_process_that_others_kill_is_started_again(vocabulary: Vocabulary, mon
     assert asked[0] == asked[-1] and len(asked) == 3, "the grammar, the vocabulary of another process, the grammar"
 
 
+def test_a_process_that_is_ended_stays_ended(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last model may be closed while a thread waits for an answer."""
+    ask, asked = vocabulary.checker._ask, list[Any]()
+    pid(vocabulary)
+
+    def ended(message: Any, seconds: float) -> Any:
+        asked.append(message)
+        vocabulary.checker.end()
+        return ask(message, seconds)
+
+    monkeypatch.setattr(vocabulary.checker, "_ask", ended)
+    with pytest.raises(ValueError, match="its parser failed with signal 9"):
+        Grammar.compiled("regex", "ab", vocabulary)
+    assert vocabulary.checker._process is None and len(asked) == 1
+
+
 def test_grammars_of_ordinary_size_are_compiled(vocabulary: Vocabulary) -> None:
     for kind, source in (
         ("json", nested(20)),

@@ -172,11 +172,11 @@ class Drafts:
         return counts
 
 
-Row = TypeVar("Row", bound=Speculating)
+AnyRow = TypeVar("AnyRow", bound=Speculating)
 
 
 def going_on(
-    rows: Sequence[Row], logits_BLV: Tensor, drafts: Sequence[Sequence[int]]
+    rows: Sequence[AnyRow], logits_BLV: Tensor, drafts: Sequence[Sequence[int]]
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Yield, for each position of a step, the indices of the rows that take a token there, and their logits [B, V].
 
