@@ -27,7 +27,12 @@ def read_draft_config(name: str) -> Any:
     """Read the configuration of a model that drafts tokens.
 
     Raises:
-        OSError: there is no such model.
+        OSError: there is no such model. The message names the argument.
         ValueError: the configuration is invalid.
     """
-    return auto_config(current_folder(name, "config.json") if Path(name).is_dir() else name)
+    try:
+        return auto_config(current_folder(name, "config.json") if Path(name).is_dir() else name)
+    except OSError as error:
+        raise OSError(
+            f"speculative_model={name!r} cannot be read; pass a folder or a name on the hub: {error}"
+        ) from error
