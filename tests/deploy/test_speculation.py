@@ -640,7 +640,7 @@ def test_models_that_cannot_draft_are_refused(tmp_path: Path, changes: dict[str,
 
 
 def test_a_draft_model_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(OSError, match="speculative_model='./nowhere' cannot be read"):
+    with pytest.raises(OSError, match=r"speculative_model='\./nowhere' cannot be read"):
         GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, deploy=True, speculative_model="./nowhere")
     with pytest.raises(ValueError, match="speculative_model must be a directory or a name, got int"):
         GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, deploy=True, speculative_model=3)
