@@ -276,6 +276,14 @@ _ALL = {
     "zamba2": "Zamba2",
     "zaya": "Zaya",
 }
+SEQUENCE_PARALLEL = frozenset(
+    (
+        *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"),
+        *("gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "phi", "phi3"),
+        *("bert", "roberta", "t5", "bart"),
+    )
+)
+"""Model types that ``sequence_parallel=True`` supports."""
 
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),

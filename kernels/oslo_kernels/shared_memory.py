@@ -1,4 +1,4 @@
-"""All-reduce and all-gather between the CPU ranks of one host, through shared memory (Linux only).
+"""All-reduce, reduce-scatter and all-gather between the CPU ranks of one host, through shared memory (Linux only).
 
 gloo uses sockets and switches between threads, which takes hundreds of microseconds for the few kilobytes of a decoding
 step; shared memory takes a few. Sums are formed in rank order, half precision in float32, so all ranks get the same
@@ -12,7 +12,7 @@ import ctypes
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -22,6 +22,8 @@ from oslo_kernels.build import load
 
 DTYPES = {torch.float32: 2, torch.float64: 4, torch.bfloat16: 6, torch.float16: 8}
 """The supported dtypes and their codes in a call, which is ``bytes << 8 | code | maximum``."""
+_SCATTERS = 16
+"""Marks the call of a reduce-scatter."""
 SLOT = 256 << 10
 """Bytes per exchange; longer tensors take several."""
 
@@ -47,7 +49,7 @@ class SharedMemory:
     Attributes:
         timeout: seconds to wait for another rank in one call.
         waiting: factory of a context manager. A call enters it when it has waited for others for a tenth of a second.
-            The argument names the call: ``"a sum"`` or ``"a concatenation"``.
+            The argument names the call: ``"a sum"``, ``"a reduce-scatter"`` or ``"a concatenation"``.
     """
 
     timeout: float = 1800.0
@@ -131,6 +133,24 @@ class SharedMemory:
         call = x.nbytes << 8 | DTYPES[x.dtype]
         self._continue(code, "a sum", self._reduce, (self._handle, x.data_ptr(), call))
 
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Sum ``x`` over the ranks and return this rank's part of the sum, ``[sizes[rank]]``.
+
+        Args:
+            x: a contiguous CPU tensor of one of `DTYPES`, ``[sum(sizes)]``.
+            sizes: the number of elements for each rank.
+
+        Raises:
+            PeerError: as `all_reduce`.
+        """
+        out = x.new_empty(sizes[self.rank])
+        first = sum(sizes[: self.rank]) * x.itemsize
+        call = x.nbytes << 8 | _SCATTERS | DTYPES[x.dtype]
+        arguments = self._handle, x.data_ptr(), out.data_ptr(), call, first, first + out.nbytes
+        if code := self._library.oslo_shm_reduce_scatter(*arguments):
+            self._continue(code, "a reduce-scatter", self._library.oslo_shm_reduce_scatter, arguments)
+        return out
+
     def all_gather(self, x: Tensor, check: Callable[[], object] | None = None) -> Tensor:
         """Gather ``x``, a contiguous CPU tensor of the same shape on every rank, into ``[size, *x.shape]``.
 
@@ -192,5 +212,6 @@ def _library() -> ctypes.CDLL:
     library.oslo_shm_close.argtypes = (pointer,)
     library.oslo_shm_alive.argtypes = pointer, number
     library.oslo_shm_all_reduce.argtypes = pointer, pointer, size
+    library.oslo_shm_reduce_scatter.argtypes = pointer, pointer, pointer, size, size, size
     library.oslo_shm_all_gather.argtypes = pointer, pointer, pointer, size
     return library

@@ -29,7 +29,8 @@ from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_o
 from oslo_models.modeling.weight_mapping import WeightMapping
 from oslo_models.sharding.plan import Plan
 
-_KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy", "resize_token_embeddings"))]
+_OTHERS = ("deploy", "resize_token_embeddings", "sequence_parallel")
+_KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in _OTHERS)]
 
 
 def initialize(

@@ -15,7 +15,7 @@ from oslo_models.checkpoint.quantized.weight import missing_library
 from oslo_models.config.sources import HUB_ARGUMENTS
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
-from oslo_models.registry import did_you_mean
+from oslo_models.registry import SEQUENCE_PARALLEL, did_you_mean
 from oslo_models.sharding.pipeline_rules import ONE_F_ONE_B, SCHEDULES
 from oslo_models.sharding.plan import Plan
 
@@ -62,6 +62,7 @@ class Arguments:
     plan: Plan | Callable[[Any], Plan] | str | None = None
     tensor_parallel_shares: Sequence[int] | None = None
     schedule: str = ONE_F_ONE_B
+    sequence_parallel: bool = False
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check the arguments that do not depend on the configuration of the model.
@@ -99,7 +100,7 @@ class Arguments:
         when = self.check_inputs
         if not isinstance(when, bool) and when != "always" and not (isinstance(when, int) and when > 0):
             raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
-        for name in ("dequantize", "share_loss", "share_logits"):
+        for name in ("dequantize", "share_loss", "share_logits", "sequence_parallel"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.share_logits and self.gather_logits is False:
@@ -125,6 +126,7 @@ class Arguments:
                 f"schedule={self.schedule!r} is for pipeline stages, and pipeline_parallel_size is 1: set it, or leave "
                 "schedule out"
             )
+        self._check_sequence_parallel(kwargs)
         if self.seed is not None:
             check_size("seed", self.seed, 0)
         for reason, names in UNSUPPORTED.items():
@@ -156,6 +158,26 @@ class Arguments:
                 "width of every expert"
             )
 
+    def _check_sequence_parallel(self, kwargs: Mapping[str, Any]) -> None:
+        if not self.sequence_parallel:
+            return
+        name = "sequence_parallel=True"
+        if self.tensor_parallel_size == 1:
+            raise ValueError(
+                f"{name} divides tokens over tensor-parallel ranks, and tensor_parallel_size is 1: set it, or leave "
+                "sequence_parallel out"
+            )
+        others = {
+            "deploy=True": self.deploy or kwargs.get("deployment"),
+            f"schedule={self.schedule!r}": self.schedule != ONE_F_ONE_B,
+            f"expert_parallel_size={self.expert_parallel_size}": self.expert_parallel_size > 1,
+            "plan": self.plan is not None,
+            "quantization_config": kwargs.get("quantization_config") is not None,
+        }
+        for other, is_given in others.items():
+            if is_given:
+                raise ValueError(f"{name} cannot be used together with {other}: leave one of them out")
+
     def check_config(self, cls: type[Any], config: PreTrainedConfig) -> None:
         """Check the sizes against the model.
 
@@ -177,6 +199,8 @@ class Arguments:
             )
         if (quantization := quantization_of(config)) is not None:
             check_quantization(quantization, self.dequantize)
+        if self.sequence_parallel:
+            check_sequence_parallel(cls, config, quantization is not None and not self.dequantize)
         if (size := self.resize_token_embeddings) is None:
             return
         text = config.get_text_config()
@@ -184,6 +208,18 @@ class Arguments:
         if vocab is None or not (text is config or plan.towers):  # of several text models, none is resized
             raise ValueError(f"resize_token_embeddings={size} was passed, but a {name} has no vocab_size; leave it out")
         check_size("resize_token_embeddings", size, vocab, "vocab_size=")
+
+
+def check_sequence_parallel(cls: type[Any], config: PreTrainedConfig, is_quantized: bool) -> None:
+    """Raise ``ValueError`` if ``sequence_parallel=True`` does not support a model."""
+    name = "sequence_parallel=True"
+    if config.model_type not in SEQUENCE_PARALLEL or getattr(cls, "made_from", None) is not None:
+        raise ValueError(
+            f"{name} does not support {cls.__name__}, which is of the model type {config.model_type!r}: leave it out. "
+            f"It supports {', '.join(sorted(SEQUENCE_PARALLEL))}"
+        )
+    if is_quantized:
+        raise ValueError(f"{name} does not support quantised weights: pass dequantize=True, or leave it out")
 
 
 def _check_quantization_config(config: Any) -> None:

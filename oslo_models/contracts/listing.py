@@ -201,6 +201,11 @@ CONTRACTS: tuple[Contract, ...] = (
         "models.reformer.SynchronizedReformerLayer",
         is_copied=True,
     ),
+    _contract(
+        "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing",
+        "modeling.training.TrainableModel",
+        "self enable gradient_checkpointing_func",
+    ),
     # transformers: Trainer
     _contract("transformers.trainer.Trainer._validate_args", f"{_TRAINER} integrations.trl.trainers._TRLMixin", "self"),
     _contract("transformers.trainer.Trainer._maybe_log_save_evaluate", _TRAINER, "self tr_loss"),
@@ -299,6 +304,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "checkpoint.quantized.packed distributed.sharded_tensor layers.lazy_mask",
     ),
     _contract("torch._C._autograd._top_saved_tensors_default_hooks", "layers.deferred_gradients"),
+    _contract("torch._C._current_graph_task_id", "layers.token_parts"),
     _contract("torch._C._len_torch_dispatch_stack", "distributed.collectives"),
     _contract("torch._addmm_activation", "fusion.mlps"),
     _contract("torch._assert_async", "layers.cross_entropy layers.token_statistics"),
@@ -324,7 +330,7 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("torch.nn.modules.module._global_forward_pre_hooks", "fusion.decoder_blocks"),
     _contract("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "layers.blockwise_attention"),
     _contract("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "layers.blockwise_attention"),
-    _contract("torch.ops.aten._unsafe_view", "fusion.float8"),
+    _contract("torch.ops.aten._unsafe_view", "fusion.float8 layers.overlap"),
     _contract("torch.ops.mkldnn._reorder_linear_weight", "deploy.running_batch.head_product"),
     _contract("torch.overrides._get_current_function_mode_stack", "distributed.thread_group"),
     _contract("torch.testing._internal.distributed.fake_pg.FakeStore", "planning.fake_rank"),

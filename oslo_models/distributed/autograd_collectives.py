@@ -1,9 +1,10 @@
 """Collectives with a backward pass: Megatron's conjugate pairs as autograd functions.
 
-Source: Shoeybi et al., "Megatron-LM", 2019, figure 3 (``f`` is `copy_to`, ``g`` is `reduce_from`). On an axis of size
-one all of them return their input. The backward pass of one function of a pair is the other function, so derivatives of
-every order are exact. Without a gradient, the backward pass returns none: zeros would give gradients to the weights of
-unused layers, and optimizers would decay them.
+Sources: Shoeybi et al., "Megatron-LM", 2019, figure 3 (``f`` is `copy_to`, ``g`` is `reduce_from`); Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", 2022, figure 5 (``g`` is `gather_to`, its conjugate
+`reduce_scatter_from`). On an axis of size one all of them return their input. The backward pass of one function of a
+pair is the other function, so derivatives of every order are exact. Without a gradient, the backward pass returns none:
+zeros would give gradients to the weights of unused layers, and optimizers would decay them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models.distributed.collectives import all_gather, all_reduce, all_to_all, has_dispatch_mode, reduce_fresh
+from oslo_models.distributed.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    has_dispatch_mode,
+    reduce_fresh,
+    reduce_scatter,
+)
 from oslo_models.distributed.mesh import Axis
 
 
@@ -70,6 +78,34 @@ class _ScatterTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _GatherFrom.apply(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
+
+
+class _GatherTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        ctx.set_materialize_grads(False)
+        return all_gather(axis, x, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
+        return _ReduceScatterFrom.apply(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
+
+
+class _ReduceScatterFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        ctx.set_materialize_grads(False)
+        return reduce_scatter(axis, x, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
+        return _GatherTo.apply(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -171,3 +207,21 @@ def scatter_to(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         sizes: the size of each rank's shard along ``dim``; they may differ.
     """
     return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim % x.dim(), sizes)
+
+
+def gather_to(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Pass the parts of all ranks to sharded layers: concatenation along ``dim`` forward, reduce-scatter backward.
+
+    Args:
+        sizes: the size of each rank's part along ``dim``; they may differ.
+    """
+    return x if axis.size == 1 else _GatherTo.apply(x, axis, dim % x.dim(), sizes)
+
+
+def reduce_scatter_from(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Sum partial results over the axis and keep the own part along ``dim`` forward; concatenate gradients backward.
+
+    Args:
+        sizes: the size of each rank's part along ``dim``; they may differ.
+    """
+    return x if axis.size == 1 else _ReduceScatterFrom.apply(x, axis, dim % x.dim(), sizes)

@@ -71,6 +71,36 @@ def start_all_reduce(axis: Axis, x: Tensor) -> PendingSum:
     return PendingSum(x, axis, work)
 
 
+def reduce_scatter(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Sum ``x`` over the axis and return this rank's part of the sum along ``dim``.
+
+    Backends require equal shapes, so smaller parts are padded for the transfer. Shared memory does not need it.
+
+    Args:
+        x: a tensor of the same shape on every rank.
+        dim: a dimension, not negative.
+        sizes: the size of each rank's part along ``dim``.
+    """
+    if axis.size == 1:
+        return x
+    if has_dispatch_mode():
+        return _reduce_scatter_op(x, axis_handle(axis), dim, sizes)
+    if axis.threads is not None:
+        return axis.threads.reduce_scatter(axis.rank, x, dim, sizes)
+    shape = (*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :])
+    parts = x.split(list(sizes), dim)
+    if x.is_cpu and x.dtype in DTYPES and (memory := shared_memory_of(axis)):
+        is_flat = x.shape[:dim].numel() == 1
+        flat = x.reshape(-1) if is_flat else torch.cat([part.reshape(-1) for part in parts])
+        return memory.reduce_scatter(flat, [part.numel() for part in parts]).view(shape)
+    padded = x.new_zeros(len(sizes), *x.shape[:dim], max(sizes), *x.shape[dim + 1 :])
+    for target, part in zip(padded.unbind(), parts, strict=True):
+        target.narrow(dim, 0, part.shape[dim]).copy_(part)
+    own = torch.empty_like(padded[0])
+    _communicate(axis, "a reduce-scatter", dist.reduce_scatter_tensor, own, padded.flatten(0, 1))
+    return own.narrow(dim, 0, sizes[axis.rank]).contiguous()
+
+
 def all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """Concatenate the shards of all ranks along ``dim``.
 
@@ -200,6 +230,16 @@ def _all_gather_op(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tens
 @_all_gather_op.register_fake
 def _(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tensor:
     return x.new_empty(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+
+
+@torch.library.custom_op("oslo::reduce_scatter", mutates_args=())
+def _reduce_scatter_op(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tensor:
+    return reduce_scatter(axis_of_handle(axis), x, dim, sizes)
+
+
+@_reduce_scatter_op.register_fake
+def _(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tensor:
+    return x.new_empty(*x.shape[:dim], sizes[axis_of_handle(axis).rank], *x.shape[dim + 1 :])
 
 
 @torch.library.custom_op("oslo::symmetric_sum", mutates_args=())

@@ -80,6 +80,10 @@ class ThreadGroup:
         """Reduce in place, in rank order."""
         self._exchange(rank, x, partial(_reduce, op))
 
+    def reduce_scatter(self, rank: int, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """Sum in rank order. Return this rank's part of the sum along ``dim``, on its device."""
+        return self._exchange(rank, x, partial(_reduce_scatter, dim, sizes))
+
     def all_gather(self, rank: int, value: T) -> list[T]:
         """Gather the values of all ranks. Tensors are copies on the device of this rank; ranks may share a device."""
         return self._exchange(rank, value, self._gather)
@@ -229,3 +233,15 @@ def _reduce(op: dist.ReduceOp.RedOpType, parts: list[Tensor]) -> list[None]:
     for part in others:
         part.copy_(total)
     return [None] * len(parts)
+
+
+def _reduce_scatter(dim: int, sizes: Sequence[int], parts: list[Tensor]) -> list[Tensor]:
+    results, start = [], 0
+    for rank, size in enumerate(sizes):
+        first, *others = (part.narrow(dim, start, size).to(parts[rank].device) for part in parts)
+        total = first.clone(memory_format=torch.contiguous_format)
+        for other in others:
+            total += other
+        results.append(total)
+        start += size
+    return results

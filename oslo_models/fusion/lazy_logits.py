@@ -20,8 +20,8 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion.linear_cross_entropy import linear_cross_entropy
 from oslo_models.fusion.modules import FusedLinear, FusedProduct
 from oslo_models.layers.cross_entropy import VocabShard
+from oslo_models.layers.plain_functions import PLAIN_FUNCTIONS
 from oslo_models.layers.vocab_parallel import (
-    PLAIN_FUNCTIONS,
     SHARDED_FUNCTIONS,
     ShardedLogits,
     VocabParallelHead,

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from oslo_models.distributed.autograd_collectives import gather_from
 from oslo_models.distributed.mesh import Axis
-from oslo_models.layers.vocab_parallel import PLAIN_FUNCTIONS
+from oslo_models.layers.plain_functions import PLAIN_FUNCTIONS
 from oslo_models.sharding.layout import Layout
 
 _thread = threading.local()

@@ -26,6 +26,8 @@ from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import replace_parameter
+from oslo_models.layers.sharded_activation import ShardedActivation
+from oslo_models.layers.token_parts import TokenParts, require_whole, whole_of
 from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import Layout
 
@@ -66,13 +68,19 @@ class ShardedModule(nn.Module):
         tp: axis over which the layer is sharded.
         stream: random stream for dropout in the sharded region, or ``None`` if the model uses no dropout.
         layouts: layouts of the parameters.
+        tokens: divides tokens between sharded layers, or ``None`` without sequence parallelism.
         is_wrapped: whether the code of a custom layer wraps the parallel layer, instead of the reverse.
+        takes_parts: whether the layer gathers parts of the tokens itself. Other layers get whole inputs.
+        returns_parts: whether the layer returns a part of the tokens of its sum.
     """
 
     is_wrapped: ClassVar[bool] = False
+    takes_parts: ClassVar[bool] = False
+    returns_parts: ClassVar[bool] = False
     tp: Axis
     stream: ShardedRngStream | None
     layouts: dict[str, Layout]
+    tokens: TokenParts | None = None
 
     def configure(self, entry: Any, context: ShardingContext) -> None:
         """Set the attributes of the layer. Called once, while the parameters still have their full shapes.
@@ -113,7 +121,7 @@ class ShardedModule(nn.Module):
         """Enter the sharded region with the replicated input of a column-parallel layer."""
         if self.stream is not None and self.training:
             self.stream.enter()
-        return copy_to(self.tp, x)
+        return whole_of(x) if isinstance(x, ShardedActivation) else copy_to(self.tp, x)
 
     def leave_region(self, x: Tensor) -> Tensor:
         """Leave the sharded region with the sharded input of a row-parallel layer.
@@ -123,6 +131,8 @@ class ShardedModule(nn.Module):
         """
         if self.stream is not None:
             self.stream.leave()
+        if self.tokens is not None:
+            require_whole(x, self)
         return x
 
 

@@ -26,6 +26,8 @@ from oslo_models.layers.function_overrides import FunctionOverrides
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
 from oslo_models.layers.overlap import overlapped_product
 from oslo_models.layers.replicated_grads import summed_over_copies
+from oslo_models.layers.sharded_activation import ShardedActivation
+from oslo_models.layers.token_parts import product_of_whole
 from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout
 
@@ -116,6 +118,7 @@ class _ColumnParallel(_Linear):
             (`SeparateExpertsModule`).
     """
 
+    takes_parts = True
     sums_no_gradients = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,6 +134,8 @@ class _ColumnParallel(_Linear):
             self.stream.enter()
         if self.sums_no_gradients:
             return self.product(x, self.weight, bias)
+        if isinstance(x, ShardedActivation):
+            return product_of_whole(self, x, bias)
         output = overlapped_product(self, x, bias)
         return self.product(copy_to(self.tp, x), self.weight, bias) if output is None else output
 
@@ -142,14 +147,20 @@ class _RowParallel(_Linear):
         returns_partial_sums: whether the caller all-reduces the output, together with others (`SharedExpertsModule`).
     """
 
+    returns_parts = True
     returns_partial_sums = False
 
     def forward(self, x: Tensor) -> Tensor:
         with layer_context(self.weight):
+            partial = self.product(self.leave_region(x), self.weight)
             if self.returns_partial_sums:
-                partial = self.product(self.leave_region(x), self.weight)
                 return partial if self.bias is None else partial + self._share_of_bias().to(partial.dtype)
-            return add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
+            return self.sum_of(partial)
+
+    def sum_of(self, partial: Tensor) -> Tensor:
+        """Return the sum of the products ``partial`` of all ranks plus the bias, or this rank's tokens of it."""
+        part = None if self.tokens is None else self.tokens.divide_sum(partial, self.bias)
+        return add_bias(reduce_from(self.tp, partial), self.bias) if part is None else part
 
     def _share_of_bias(self) -> Tensor:
         """Return this rank's share of the bias. The shares add up to the bias, and each rank gets its full gradient."""
@@ -218,8 +229,7 @@ class GroupRowParallelLinear(RowParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         with layer_context(self.weight):
-            weight = summed_over_copies(self, "weight")
-            return add_bias(reduce_from(self.tp, self.product(self.leave_region(x), weight)), self.bias)
+            return self.sum_of(self.product(self.leave_region(x), summed_over_copies(self, "weight")))
 
 
 class KeyValueRowLinear(GroupRowParallelLinear):
@@ -260,6 +270,7 @@ class InnerRowParallelLinear(SharesOutput, RowParallelLinear):
         outputs: split of the output features, if each rank keeps only its part.
     """
 
+    returns_parts = False
     outputs: EvenSplit | None = None
 
     def configure(self, entry: InnerRowParallel, context: ShardingContext) -> None:

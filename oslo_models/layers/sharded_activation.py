@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, scatter_to
 from oslo_models.distributed.mesh import Axis
-from oslo_models.layers.vocab_parallel import PLAIN_FUNCTIONS
+from oslo_models.layers.plain_functions import PLAIN_FUNCTIONS
 from oslo_models.sharding.layout import EvenSplit
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

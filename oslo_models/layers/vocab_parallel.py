@@ -18,6 +18,9 @@ from oslo_models.distributed.sharded_tensor import layer_context, without_overri
 from oslo_models.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from oslo_models.layers.function_overrides import FunctionOverrides
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
+from oslo_models.layers.plain_functions import PLAIN_FUNCTIONS
+from oslo_models.layers.sharded_activation import ShardedActivation
+from oslo_models.layers.token_parts import product_of_whole
 from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import EvenSplit, Layout
 
@@ -110,13 +113,17 @@ class VocabParallelHead(ShardedModule, nn.Linear):
     """
 
     is_wrapped = True
+    takes_parts = True
     gathers = False
     product: ClassVar[Callable[..., Tensor]] = staticmethod(many_rows_linear)
 
     def forward(self, x: Tensor) -> Tensor:
         vocab = self.layouts["weight"]
         with layer_context(self.weight):
-            local = self.product(copy_to(self.tp, x), self.weight, self.bias)
+            if isinstance(x, ShardedActivation):
+                local = product_of_whole(self, x, self.bias)
+            else:
+                local = self.product(copy_to(self.tp, x), self.weight, self.bias)
         if torch.compiler.is_compiling() or self.gathers:
             return gather_from(self.tp, local, -1, [stop - start for ((start, stop),) in vocab.ranges])
         return VocabParallelLogits.from_local(local, self.tp, vocab)
@@ -325,13 +332,4 @@ _ELEMENTWISE = {
     *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type),
     *(Tensor.contiguous, Tensor.clone, Tensor.detach, Tensor.neg, Tensor.tanh, torch.tanh),
     *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div),
-}
-# Called on the local tensor directly, as they do not depend on the size of the last dimension.
-PLAIN_FUNCTIONS = {
-    *(Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.register_hook, Tensor.get_device),
-    Tensor.is_contiguous,
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "layout", "ndim", "is_meta")
-    ),
 }

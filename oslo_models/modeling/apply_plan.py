@@ -39,7 +39,7 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
     Raises:
         ValueError: no entry matches a parameter, or an entry matches nothing.
     """
-    entries = _named_entries(model, plan, prefix, head)
+    entries = named_entries(model, plan, prefix, head)
     known = {key.partition(".")[0] for key in entries}
     layouts, used, unnamed = {}, set(), []
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -83,7 +83,7 @@ def apply_plan(
 ) -> None:
     """Shard ``model`` in place: keep this rank's part. The model may have weights or be on the meta device."""
     stream = ShardedRngStream(mesh.tp, mesh.device) if _uses_dropout(model) else None
-    for key, entry in _named_entries(model, plan, prefix, head).items():
+    for key, entry in named_entries(model, plan, prefix, head).items():
         module = _find(model, key)
         if module is None or isinstance(module, nn.Parameter):
             continue
@@ -111,7 +111,7 @@ def apply_plan(
 def expert_parameters(model: nn.Module, plan: Plan, prefix: str) -> set[str]:
     """Return the names of parameters that stack experts, in a model or a pipeline stage."""
     found = set()
-    for key, entry in _named_entries(model, plan, prefix, {}).items():
+    for key, entry in named_entries(model, plan, prefix, {}).items():
         if entry.stacks_experts and isinstance(module := _find(model, key), nn.Module):
             found |= {f"{key}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
     return found
@@ -119,7 +119,7 @@ def expert_parameters(model: nn.Module, plan: Plan, prefix: str) -> set[str]:
 
 def modules_with_tensors_of_heads(model: nn.Module, plan: Plan, prefix: str) -> list[str]:
     """Return the names of `LocalAttributes` entries with parameters or sharded buffers, in a model or stage."""
-    entries = _named_entries(model, plan, prefix, {})
+    entries = named_entries(model, plan, prefix, {})
     modules = {key: _find(model, key) for key, entry in entries.items() if isinstance(entry, LocalAttributes)}
     return [
         key
@@ -163,7 +163,7 @@ def entries_of_blocks(model: nn.Module, plan: Plan, prefix: str) -> dict[str, Re
     return named
 
 
-def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
+def named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
     """Return all entries of the plan and its towers, by their full names in ``model``."""
     named: dict[str, Replicated] = {}
     for part in plan.with_towers():

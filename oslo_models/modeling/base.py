@@ -49,6 +49,7 @@ from oslo_models.modeling.initialization import (
 from oslo_models.modeling.original_class import original_class
 from oslo_models.modeling.parallelized import ParallelizedModel
 from oslo_models.modeling.replaced_layers import ShardedLayers
+from oslo_models.modeling.sequence_parallel import divide_tokens
 from oslo_models.modeling.training import TrainableModel
 from oslo_models.pipeline.pipeline import Pipeline
 from oslo_models.pipeline.split import split_stage
@@ -83,6 +84,7 @@ class ParallelModel(
         check_inputs: compares the inputs of the ranks. ``None`` disables the comparison.
         sharded_layers: detects replaced sharded layers. ``None`` without tensor parallelism.
         attention_outputs: gathers attention weights. ``None`` if every rank has all heads.
+        tokens: divides the tokens over tensor-parallel ranks. ``None`` without sequence parallelism.
     """
 
     head_plan: ClassVar[Entries] = {}
@@ -143,9 +145,11 @@ class ParallelModel(
         mesh: ParallelMesh | None = None,
         init_seed: int | None = None,
         blocks_per_stage: Sequence[int] | None = None,
+        sequence_parallel: bool = False,
         **kwargs: Any,
     ) -> None:
-        misplaced = {"blocks_per_stage"} if mesh is None and blocks_per_stage is not None else set()
+        own = {"blocks_per_stage": blocks_per_stage is not None, "sequence_parallel": sequence_parallel}
+        misplaced = {name for name, is_given in own.items() if mesh is None and is_given}
         refuse_parallel(type(self), misplaced | kwargs.keys())
         check_attention_of_class(type(self), config)
         super().__init__(config, *args, **kwargs)
@@ -157,9 +161,11 @@ class ParallelModel(
         for param in self.parameters():  # XLNet and DeBERTa always create some in float32
             if param.dtype != torch.get_default_dtype():
                 param.data = param.data.to(torch.get_default_dtype())
-        self._shard(mesh, blocks_per_stage)
+        self._shard(mesh, blocks_per_stage, sequence_parallel)
 
-    def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
+    def _shard(
+        self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None, sequence_parallel: bool = False
+    ) -> None:
         """Shard the full model in place. It may have weights or be on the meta device."""
         if mesh.is_sharded:
             require("layers", "pipeline", "modeling.base", "modeling.apply_plan")
@@ -170,6 +176,8 @@ class ParallelModel(
         self._note_full_parameters(self.layouts)
         if mesh.tp.size > 1 or mesh.has_experts_over_replicas:
             apply_plan(self, plan, prefix, head, mesh, self.layouts)
+        if sequence_parallel:
+            self.tokens = divide_tokens(self, plan, prefix, head, mesh)
         if mesh.pp.size > 1:
             pp = mesh.pp
             self.stage = split_stage(
@@ -220,6 +228,7 @@ class ParallelModel(
         plan: Plan | Callable[[Any], Plan] | None = None,
         tensor_parallel_shares: Sequence[int] | None = None,
         schedule: str = "1f1b",
+        sequence_parallel: bool = False,
         **kwargs: Any,
     ) -> Self:
         """Load this rank's part of a checkpoint. Call this on every rank with the same arguments.
@@ -269,6 +278,9 @@ class ParallelModel(
                 computes the weight gradients of linear layers where stages would otherwise be idle (Qi et al., "Zero
                 Bubble Pipeline Parallelism", 2023). Gradients are equal bit for bit. The guide on schedules compares
                 them.
+            sequence_parallel: divide the tokens of hidden states over the tensor-parallel ranks between the sharded
+                layers of a block, in calls with gradients (Korthikanti et al., "Reducing Activation Recomputation in
+                Large Transformer Models", 2022). The guide on long sequences lists the model types.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
                 ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
@@ -301,6 +313,7 @@ class ParallelModel(
             plan=plan,
             tensor_parallel_shares=tensor_parallel_shares,
             schedule=schedule,
+            sequence_parallel=sequence_parallel,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
@@ -324,6 +337,7 @@ class ParallelModel(
         plan: Plan | Callable[[Any], Plan] | None = None,
         tensor_parallel_shares: Sequence[int] | None = None,
         schedule: str = "1f1b",
+        sequence_parallel: bool = False,
         **kwargs: Any,
     ) -> Self:
         """Construct this rank's part of a randomly initialised model. Call this on every rank with the same arguments.
@@ -352,6 +366,7 @@ class ParallelModel(
             plan=plan,
             tensor_parallel_shares=tensor_parallel_shares,
             schedule=schedule,
+            sequence_parallel=sequence_parallel,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)
 

@@ -106,6 +106,7 @@ def _from_config(
         arguments.check_config(cls, config)
     mesh, init_seed = join(arguments, config, kwargs, call)
     own = {"init_seed": init_seed, "blocks_per_stage": arguments.blocks_per_stage}
+    own["sequence_parallel"] = arguments.sequence_parallel
     with meta_device():
         model = cls._from_config(config, dtype=dtype, mesh=mesh, **own, **options)
     needed = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
@@ -196,6 +197,7 @@ def _from_pretrained(
             mesh=mesh,
             init_seed=init_seed,
             blocks_per_stage=arguments.blocks_per_stage,
+            sequence_parallel=arguments.sequence_parallel,
             **options,
         )
         model.to(mesh.device)

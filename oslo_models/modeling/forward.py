@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
 from typing import Any
 
@@ -24,6 +24,7 @@ from oslo_models.fusion.lazy_logits import LazyLogits
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
 from oslo_models.modeling.internals import ParallelModelInternals
+from oslo_models.modeling.sequence_parallel import check_wrappers
 from oslo_models.pipeline.stage import Stage
 
 
@@ -48,6 +49,8 @@ def with_full_outputs(forward: Any) -> Any:
             if model.sharded_layers is not None:
                 model.sharded_layers.check(model)
             _refuse_transforms(model)
+            if model.tokens is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                check_wrappers(model)
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
             if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):
                 model._compare(args, kwargs)
@@ -172,8 +175,15 @@ def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
 
 
 def within_model(model: ParallelModelInternals) -> Any:
-    """Return a context in which encoders and decoders return attention weights of local heads only."""
-    return nullcontext() if model.attention_outputs is None else model.attention_outputs.within_model()
+    """Return a context in which modules return local results: attention weights of local heads, parts of tokens."""
+    outputs = nullcontext() if model.attention_outputs is None else model.attention_outputs.within_model()
+    return outputs if model.tokens is None else _within_both(outputs, model.tokens.within_model())
+
+
+@contextmanager
+def _within_both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def with_full_stage_outputs(forward: Any) -> Any:
@@ -190,7 +200,7 @@ def with_full_stage_outputs(forward: Any) -> Any:
         stage = model.stage
         assert stage is not None
         with within_model(model), stage.reading_own_layers(model):
-            output = forward(model, **kwargs)
+            output = gathered(forward(model, **kwargs))
         if not isinstance(output, ModelOutput):
             return output
         fields = _gather_fields(model, output, kwargs)

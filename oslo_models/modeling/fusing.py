@@ -27,6 +27,7 @@ from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.self_check import apply_checked
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide, use_huge_pages
+from oslo_models.layers.token_parts import TokenParts
 from oslo_models.layers.vocab_parallel import has_backward_hooks
 from oslo_models.modeling.apply_plan import entries_of_blocks
 from oslo_models.modeling.quantizing import check_not_quantized
@@ -46,6 +47,7 @@ class FusableModel(PreTrainedModel):
 
     mesh: ParallelMesh | None = None
     gather_logits: bool | None = None
+    tokens: TokenParts | None = None
     _fusion: Fusion | None = None
     _fuses_ngrams: bool = False
     _fuses_ngrams_by_default: bool = False
@@ -104,6 +106,8 @@ class FusableModel(PreTrainedModel):
             ValueError: the model has no such class, or the backend, ``weights``, ``float8`` or ``symmetric_memory`` is
                 not available. The model is unchanged.
         """
+        if self.tokens is not None:
+            raise ValueError("fuse() does not support sequence_parallel=True: leave one of them out")
         if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):
             raise ValueError(f"modules must be a list of classes such as [GPT2MLP], or None, got {modules!r}")
         check_not_quantized(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from oslo_models.distributed.mesh import ParallelMesh
     from oslo_models.distributed.stopping import UserErrors
     from oslo_models.fusion.swap import Fusion
+    from oslo_models.layers.token_parts import TokenParts
     from oslo_models.modeling.attention_choice import AttentionChoice
     from oslo_models.modeling.attention_outputs import AttentionOutputs
     from oslo_models.modeling.replaced_layers import ShardedLayers
@@ -27,6 +28,7 @@ class ParallelModelInternals(ShardedModel, Protocol):
     check_inputs: InputCheck | None
     full_layouts: dict[str, Layout]
     sharded_layers: ShardedLayers | None
+    tokens: TokenParts | None
     training: bool
     _attention_choice: AttentionChoice | None
     _full_class: type
@@ -47,7 +49,9 @@ class ParallelModelInternals(ShardedModel, Protocol):
     def _full_names(self, state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Layout]]: ...
     def _release_caches(self) -> None: ...
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None: ...
-    def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None: ...
+    def _shard(
+        self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None, sequence_parallel: bool = False
+    ) -> None: ...
     def _size(self, axis: str) -> int: ...
     def _start_pipeline(self, are_random: bool) -> None: ...
     def _tied_names(self) -> dict[str, str]: ...

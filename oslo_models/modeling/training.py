@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from typing_extensions import Self
 
@@ -27,8 +28,10 @@ from oslo_models.distributed.callers import (
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh, check_size
 from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_buffer, mark_parameter
+from oslo_models.layers.token_parts import TokenParts
 from oslo_models.modeling.attention_choice import AttentionChoice, check_attention
 from oslo_models.modeling.matrix_optimizer import matrix_optimizer
+from oslo_models.modeling.sequence_parallel import refuse_deepspeed
 from oslo_models.pipeline.pipeline import Pipeline
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
@@ -42,7 +45,16 @@ class TrainableModel(PreTrainedModel):
     stage: Stage | None = None
     micro_batch_size: int = 1
     layouts: dict[str, Layout]
+    tokens: TokenParts | None = None
     _attention_choice: AttentionChoice | None = None
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any
+    ) -> None:
+        """Like transformers' method. With sequence parallelism, parts of tokens pass through the function."""
+        if self.tokens is not None:
+            gradient_checkpointing_func = self.tokens.checkpointing(gradient_checkpointing_func)
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
         """Like ``nn.Module.train``. Also selects the attention of the mode, unless the user has named one."""
@@ -91,7 +103,8 @@ class TrainableModel(PreTrainedModel):
         Raises:
             ValueError: the caller is ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``, which
                 would return shards as full tensors: torch gathers ``DTensor`` only. Or DeepSpeed's engine, if experts
-                are sharded over replicas. Or ``fully_shard`` over ranks with different shards.
+                are sharded over replicas, or with sequence parallelism. Or ``fully_shard`` over ranks with different
+                shards.
         """
         if not recurse and self.mesh is not None and self.mesh.is_sharded:
             _refuse_full_state_dict(self)
@@ -99,6 +112,8 @@ class TrainableModel(PreTrainedModel):
                 require_replicas_in_fully_shard(f"one {type(self).__name__}", self.mesh)
         if recurse and self.mesh is not None and self.mesh.has_experts_over_replicas:
             _refuse_deepspeed()
+        if recurse and self.tokens is not None:
+            refuse_deepspeed()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoEModelOutput
 from transformers.utils import ModelOutput
 
 from oslo_models.distributed.stopping import OtherRankError
+from oslo_models.layers.sharded_activation import gathered
 from oslo_models.pipeline.placeholders import BoundaryDropout
 from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.pipeline.stage import Stage, hidden_size
@@ -199,7 +200,7 @@ class StageRunner:
                     f"{type(self.model).__name__} on pipeline stages: tensor {i} {found}, and the other stages expect "
                     f"the shape {shape}. Please report it, and use pipeline_parallel_size=1"
                 )
-        return {i: tensors[i] for i in expected}, output
+        return {i: gathered(tensors[i]) for i in expected}, output
 
     def _require_blocks(self) -> None:
         """Raise ``RuntimeError`` if blocks were removed or added: the other stages would not know of it."""

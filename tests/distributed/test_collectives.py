@@ -21,9 +21,18 @@ from transformers import PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.distributed import collectives
-from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
+from oslo_models.distributed.autograd_collectives import (
+    copy_to,
+    gather_from,
+    gather_to,
+    reduce_from,
+    reduce_scatter_from,
+    scatter_to,
+)
+from oslo_models.distributed.collectives import reduce_scatter
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.object_exchange import agree, require_equal
+from oslo_models.distributed.thread_group import ThreadGroup
 
 from support import zoo
 from support.pool import Pool
@@ -217,8 +226,15 @@ def check_gradients(n: int) -> None:
     def scattered_row(x: Tensor) -> Tensor:
         return reduce_from(axis, scatter_to(axis, x, -1, parts) @ own_weights(axis, parts[axis.rank], 2))
 
-    for function in (megatron, siblings, there_and_back, rows, column_gathered, scattered_row):
+    def sequence_parallel(x: Tensor) -> Tensor:
+        part = torch.sin(scatter_to(axis, x.T, 0, parts))
+        product = torch.tanh(gather_to(axis, part, 0, parts).T @ column) @ row
+        sizes = [1, *[2] * (n - 1)] if n == 2 else [1, 1, 1, 0][:n]
+        return gather_from(axis, reduce_scatter_from(axis, product, -1, sizes).exp(), 1, sizes)
+
+    for function in (megatron, siblings, there_and_back, rows, column_gathered, scattered_row, sequence_parallel):
         assert torch.autograd.gradcheck(function, x), function
+    assert torch.autograd.gradgradcheck(sequence_parallel, x)
 
 
 def check_values(n: int) -> None:
@@ -230,6 +246,8 @@ def check_values(n: int) -> None:
     assert torch.equal(scatter_to(axis, full, 1, sizes), own)
     assert torch.equal(scatter_to(axis, full, -1, sizes), own)
     assert torch.equal(gather_from(axis, own, 1, sizes), full)
+    assert torch.equal(gather_to(axis, own, -1, sizes), full)
+    assert torch.equal(reduce_scatter_from(axis, full * (axis.rank + 1), 1, sizes), own * sum(range(1, n + 1)))
     total = torch.full((3,), sum(range(n)) * 1.0)
     given = torch.full((3,), axis.rank * 1.0)
     assert torch.equal(reduce_from(axis, given.clone()), total)
@@ -290,6 +308,7 @@ def check_one_rank() -> None:
     x = torch.ones(3, requires_grad=True)
     with counting() as counts:
         assert copy_to(axis, x) is reduce_from(axis, x) is gather_from(axis, x, 0, [3]) is scatter_to(axis, x, 0, [3])
+        assert gather_to(axis, x, 0, [3]) is reduce_scatter_from(axis, x, 0, [3]) is x
         with agree(axis, "nothing"):
             pass
         require_equal(axis, {"a": 1}, "values")
@@ -310,6 +329,17 @@ def test_collectives_have_the_right_values(pool: Pool, n: int) -> None:
 def test_collectives_on_one_rank_are_identities(pool: Pool) -> None:
     pool.run(2, check_one_rank)
     check_one_rank()
+
+
+def test_ranks_in_threads_reduce_and_scatter() -> None:
+    group, sizes = ThreadGroup([torch.device("cpu")] * 3), [1, 3, 2]
+    given = torch.arange(12.0).view(2, 6)
+
+    def task(rank: int) -> Tensor:
+        return reduce_scatter(ParallelMesh.of_thread(group, rank).tp, given * (rank + 1), 1, sizes)
+
+    for own, part in zip(group.run(task), given.split(sizes, 1), strict=True):
+        assert torch.equal(own, part * 6)
 
 
 # Agreement ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""All-reduce and all-gather through shared memory: values, and failures of a rank."""
+"""All-reduce, reduce-scatter and all-gather through shared memory: values, and failures of a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oslo_kernels import build
 from oslo_kernels.shared_memory import DTYPES, SLOT, PeerError, SharedMemory
 from oslo_models.distributed import collectives
 from oslo_models.distributed.autograd_collectives import gather_from
-from oslo_models.distributed.collectives import all_reduce
+from oslo_models.distributed.collectives import all_reduce, reduce_scatter
 from oslo_models.distributed.mesh import ParallelMesh
 
 from support.pool import Pool
@@ -50,6 +50,9 @@ def check_reductions(seed: int) -> None:
             assert torch.equal(own, total.to(dtype)), (dtype, count)
             assert torch.equal(memory.all_reduce(parts[memory.rank].clone(), maximum=True), torch.stack(parts).amax(0))
             assert torch.equal(memory.all_gather(parts[memory.rank]), torch.stack(parts))
+            sizes = [*[count // (n + 1)] * (n - 1), count - count // (n + 1) * (n - 1)]
+            scattered = memory.reduce_scatter(parts[memory.rank], sizes)
+            assert torch.equal(scattered, total.to(dtype).split(sizes)[memory.rank]), (dtype, count)
     assert files() <= before  # nothing that another process could leave behind
 
 
@@ -64,7 +67,10 @@ def check_as_gloo(seed: int) -> None:
         turned = given.clone().T
         assert all_reduce(axis, turned) is turned
         part = given[:, : sizes[axis.rank]]
-        return [turned, all_reduce(axis, given.clone(), op=dist.ReduceOp.MAX), gather_from(axis, part, 1, sizes)]
+        rest = [*sizes[:-1], 8 - sum(sizes[:-1])]
+        scattered = [reduce_scatter(axis, x, 1, rest) for x in (given, given.T.contiguous().T)]
+        largest = all_reduce(axis, given.clone(), op=dist.ReduceOp.MAX)
+        return [turned, largest, gather_from(axis, part, 1, sizes), *scattered, reduce_scatter(axis, given.T, 0, rest)]
 
     shared = compute()
     assert isinstance(vars(axis)["memory"], SharedMemory)
@@ -126,10 +132,12 @@ def differ(what: str) -> None:
     memory.timeout = 5
     if what == "operation" and memory.rank:
         memory.all_gather(x)
+    if what == "scatter" and memory.rank:
+        memory.reduce_scatter(x, [2, 2])
     memory.all_reduce(x[:3] if what == "shape" and memory.rank else x)
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "operation"])
+@pytest.mark.parametrize("what", ["shape", "dtype", "operation", "scatter"])
 def test_mismatched_calls_raise_peer_error(pool: Pool, what: str) -> None:
     for rank, error in enumerate(pool.run(2, differ, what, expect=PeerError)):
         assert isinstance(error, PeerError)

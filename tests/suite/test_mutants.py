@@ -33,8 +33,10 @@ from oslo_models.layers import (
     local_experts,
     overlap,
     replicated_grads,
+    sharded_activation,
     state_space,
     summed,
+    token_parts,
 )
 from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base, training
@@ -270,6 +272,46 @@ def rows_of_the_first_experts_on_every_rank(patch: Patch) -> None:
 
 def experts_summed_one_by_one_and_together(patch: Patch) -> None:
     patch.setattr(switch_transformers.SeparateExpertsLayer, "_set_joint", staticmethod(lambda layers, joint: None))
+
+
+def norms_of_parts_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(token_parts, "copy_to", lambda axis, x: x)
+
+
+def norms_of_parts_with_gradients_summed_twice(patch: Patch) -> None:
+    right = autograd_collectives.copy_to
+    patch.setattr(token_parts, "copy_to", lambda axis, x: right(axis, right(axis, x)))
+
+
+def own_tokens_in_place_of_others(patch: Patch) -> None:
+    def gather(axis: Any, x: Tensor, dim: int, sizes: Any) -> Tensor:
+        return torch.cat([x] * axis.size, dim).narrow(dim, 0, sum(sizes))
+
+    patch.setattr(overlap, "all_gather", gather)
+
+
+def parts_of_own_products(patch: Patch) -> None:
+    patch.setattr(token_parts, "reduce_scatter_from", autograd_collectives.scatter_to)
+
+
+def parts_of_own_gradients(patch: Patch) -> None:
+    patch.setattr(overlap, "reduce_scatter_from", autograd_collectives.scatter_to)
+
+
+def dropout_masks_of_local_tokens(patch: Patch) -> None:
+    def dropout(func: Any, args: Any, kwargs: Any) -> Any:
+        return args[0].with_local(func(args[0].local(), *args[1:], **kwargs))
+
+    patch.setitem(sharded_activation.RULES, F.dropout, dropout)
+
+
+SEQUENCE_PARALLEL = (
+    norms_of_parts_without_sum_of_gradients,
+    norms_of_parts_with_gradients_summed_twice,
+    own_tokens_in_place_of_others,
+    parts_of_own_products,
+    parts_of_own_gradients,
+)
 
 
 Caught = tuple[Callable[[Patch], None], str, dict[str, Any]]
@@ -614,6 +656,13 @@ MUTANTS: dict[str, list[Caught]] = {
     ],
     "modeling/test_sharded_parameters.py": [
         (buffers_saved_as_if_whole, "test_sharded_buffers_are_shards_in_state_dictionaries_only", {}),
+    ],
+    "models/test_sequence_parallel.py": [
+        *[
+            (mutant, "test_drawn_configuration_matches_transformers", {"model_type": "llama", "n": 2})
+            for mutant in SEQUENCE_PARALLEL
+        ],
+        (dropout_masks_of_local_tokens, "test_step_with_dropout_equals_whole_hidden_states", {"variant": "gpt2"}),
     ],
     "models/test_zoo.py": [
         (

@@ -1,4 +1,4 @@
-// All-reduce and all-gather between the processes of one host, through shared memory.
+// All-reduce, reduce-scatter and all-gather between the processes of one host, through shared memory.
 //
 // Every rank has two slots and a counter. In an exchange, each rank fills a slot, increments its counter, waits until
 // all counters have reached the same value, and reads all slots. The two slots alternate: a rank that refills one has
@@ -122,8 +122,9 @@ int exchange(Region& region, const char* data, int64_t bytes, uint64_t call) {
     return 0;
 }
 
+// Reduce `bytes` bytes of all slots, from byte `start` on.
 template <typename T, typename Sum, bool kMax>
-void combine(Region& region, void* out, int64_t bytes) {
+void combine(Region& region, void* out, int64_t start, int64_t bytes) {
     constexpr int64_t kBlock = 1024; // stays in the first-level cache
     const int64_t count = bytes / sizeof(T);
     T* to = static_cast<T*>(out);
@@ -131,7 +132,7 @@ void combine(Region& region, void* out, int64_t bytes) {
         const int64_t n = count - first < kBlock ? count - first : kBlock;
         Sum sum[kBlock];
         for (int peer = 0; peer < region.size; ++peer) {
-            const T* from = reinterpret_cast<const T*>(region.part(peer)) + first;
+            const T* from = reinterpret_cast<const T*>(region.part(peer) + start) + first;
             if (peer == 0)
                 for (int64_t i = 0; i < n; ++i) sum[i] = from[i];
             else if (kMax)
@@ -143,7 +144,7 @@ void combine(Region& region, void* out, int64_t bytes) {
     }
 }
 
-using Combine = void (*)(Region&, void*, int64_t);
+using Combine = void (*)(Region&, void*, int64_t, int64_t);
 
 template <bool kMax>
 Combine combine_of(int dtype) {
@@ -156,6 +157,7 @@ Combine combine_of(int dtype) {
 }
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 } // namespace
 
@@ -223,7 +225,25 @@ int oslo_shm_all_reduce(void* handle, void* data, int64_t call) {
     for (int64_t& done = region.offset; done < bytes;) {
         const int64_t n = least(region.slot, bytes - done);
         if (const int error = exchange(region, bytes_of + done, n, call)) return error;
-        combine(region, bytes_of + done, n);
+        combine(region, bytes_of + done, 0, n);
+        done += n;
+    }
+    region.offset = 0;
+    return 0;
+}
+
+// Sum `data` over the ranks, and write the bytes from `first` to `last` of the sum to `out`; `call` is bytes << 8 | 16 |
+// dtype. Returns as above.
+int oslo_shm_reduce_scatter(void* handle, const void* data, void* out, int64_t call, int64_t first, int64_t last) {
+    if (!handle) return kClosed;
+    Region& region = *static_cast<Region*>(handle);
+    const int64_t bytes = call >> 8;
+    const Combine combine = combine_of<false>(call & 0x0e);
+    for (int64_t& done = region.offset; done < bytes;) {
+        const int64_t n = least(region.slot, bytes - done);
+        if (const int error = exchange(region, static_cast<const char*>(data) + done, n, call)) return error;
+        const int64_t from = most(first, done), to = least(last, done + n);
+        if (from < to) combine(region, static_cast<char*>(out) + from - first, from - done, to - from);
         done += n;
     }
     region.offset = 0;

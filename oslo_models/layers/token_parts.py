@@ -1,0 +1,263 @@
+"""Sequence parallelism: between the sharded layers of a block, each tensor-parallel rank holds a part of the tokens.
+
+Hidden states become `ShardedActivation` with a sharded token dimension. transformers' code sees whole shapes. Linear
+layers with sharded outputs gather the tokens, and linear layers with sharded inputs return a part of their sum.
+Norms compute the local tokens. Everything else follows the rules of `ShardedActivation`, or gathers.
+
+A whole tensor has the same gradient on all ranks, and a part has its part of that gradient. Parameters that compute
+parts have partial gradients, which are all-reduced.
+
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from oslo_models.distributed.autograd_collectives import copy_to, gather_to, reduce_scatter_from, scatter_to
+from oslo_models.distributed.collectives import has_dispatch_mode
+from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.function_overrides import override_attributes
+from oslo_models.layers.overlap import Region, has_region_support
+from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
+
+TOKENS = 1
+"""Dimension of the tokens in hidden states, ``[rows, tokens, features]``."""
+
+
+class TokenParts:
+    """Divides the tokens of one model's hidden states over the ranks of the tp axis.
+
+    Hidden states are divided at the entry of a block, in calls of the parallel model with gradients. Without gradients,
+    in compiled code, and with fewer tokens than ranks, they stay whole.
+
+    Attributes:
+        tp: axis of the ranks.
+        shape: rows and tokens of the divided hidden states of the block that is running. ``None`` outside of blocks,
+            and in blocks with whole hidden states.
+    """
+
+    def __init__(self, tp: Axis) -> None:
+        self.tp = tp
+        self.shape: tuple[int, ...] | None = None
+        self._in_model = self._in_checkpoint = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenParts:
+        return self  # a copied model does not run at the same time
+
+    @contextmanager
+    def within_model(self) -> Iterator[None]:
+        """Allow blocks to divide hidden states within the context."""
+        before, self._in_model = self._in_model, True
+        try:
+            yield
+        finally:
+            self._in_model, self.shape = before, None
+
+    def watch(self, block: nn.Module) -> None:
+        """Divide the hidden states at the entry of a block."""
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        block.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, Tensor):
+            return None
+        if not isinstance(hidden, ShardedActivation):
+            if not self._divides(hidden):
+                self._require_recomputation(block)
+                return None
+            hidden = self._part_of(hidden)
+        self.shape = tuple(hidden.full_shape[:2])
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+    def _leave(self, *_: Any) -> None:
+        self.shape = None
+
+    def _require_recomputation(self, block: nn.Module) -> None:
+        """Raise ``RuntimeError`` if another checkpointing function computes a block again, with its local tokens."""
+        if not self._in_model and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0:
+            raise RuntimeError(
+                f"sequence_parallel=True: a {type(block).__name__} is computed again in the backward pass, and its "
+                "checkpointing function does not know which tokens this rank holds: call "
+                "model.gradient_checkpointing_enable() instead"
+            )
+
+    def _divides(self, hidden: Tensor) -> bool:
+        if not self._in_model or torch.compiler.is_compiling() or not (torch.is_grad_enabled() or self._in_checkpoint):
+            return False
+        return hidden.is_floating_point() and hidden.dim() == 3 and min(self._sizes(hidden)) > 0
+
+    def _sizes(self, x: Tensor) -> list[int]:
+        return ShardSpec(TOKENS, x.shape[TOKENS]).sizes(x.shape[TOKENS], self.tp.size)
+
+    def _part_of(self, x: Tensor) -> ShardedActivation:
+        length = x.shape[TOKENS]
+        local = scatter_to(self.tp, x, TOKENS, self._sizes(x))
+        return ShardedActivation.from_local(local, self.tp, ShardSpec(TOKENS, length), length)
+
+    def divide_sum(self, product: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return this rank's tokens of a sum over the ranks, or ``None`` if hidden states are whole.
+
+        Args:
+            product: the product of local features, ``[rows, tokens, out]`` or ``[rows * tokens, out]``.
+            bias: the bias of the layer, ``[out]``, which is replicated.
+        """
+        if self.shape is None or product.shape[:-1] not in (self.shape, (self.shape[0] * self.shape[1],)):
+            return None
+        rows, length = self.shape
+        product_rtf = product.view(rows, length, -1)
+        local = reduce_scatter_from(self.tp, product_rtf, TOKENS, self._sizes(product_rtf))
+        if bias is not None:
+            local = local + copy_to(self.tp, bias).to(local.dtype)
+        if product.dim() == 3:
+            return ShardedActivation.from_local(local, self.tp, ShardSpec(TOKENS, length), length)
+        return ShardedActivation.from_local(local.flatten(0, 1), self.tp, ShardSpec(0, length, rows), rows * length)
+
+    def checkpointing(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a checkpointing function that passes parts of tokens through ``checkpoint``, which loses their marks.
+
+        Args:
+            checkpoint: a function like ``torch.utils.checkpoint.checkpoint``, which calls its first argument with the
+                others.
+        """
+
+        def on_parts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return checkpoint(function, *args, **kwargs)
+            marks, shape, returned = [_mark(arg) for arg in args], self.shape, list[_Mark | None]()
+
+            def on_local(*given: Any) -> Any:
+                before = self.shape, self._in_model, self._in_checkpoint
+                self.shape, self._in_model, self._in_checkpoint = shape, True, True
+                try:
+                    result = function(*(_marked(arg, mark) for arg, mark in zip(given, marks, strict=True)))
+                finally:
+                    self.shape, self._in_model, self._in_checkpoint = before
+                leaves, structure = tree_flatten(result)
+                returned[:] = [_mark(leaf) for leaf in leaves]
+                return tree_unflatten([_plain(leaf) for leaf in leaves], structure)
+
+            leaves, structure = tree_flatten(checkpoint(on_local, *(_plain(arg) for arg in args), **kwargs))
+            return tree_unflatten([_marked(*each) for each in zip(leaves, returned, strict=True)], structure)
+
+        return on_parts
+
+
+class _Mark:
+    """How an activation is sharded, without its tensor."""
+
+    def __init__(self, x: ShardedActivation) -> None:
+        self.tp, self.spec, self.size = x.tp, x.spec, x.full_shape[x.spec.dim]
+
+
+def _mark(value: Any) -> _Mark | None:
+    return _Mark(value) if isinstance(value, ShardedActivation) else None
+
+
+def _plain(value: Any) -> Any:
+    return value.local() if isinstance(value, ShardedActivation) else value
+
+
+def _marked(value: Any, mark: _Mark | None) -> Any:
+    return value if mark is None else ShardedActivation.from_local(value, mark.tp, mark.spec, mark.size)
+
+
+def require_whole(x: Any, layer: nn.Module) -> None:
+    """Raise ``TypeError`` if a layer with sharded inputs got a part of the tokens.
+
+    Its input has local features of all tokens. A part among its operands would mix tokens of different ranks.
+    """
+    if isinstance(x, ShardedActivation):
+        raise TypeError(
+            f"the input of a {type(layer).__name__} was computed from a part of the tokens and from local features: "
+            "sequence_parallel=True does not support this layer"
+        )
+
+
+def gathered_inputs(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Gather parts of tokens: a forward pre-hook of sharded layers that read whole tensors."""
+
+    def whole(value: Any) -> Any:
+        return value.full(type(layer).__name__) if isinstance(value, ShardedActivation) else value
+
+    return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+
+# Readers of all tokens ------------------------------------------------------------------------------------------------
+
+
+def whole_of(x: ShardedActivation) -> Tensor:
+    """Gather the tokens for a layer with sharded outputs. Each rank's gradient is partial: it is reduce-scattered.
+
+    All readers of the same tensor share one gather.
+    """
+    local = x.local()
+    region: Region | None = getattr(x, "_oslo_region", None)
+    if region is not None and region.version == local._version:
+        return region.copy if x.spec.parts == 1 else region.copy.flatten(x.spec.dim, x.spec.dim + 1)
+    known: tuple[Tensor, int, bool] | None = getattr(x, "_oslo_whole", None)
+    if known is None or known[1:] != (local._version, torch.is_grad_enabled()):
+        known = x._oslo_whole = (_gathered(x, local), local._version, torch.is_grad_enabled())  # type: ignore[attr-defined]
+    return known[0]
+
+
+def _gathered(x: ShardedActivation, local: Tensor) -> Tensor:
+    own, dim, sizes = _apart(x, local)
+    whole = gather_to(x.tp, own, dim, sizes)
+    return whole if dim == x.spec.dim else whole.flatten(x.spec.dim, dim)
+
+
+def _apart(x: ShardedActivation, local: Tensor) -> tuple[Tensor, int, list[int]]:
+    """Return the local tensor with a dimension for the tokens alone, this dimension, and the sizes of all ranks."""
+    dim, parts, sizes = x.spec.dim, x.spec.parts, x.spec.sizes(x.full_shape[x.spec.dim], x.tp.size)
+    return (local, dim, sizes) if parts == 1 else (local.unflatten(dim, (parts, -1)), dim + 1, sizes)
+
+
+def product_of_whole(layer: Any, x: ShardedActivation, bias: Tensor | None) -> Tensor:
+    """Return the product of the gathered tokens with the weight of a layer with sharded outputs, ``[..., local_out]``.
+
+    The backward pass gathers the tokens again, so that only the local tokens are saved. Layers that read the same
+    tensor share both gathers. Source: Korthikanti et al., 2022, section 4.2.2.
+    """
+    local = x.local()
+    region: Region | None = getattr(x, "_oslo_region", None)
+    if region is None or region.version != local._version:
+        if not _begins_region(layer, x, local):
+            product: Tensor = layer.product(whole_of(x), layer.weight, bias)
+            return product
+        own, dim, sizes = _apart(x, local)
+        region = x._oslo_region = Region(layer, own, x.tp, (dim, sizes))  # type: ignore[attr-defined]
+    product = region.product(layer, bias)
+    return product if x.spec.parts == 1 else product.flatten(x.spec.dim, x.spec.dim + 1)
+
+
+def _begins_region(layer: Any, x: ShardedActivation, local: Tensor) -> bool:
+    if not torch.is_grad_enabled() or not local.requires_grad or has_dispatch_mode():
+        return False
+    return getattr(x, "_oslo_whole", None) is None and has_region_support(layer, local)
+
+
+# Layers of single tokens ----------------------------------------------------------------------------------------------
+
+
+class TokenwiseModule(nn.Module):
+    """Mixin before the class of a replicated norm: computes the local tokens of a part.
+
+    The gradients of the parameters are partial then. They are all-reduced.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, ShardedActivation) or args or kwargs or x.spec.dim == x.dim() - 1:
+            return super().forward(x, *args, **kwargs)
+        with without_override():
+            own = {name: copy_to(x.tp, param) for name, param in self._parameters.items() if param is not None}
+        with override_attributes(self, own):
+            return x.with_local(super().forward(x.local()))

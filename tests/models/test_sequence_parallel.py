@@ -1,0 +1,411 @@
+"""`sequence_parallel=True` matches transformers: outputs, loss, gradients and trained parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from oslo_models import registry
+from oslo_models.distributed import autograd_collectives
+from oslo_models.layers import overlap
+
+from support import draws, pipelines, zoo
+from support.dropout_masks import RATE
+from support.float64 import lifted_casts
+from support.pipelines import loop_differences
+from support.pool import Pool
+from support.reference import (
+    TOLERANCE,
+    Step,
+    differences,
+    full_parameters,
+    make_optimizer,
+    parallel_model,
+    reference_model,
+    reference_step,
+    saved_step,
+    shard_differences,
+    step_differences,
+    take_steps,
+)
+
+TYPES = sorted(registry.SEQUENCE_PARALLEL)
+OPTIONS: dict[str, Any] = {"sequence_parallel": True, "gather_logits": True}
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count gathers and reduce-scatters along tokens."""
+    counts: Counter[str] = Counter()
+
+    def counted(module: Any, name: str) -> Any:
+        function = getattr(module, name)
+
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return function(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (autograd_collectives, overlap):
+            patch.setattr(module, "all_gather", counted(module, "all_gather"))
+        patch.setattr(autograd_collectives, "reduce_scatter", counted(autograd_collectives, "reduce_scatter"))
+        yield counts
+
+
+def shortened(batch: dict[str, Any], length: int) -> dict[str, Any]:
+    """Keep the last tokens of each row."""
+    tokens = batch["input_ids"].shape[-1]
+    return {
+        key: value[..., tokens - length :].contiguous() if value.shape[-1:] == (tokens,) else value
+        for key, value in batch.items()
+    }
+
+
+def check_step(step: Step, n: int, divides: bool = True, **options: Any) -> None:
+    model = parallel_model(step.name, step.config, step.weights, n, **OPTIONS, **options).train()
+    for _ in range(2):  # the first step finds the layers that read the same tensor
+        with counting() as counts:
+            lines = step_differences(model, step)
+        assert not lines, "\n".join(lines)
+        assert bool(counts["reduce_scatter"]) == divides, counts
+        model.zero_grad()
+
+
+def drawn_step(name: str, model_type: str, seed: int, length: int | None) -> tuple[Step, dict[str, Any], str]:
+    """Return the step of transformers' class with a drawn configuration that it can run."""
+    for drawn in draws.draws(name, model_type, seed):
+        batch = zoo.batch(name, drawn.config, seed)
+        batch = shortened(draws.kind_of_labels(name, drawn.config, batch, seed), length or batch["input_ids"].shape[-1])
+        options = {key: value for key, value in drawn.options.items() if key == "attn_implementation"}
+        with contextlib.suppress(Exception):  # whatever transformers raises
+            step = reference_step(name, drawn.config, seed, batch=batch, **options)
+            if all(value.isfinite().all() for value in (step.value, *step.gradients.values()) if value is not None):
+                return step, options, drawn.text
+    pytest.fail(f"transformers can do none of the drawn configurations of {name}")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n: int, seed: int) -> None:
+    """Left padding; five and four tokens of a row on two ranks, three each or three, three and two on three."""
+    name = zoo.lm_head(model_type)
+    step, options, text = drawn_step(name, model_type, seed + n, None if n == 2 or seed % 2 else 8)
+    limit = registry.find(name).plan(step.config).max_ranks()  # type: ignore[attr-defined]
+    if limit is not None and limit < n:
+        pytest.skip(f"{limit} heads")
+    try:
+        pool.run(n, check_step, step, n, **options)
+    except Exception as error:
+        raise AssertionError(text) from error
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", [name for kind in TYPES for name in registry.model_classes(kind)])
+def test_every_class_matches_transformers(pool: Pool, name: str, seed: int) -> None:
+    model_type = next(kind for kind in TYPES if name in registry.model_classes(kind))
+    step, options, text = drawn_step(name, model_type, seed, None)
+    try:
+        pool.run(2, check_step, step, 2, **options)
+    except Exception as error:
+        raise AssertionError(text) from error
+
+
+@pytest.mark.parametrize(("n", "length"), [(2, 1), (2, 2), (2, 3), (3, 2), (3, 4)])
+def test_short_rows_match_transformers(pool: Pool, n: int, length: int, seed: int) -> None:
+    """Fewer tokens than ranks stay whole."""
+    config = zoo.config("llama-untied")
+    batch = shortened(zoo.batch("LlamaForCausalLM", config, seed), length)
+    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    step = reference_step("LlamaForCausalLM", config, seed, batch=batch)
+    pool.run(n, check_step, step, n, length >= n)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def check_training(name: str, config: Any, weights: Any, batches: Any, trained: Any, options: dict[str, Any]) -> None:
+    model = parallel_model(name, config, weights, 2, sequence_parallel=True, **options).train()
+    take_steps(model, make_optimizer("AdamW", model.parameters()), batches)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    lines = shard_differences(model, "parameter", own, trained, TOLERANCE)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-untied", "gpt2", "bert", "t5"])
+def test_parameters_after_five_steps_match_transformers(pool: Pool, variant: str, seed: int) -> None:
+    """Tied and untied weights."""
+    name, config = zoo.lm_head(variant), zoo.config(variant)
+    model = reference_model(name, config, seed)
+    weights = full_parameters(model)
+    batches = [zoo.batch(name, config, seed + number) for number in range(5)]
+    take_steps(model, make_optimizer("AdamW", model.parameters()), batches)
+    pool.run(2, check_training, name, config, weights, batches, full_parameters(model), {})
+
+
+def check_checkpointing(step: Step, options: dict[str, Any]) -> None:
+    model = parallel_model(step.name, step.config, step.weights, 2, **OPTIONS).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    lines = step_differences(model, step)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("variant", ["gpt2", "llama-untied", "bert", "t5"])
+def test_step_with_checkpointing_matches_transformers(pool: Pool, variant: str, reentrant: bool, seed: int) -> None:
+    step = reference_step(zoo.lm_head(variant), zoo.config(variant, use_cache=False), seed)
+    pool.run(2, check_checkpointing, step, {"use_reentrant": reentrant})
+
+
+def check_stages(step: Step, folder: Path) -> None:
+    cls: Any = registry.find(step.name)
+    model = cls.from_pretrained_with_parallel(folder, 2, 2, 2, **OPTIONS).train()
+    lines = loop_differences(model, step)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "t5"])
+def test_step_on_pipeline_stages_matches_transformers(pool: Pool, variant: str, tmp_path: Path, seed: int) -> None:
+    name, config = zoo.lm_head(variant), pipelines.config(variant)
+    step = saved_step(name, config, seed, pipelines.batch(name, config, seed), tmp_path)
+    pool.run(4, check_stages, step, tmp_path)
+
+
+def check_dropout(name: str, config: Any, weights: Any, batch: Any, seed: int) -> None:
+    """Masks of whole hidden states are drawn from the common stream, and each rank keeps those of its tokens."""
+    results = []
+    for divides in (False, True):
+        model = parallel_model(name, config, weights, 2, sequence_parallel=divides).train()
+        torch.manual_seed(seed)
+        with lifted_casts():
+            loss = model(**batch).loss
+        loss.backward()
+        state = torch.get_rng_state()
+        results.append((loss.detach(), state, {key: param.grad for key, param in model.named_parameters()}))
+    (loss, state, grads), (own_loss, own_state, own_grads) = results
+    lines = differences("loss", own_loss, loss, TOLERANCE)
+    for key, grad in grads.items():
+        lines += differences(f"gradient of {key}", own_grads[key], grad, TOLERANCE)
+    assert not lines, "\n".join(lines)
+    assert torch.equal(own_state, state)
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "bert", "t5"])
+def test_step_with_dropout_equals_whole_hidden_states(pool: Pool, variant: str, seed: int) -> None:
+    name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE)
+    weights, batch = full_parameters(reference_model(name, config, seed)), zoo.batch(name, config, seed)
+    pool.run(2, check_dropout, name, config, weights, batch, seed)
+
+
+def check_hidden_states(step: Step) -> None:
+    model = parallel_model(step.name, step.config, step.weights, 2, **OPTIONS).train()
+    lines = step_differences(model, step)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel", "GPT2LMHeadModel", "BertModel"])
+def test_outputs_of_blocks_are_whole(pool: Pool, name: str, seed: int) -> None:
+    config = zoo.config({"L": "llama", "G": "gpt2", "B": "bert"}[name[0]])
+    batch: dict[str, Any] = {**zoo.batch(name, config, seed), "output_hidden_states": True}
+    pool.run(2, check_hidden_states, reference_step(name, config, seed, batch=batch))
+
+
+def check_second_derivatives(name: str, config: Any, weights: Any, batch: Any) -> None:
+    values = []
+    for divides in (False, True):
+        model = parallel_model(name, config, weights, 2, sequence_parallel=divides).train()
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(model(**batch).loss, parameters, create_graph=True)
+        penalty = sum((grad.square().sum() for grad in grads), start=torch.zeros(()))
+        values.append([penalty.detach(), *torch.autograd.grad(penalty, parameters, allow_unused=True)])
+    lines = [line for own, whole in zip(*values, strict=True) for line in differences("second", own, whole, TOLERANCE)]
+    assert not lines, "\n".join(lines)
+
+
+def test_second_derivatives_equal_whole_hidden_states(pool: Pool, seed: int) -> None:
+    name, config = "LlamaForCausalLM", zoo.config("llama-untied", attn_implementation="eager")
+    weights, batch = full_parameters(reference_model(name, config, seed)), zoo.batch(name, config, seed)
+    pool.run(2, check_second_derivatives, name, config, weights, batch)
+
+
+def generated(name: str, config: Any, weights: Any, batch: Any) -> Tensor:
+    model = parallel_model(name, config, weights, 2, sequence_parallel=True).eval()
+    with counting() as counts:
+        tokens: Tensor = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=4)
+    assert not counts["reduce_scatter"]
+    return tokens
+
+
+def test_generation_computes_whole_hidden_states(pool: Pool, seed: int) -> None:
+    name, config = "LlamaForCausalLM", zoo.config("llama")
+    model = reference_model(name, config, seed).eval()
+    batch = zoo.batch(name, config, seed)
+    expected = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=4)
+    for own in pool.run(2, generated, name, config, full_parameters(model), batch):
+        assert torch.equal(own, expected)
+
+
+# Communication and memory ---------------------------------------------------------------------------------------------
+
+
+def count_step(config: Any, seed: int) -> list[Counter[str]]:
+    cls: Any = registry.find("LlamaForCausalLM")
+    model = cls.from_config_with_parallel(config, 2, seed=seed, sequence_parallel=True, check_inputs=False)
+    batch = zoo.batch("LlamaForCausalLM", config, seed, torch.float32)
+    for _ in range(2):
+        with counting() as forward:
+            loss = model(**batch).loss
+        with counting() as backward:
+            loss.backward()
+    return [forward, backward]
+
+
+def test_step_makes_two_gathers_and_two_reduce_scatters_per_block(pool: Pool, seed: int) -> None:
+    """One more gather in the forward pass for the head. The backward pass gathers again beside weight gradients.
+
+    In the backward pass, the entry of the first block gathers the gradient of the embeddings.
+    """
+    config = zoo.config("llama-untied")
+    blocks = config.num_hidden_layers
+    for forward, backward in pool.run(2, count_step, config, seed):
+        assert forward == {"all_gather": 2 * blocks + 1, "reduce_scatter": 2 * blocks}
+        assert backward == {"all_gather": 4 * blocks + 2, "reduce_scatter": 2 * blocks + 1}
+
+
+def saved_bytes(config: Any, divides: bool) -> int:
+    """Return the bytes that one block saves for its backward pass, without parameters."""
+    cls: Any = registry.find("LlamaModel")
+    model = cls.from_config_with_parallel(config, 2, seed=0, sequence_parallel=divides, check_inputs=False)
+    ids = torch.arange(256).view(2, 128) % config.vocab_size
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    seen: dict[int, dict[int, int]] = {}
+    counts: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in weights:
+                seen.setdefault(len(counts), {})[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    for _ in range(2):  # the first step finds the layers that read the same tensor
+        seen.clear()
+        counts.clear()
+        hooks = [block.register_forward_hook(lambda *_: counts.append(1)) for block in model.layers]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            output = model(input_ids=ids, use_cache=False).last_hidden_state
+        output.sum().backward()
+        for hook in hooks:
+            hook.remove()
+    earlier = {pointer for number in seen if number < 1 for pointer in seen[number]}
+    return sum(size for pointer, size in seen[1].items() if pointer not in earlier)
+
+
+def compare_saved_bytes(config: Any) -> float:
+    return saved_bytes(config, True) / saved_bytes(config, False)
+
+
+def test_block_saves_at_most_four_fifths_of_tensor_parallelism(pool: Pool) -> None:
+    config = zoo.config(
+        "llama-untied",
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=32,
+        num_hidden_layers=3,
+        max_position_embeddings=128,
+    )
+    for share in pool.run(2, compare_saved_bytes, config):
+        assert 0.5 < share <= 0.8
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def construct(name: str, config: Any, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+    cls: Any = registry.find(name)
+    cls.from_config_with_parallel(config, *sizes, sequence_parallel=options.pop("sequence_parallel", True), **options)
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes", "options", "message"),
+    [
+        ("llama", (1,), {}, "tensor_parallel_size is 1"),
+        ("llama", (2,), {"sequence_parallel": "yes"}, "must be True or False, got 'yes'"),
+        ("llama", (2,), {"deploy": True}, "together with deploy=True"),
+        ("llama", (1, 2), {"schedule": "zb-h1"}, "tensor_parallel_size is 1"),
+        ("mixtral", (2,), {}, "does not support MixtralForCausalLM, which is of the model type 'mixtral'"),
+        ("mamba", (2,), {}, "does not support MambaForCausalLM"),
+        ("llama", (2,), {"plan": "derive"}, "together with plan"),
+    ],
+)
+def test_unsupported_arguments_are_refused(
+    pool: Pool, variant: str, sizes: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
+    for error in pool.run(
+        2, construct, zoo.lm_head(variant), zoo.config(variant), sizes, dict(options), expect=ValueError
+    ):
+        assert message in str(error)
+
+
+def refused_calls(config: Any) -> None:
+    cls: Any = registry.find("LlamaForCausalLM")
+    batch = zoo.batch("LlamaForCausalLM", config, 0, torch.float32)
+
+    def make() -> Any:
+        return cls.from_config_with_parallel(config, 2, seed=0, sequence_parallel=True)
+
+    with pytest.raises(ValueError, match=r"fuse\(\) does not support sequence_parallel=True"):
+        make().fuse()
+    model = make()
+    model.model.layers[0].compile()
+    with pytest.raises(ValueError, match=r"cannot be used with torch\.compile of blocks"):
+        model(**batch)
+    model = make()
+    model.schedule = "zb-h1"
+    with pytest.raises(ValueError, match="cannot be used with schedule='zb-h1'"):
+        model(**batch)
+
+
+def test_unsupported_wrappers_are_refused(pool: Pool) -> None:
+    pool.run(2, refused_calls, zoo.config("llama"))
+
+
+def test_transformers_constructors_do_not_take_the_argument() -> None:
+    cls: Any = registry.find("LlamaForCausalLM")
+    with pytest.raises(TypeError, match="do not take sequence_parallel"):
+        cls(zoo.config("llama"), sequence_parallel=True)
+
+
+def other_checkpointing(config: Any) -> None:
+    cls: Any = registry.find("LlamaForCausalLM")
+    model = cls.from_config_with_parallel(config, 2, seed=0, sequence_parallel=True)
+    for index, block in enumerate(model.model.layers):
+        model.model.layers[index] = Checkpointed(block)
+    loss = model(**zoo.batch("LlamaForCausalLM", config, 0, torch.float32), use_cache=False).loss
+    with pytest.raises(RuntimeError, match="is computed again in the backward pass"):
+        loss.backward()
+
+
+class Checkpointed(nn.Module):
+    """Computes a block again in the backward pass, without the method of transformers."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.block, *args, use_reentrant=False, **kwargs)
+
+
+def test_other_checkpointing_functions_raise(pool: Pool) -> None:
+    pool.run(2, other_checkpointing, zoo.config("llama"))
