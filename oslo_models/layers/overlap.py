@@ -66,7 +66,7 @@ class Region:
 
     def __init__(self, opener: Any, x: Tensor, axis: Axis, parts: tuple[int, Sequence[int]] | None = None) -> None:
         self.opener, self.axis, self.version = opener, axis, x._version
-        layers = [layer for layer in _siblings(opener).layers() if has_region_support(layer, x)]
+        layers = [layer for layer in _siblings(opener).layers() if has_region_support(layer, x, parts is not None)]
         self.products: list[_Due | None] = [None] * len(layers)
         weights = [layer.weight for layer in layers]
         if parts is None:
@@ -118,12 +118,16 @@ def overlapped_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | N
     return region.product(layer, bias)
 
 
-def has_region_support(layer: Any, x: Tensor) -> bool:
-    """Return whether a `Region` can compute the weight gradient of a layer that reads ``x``."""
-    weight = layer.weight
+def has_region_support(layer: Any, x: Tensor, in_autocast: bool = False) -> bool:
+    """Return whether a `Region` can compute the weight gradient of a layer that reads ``x``.
+
+    Args:
+        in_autocast: whether the region supports autocast.
+    """
+    weight, casts = layer.weight, torch.is_autocast_enabled(x.device.type)
     plain = type(weight) is nn.Parameter or bool(getattr(type(weight), "has_plain_storage", False))
-    right = plain and weight.requires_grad and weight.dtype == x.dtype and weight.dim() == 2 and weight.numel() > 0
-    return right and layer.product in PRODUCTS and not torch.is_autocast_enabled(x.device.type)
+    right = plain and weight.requires_grad and weight.dim() == 2 and weight.numel() > 0 and layer.product in PRODUCTS
+    return right and (in_autocast if casts else weight.dtype == x.dtype)
 
 
 class _Enter(torch.autograd.Function):
@@ -191,6 +195,7 @@ class _Product(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         ctx.products[ctx.index] = (grad, ctx.transposed)
         bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        weight = weight.to(grad.dtype)  # autocast has cast it
         return many_rows_linear(grad, weight if ctx.transposed else weight.t()), None, bias, None, None, None
 
 
@@ -206,7 +211,7 @@ def _weight_gradients(products: list[_Due | None], x: Tensor) -> list[Tensor | N
 
 
 def _weight_gradient(grad: Tensor, transposed: bool, x: Tensor) -> Tensor:
-    x_ni, grad_no = x.flatten(0, -2), grad.flatten(0, -2)
+    x_ni, grad_no = x.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
     if transposed:
         return many_rows_linear(x_ni.t(), grad_no.t())
     return many_rows_linear(grad_no.t(), x_ni.t())

@@ -233,8 +233,9 @@ def product_of_whole(layer: Any, x: ShardedActivation, bias: Tensor | None) -> T
         if not _begins_region(layer, x, local):
             product: Tensor = layer.product(whole_of(x), layer.weight, bias)
             return product
-        own, dim, sizes = _apart(x, local)
+        own, dim, sizes = _apart(x, _autocast(local))
         region = x._oslo_region = Region(layer, own, x.tp, (dim, sizes))  # type: ignore[attr-defined]
+        region.version = local._version  # autocast has made another tensor
     product = region.product(layer, bias)
     return product if x.spec.parts == 1 else product.flatten(x.spec.dim, x.spec.dim + 1)
 
@@ -242,7 +243,14 @@ def product_of_whole(layer: Any, x: ShardedActivation, bias: Tensor | None) -> T
 def _begins_region(layer: Any, x: ShardedActivation, local: Tensor) -> bool:
     if not torch.is_grad_enabled() or not local.requires_grad or has_dispatch_mode():
         return False
-    return getattr(x, "_oslo_whole", None) is None and has_region_support(layer, local)
+    return getattr(x, "_oslo_whole", None) is None and has_region_support(layer, local, in_autocast=True)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Cast hidden states as autocast does, before they are gathered and saved."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 # Layers of single tokens ----------------------------------------------------------------------------------------------

@@ -454,3 +454,15 @@ def test_heads_of_classification(pool: Pool, seed: int, tp: int, pp: int, kind: 
     adapter = peft.LoraConfig(task_type=kind, target_modules=["query", "dense"], r=3)
     run = reference_run(name, pipelines.config("bert"), adapter, seed, "SGD")
     pool.run(tp * pp, check_run, run, tp, pp)
+
+
+@pytest.mark.parametrize("options", [*LORA, *IA3])
+@pytest.mark.parametrize(("variant", "tp"), [("llama", 2), ("gpt2", 2)])
+def test_adapters_train_with_parts_of_tokens(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
+    """Sequence parallelism."""
+    of_lora = options in LORA
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA[options]) if of_lora else peft.IA3Config(**IA3[options])
+    config.task_type = "CAUSAL_LM"
+    optimizer = "SGD" if getattr(config, "lora_bias", False) else "AdamW"
+    run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed, optimizer)
+    pool.run(tp, check_run, run, tp, options={"sequence_parallel": True})

@@ -20,8 +20,8 @@ from support.trainers import SIZES, Run
 TRAINED = {"max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 2}
 
 
-def train(run: Run, tp: int, pp: int, args: dict[str, Any], rows: trainers.Rows) -> list[str]:
-    trainer = trainers.rank_trainer(run, tp, pp, args, rows, Trainer)
+def train(run: Run, tp: int, pp: int, args: dict[str, Any], rows: trainers.Rows, **options: Any) -> list[str]:
+    trainer = trainers.rank_trainer(run, tp, pp, args, rows, Trainer, of_model=options)
     return trainers.differences_of_run(trainer, run)
 
 
@@ -103,4 +103,19 @@ def test_training_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, see
     total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * replicas})
     run = trainers.reference_run("GPT2LMHeadModel", config, seed, rows, total, transformers.Trainer)
     for lines in pool.run(ranks, train, run, tp, pp, args, rows, env=True):
+        assert not lines, "\n".join(lines)
+
+
+@trainers.at_sizes("tp=2, dp=2")
+def test_training_with_parts_of_tokens_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
+    """Sequence parallelism with checkpointing; replicas are wrapped in DistributedDataParallel."""
+    tp, pp, ranks = SIZES[sizes]
+    if tp == 1:
+        pytest.skip("there is no tensor-parallel axis")
+    config = pipelines.config("llama")
+    rows = trainers.text_rows(config, seed, 40)
+    args = {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, **TRAINED, "gradient_checkpointing": True}
+    total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * (ranks // (tp * pp))})
+    run = trainers.reference_run("LlamaForCausalLM", config, seed, rows, total, transformers.Trainer)
+    for lines in pool.run(ranks, train, run, tp, pp, args, rows, env=True, sequence_parallel=True):
         assert not lines, "\n".join(lines)

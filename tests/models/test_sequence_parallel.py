@@ -129,6 +129,11 @@ def test_short_rows_match_transformers(pool: Pool, n: int, length: int, seed: in
     pool.run(n, check_step, step, n, length >= n)
 
 
+def test_unequal_shares_divide_tokens_too(pool: Pool, seed: int) -> None:
+    step = reference_step("LlamaForCausalLM", zoo.config("llama-untied"), seed)
+    pool.run(3, check_step, step, 3, tensor_parallel_shares=[3, 1, 2])
+
+
 # Training -------------------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +322,7 @@ def test_block_saves_at_most_four_fifths_of_tensor_parallelism(pool: Pool) -> No
     config = zoo.config(
         "llama-untied",
         hidden_size=256,
-        intermediate_size=1024,
+        intermediate_size=682,
         num_attention_heads=8,
         num_key_value_heads=8,
         head_dim=32,

@@ -130,11 +130,19 @@ def reference_run(
 
 
 def rank_trainer(
-    run: Run, tp: int, pp: int, args: Mapping[str, Any], rows: Rows, cls: Any, micro: int = 2, **options: Any
+    run: Run,
+    tp: int,
+    pp: int,
+    args: Mapping[str, Any],
+    rows: Rows,
+    cls: Any,
+    micro: int = 2,
+    of_model: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
-    """Return a trainer of this rank's stage and shard of the same model."""
+    """Return a trainer of this rank's stage and shard of the same model. ``of_model``: arguments of its constructor."""
     fresh_accelerate()
-    more = {"micro_batch_size": micro} if pp > 1 else {}
+    more = {**(of_model or {}), **({"micro_batch_size": micro} if pp > 1 else {})}
     model = model_on_stages(run.name, run.config, run.weights, tp, pp, **more)
     return type("Own", (Ordered, cls), {})(model, arguments(**args), train_dataset=rows, **options)
 
