@@ -465,4 +465,4 @@ def test_adapters_train_with_parts_of_tokens(pool: Pool, seed: int, tp: int, var
     config.task_type = "CAUSAL_LM"
     optimizer = "SGD" if getattr(config, "lora_bias", False) else "AdamW"
     run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed, optimizer)
-    pool.run(tp, check_run, run, tp, options={"sequence_parallel": True})
+    pool.run(tp, check_run, run, tp, 1, {"sequence_parallel": True})

@@ -20,8 +20,8 @@ from support.trainers import SIZES, Run
 TRAINED = {"max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 2}
 
 
-def train(run: Run, tp: int, pp: int, args: dict[str, Any], rows: trainers.Rows, **options: Any) -> list[str]:
-    trainer = trainers.rank_trainer(run, tp, pp, args, rows, Trainer, of_model=options)
+def train(run: Run, tp: int, pp: int, args: dict[str, Any], rows: trainers.Rows, of_model: Any = None) -> list[str]:
+    trainer = trainers.rank_trainer(run, tp, pp, args, rows, Trainer, of_model=of_model)
     return trainers.differences_of_run(trainer, run)
 
 
@@ -117,5 +117,5 @@ def test_training_with_parts_of_tokens_equals_one_process(pool: Pool, sizes: str
     args = {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, **TRAINED, "gradient_checkpointing": True}
     total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * (ranks // (tp * pp))})
     run = trainers.reference_run("LlamaForCausalLM", config, seed, rows, total, transformers.Trainer)
-    for lines in pool.run(ranks, train, run, tp, pp, args, rows, env=True, sequence_parallel=True):
+    for lines in pool.run(ranks, train, run, tp, pp, args, rows, {"sequence_parallel": True}, env=True):
         assert not lines, "\n".join(lines)

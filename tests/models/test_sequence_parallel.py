@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,8 @@ def shortened(batch: dict[str, Any], length: int) -> dict[str, Any]:
     }
 
 
-def check_step(step: Step, n: int, divides: bool = True, **options: Any) -> None:
-    model = parallel_model(step.name, step.config, step.weights, n, **OPTIONS, **options).train()
+def check_step(step: Step, n: int, divides: bool = True, options: Mapping[str, Any] = OPTIONS) -> None:
+    model = parallel_model(step.name, step.config, step.weights, n, **{**OPTIONS, **options}).train()
     for _ in range(2):  # the first step finds the layers that read the same tensor
         with counting() as counts:
             lines = step_differences(model, step)
@@ -103,7 +103,7 @@ def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n
     if limit is not None and limit < n:
         pytest.skip(f"{limit} heads")
     try:
-        pool.run(n, check_step, step, n, **options)
+        pool.run(n, check_step, step, n, True, options)
     except Exception as error:
         raise AssertionError(text) from error
 
@@ -114,7 +114,7 @@ def test_every_class_matches_transformers(pool: Pool, name: str, seed: int) -> N
     model_type = next(kind for kind in TYPES if name in registry.model_classes(kind))
     step, options, text = drawn_step(name, model_type, seed, None)
     try:
-        pool.run(2, check_step, step, 2, **options)
+        pool.run(2, check_step, step, 2, True, options)
     except Exception as error:
         raise AssertionError(text) from error
 
@@ -124,14 +124,14 @@ def test_short_rows_match_transformers(pool: Pool, n: int, length: int, seed: in
     """Fewer tokens than ranks stay whole."""
     config = zoo.config("llama-untied")
     batch = shortened(zoo.batch("LlamaForCausalLM", config, seed), length)
-    batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    batch = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
     step = reference_step("LlamaForCausalLM", config, seed, batch=batch)
     pool.run(n, check_step, step, n, length >= n)
 
 
 def test_unequal_shares_divide_tokens_too(pool: Pool, seed: int) -> None:
     step = reference_step("LlamaForCausalLM", zoo.config("llama-untied"), seed)
-    pool.run(3, check_step, step, 3, tensor_parallel_shares=[3, 1, 2])
+    pool.run(3, check_step, step, 3, True, {"tensor_parallel_shares": [3, 1, 2]})
 
 
 # Training -------------------------------------------------------------------------------------------------------------
