@@ -330,7 +330,7 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("torch.nn.modules.module._global_forward_pre_hooks", "fusion.decoder_blocks"),
     _contract("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", "layers.blockwise_attention"),
     _contract("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "layers.blockwise_attention"),
-    _contract("torch.ops.aten._unsafe_view", "fusion.float8 layers.overlap"),
+    _contract("torch.ops.aten._unsafe_view", "fusion.float8 layers.token_region"),
     _contract("torch.ops.mkldnn._reorder_linear_weight", "deploy.running_batch.head_product"),
     _contract("torch.overrides._get_current_function_mode_stack", "distributed.thread_group"),
     _contract("torch.testing._internal.distributed.fake_pg.FakeStore", "planning.fake_rank"),

@@ -1,10 +1,8 @@
-"""Joint backward pass of column-parallel layers that read the same tensor: query, key and value; gate and up.
+"""Backward pass of column-parallel layers on GPUs. It overlaps the input gradient's all-reduce with weight gradients.
 
-* On GPUs, it overlaps the all-reduce of the input gradient with the weight gradients.
-* With sequence parallelism, it gathers the input again, and reduce-scatters the input gradient.
-
-The layers share these collectives. The first forward pass records the layers. Source: Megatron-LM,
-``LinearWithGradAccumulationAndAsyncCommunication``, which does so for each layer separately.
+Layers that read the same tensor (query, key and value; gate and up) share one all-reduce. The first forward pass
+records these layers. Source: Megatron-LM, ``LinearWithGradAccumulationAndAsyncCommunication``, which overlaps each
+layer separately.
 """
 
 from __future__ import annotations
@@ -14,20 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oslo_kernels.linear import many_rows_conv1d, many_rows_linear
-from oslo_models.distributed.autograd_collectives import gather_to, reduce_scatter_from
-from oslo_models.distributed.collectives import all_gather, has_dispatch_mode, start_all_reduce
+from oslo_kernels.linear import many_rows_conv1d, many_rows_linear, plain_conv1d
+from oslo_models.distributed.collectives import has_dispatch_mode, start_all_reduce
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.deferred_gradients import defers_weight_gradients
 
 PRODUCTS = {many_rows_linear: False, many_rows_conv1d: True}
 """Products with overlap support, and whether their weight is ``[in, out]``."""
-
-
-_Due = tuple[Tensor, bool]
-"""Output gradient of a product, and whether the weight is ``[in, out]``."""
 
 
 class Siblings:
@@ -51,28 +45,19 @@ class Siblings:
 class Region:
     """Column-parallel layers that read one tensor, with a joint backward pass.
 
-    Args:
-        opener: the first layer.
-        x: the tensor, or this rank's part of it.
-        axis: axis of the ranks.
-        parts: dimension and sizes of the parts, if each rank holds a part of the tensor.
-
     Attributes:
-        copy: alias of the tensor, or the gathered tensor. Its gradient is summed over the ranks.
+        copy: alias of the tensor with an all-reduced gradient.
         weights: for each layer (by ``id``), its index and an alias of its weight. The region computes the gradients of
             the aliases.
-        products: for each weight, the output gradient of its layer, and whether the weight is ``[in, out]``.
+        products: for each weight, the output gradient of its layer, the input, and whether the weight is
+            ``[in, out]``.
     """
 
-    def __init__(self, opener: Any, x: Tensor, axis: Axis, parts: tuple[int, Sequence[int]] | None = None) -> None:
+    def __init__(self, opener: Any, x: Tensor, axis: Axis) -> None:
         self.opener, self.axis, self.version = opener, axis, x._version
-        layers = [layer for layer in _siblings(opener).layers() if has_region_support(layer, x, parts is not None)]
-        self.products: list[_Due | None] = [None] * len(layers)
-        weights = [layer.weight for layer in layers]
-        if parts is None:
-            self.copy, *aliases = _Enter.apply(x, axis, self.products, *weights)
-        else:
-            self.copy, *aliases = _EnterParts.apply(x, axis, parts, self.products, *weights)
+        layers = [layer for layer in _siblings(opener).layers() if _is_supported(layer, x)]
+        self.products: list[tuple[Tensor, Tensor, bool] | None] = [None] * len(layers)
+        self.copy, *aliases = _Enter.apply(x, axis, self.products, *(layer.weight for layer in layers))
         self.weights = {
             id(layer): (index, alias) for index, (layer, alias) in enumerate(zip(layers, aliases, strict=True))
         }
@@ -84,7 +69,7 @@ class Region:
         if alias is None or alias.data_ptr() != weight.data_ptr() or alias._version != weight._version:
             _siblings(self.opener).add(layer)
             return layer.product(self.copy, weight, bias)
-        return _Product.apply(self.copy, alias, bias, self.products, index, layer.product)
+        return _Product.apply(self.copy, alias, bias, self.products, index, PRODUCTS[layer.product])
 
 
 def _siblings(layer: Any) -> Siblings:
@@ -105,7 +90,7 @@ def overlapped_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | N
     axis: Axis = layer.tp
     if axis.size == 1 or torch.compiler.is_compiling() or not overlaps(axis, x) or not torch.is_grad_enabled():
         return None
-    if not x.requires_grad or x.is_leaf or has_dispatch_mode() or not has_region_support(layer, x):
+    if not x.requires_grad or x.is_leaf or has_dispatch_mode() or not _is_supported(layer, x):
         return None
     if defers_weight_gradients():  # no weight gradient is left to overlap with
         return None
@@ -118,16 +103,11 @@ def overlapped_product(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor | N
     return region.product(layer, bias)
 
 
-def has_region_support(layer: Any, x: Tensor, in_autocast: bool = False) -> bool:
-    """Return whether a `Region` can compute the weight gradient of a layer that reads ``x``.
-
-    Args:
-        in_autocast: whether the region supports autocast.
-    """
-    weight, casts = layer.weight, torch.is_autocast_enabled(x.device.type)
+def _is_supported(layer: Any, x: Tensor) -> bool:
+    weight = layer.weight
     plain = type(weight) is nn.Parameter or bool(getattr(type(weight), "has_plain_storage", False))
-    right = plain and weight.requires_grad and weight.dim() == 2 and weight.numel() > 0 and layer.product in PRODUCTS
-    return right and (in_autocast if casts else weight.dtype == x.dtype)
+    right = plain and weight.requires_grad and weight.dtype == x.dtype and weight.dim() == 2 and weight.numel() > 0
+    return right and layer.product in PRODUCTS and not torch.is_autocast_enabled(x.device.type)
 
 
 class _Enter(torch.autograd.Function):
@@ -136,82 +116,44 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, products: list[Any], *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.axis, ctx.products = axis, products
-        ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         return x.detach(), *(weight.detach() for weight in weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *of_weights: Tensor | None) -> tuple[Tensor | None, ...]:
-        products, pending = _taken(ctx.products), None
+        products, pending = list(ctx.products), None
+        ctx.products[:] = [None] * len(products)
         if grad is not None:
             # The autograd engine may pass the same gradient to other nodes, so all-reduce a clone.
             pending = start_all_reduce(ctx.axis, grad.clone(memory_format=torch.contiguous_format))
-        grads = _weight_gradients(products, *ctx.saved_tensors)
+        grads = [None if product is None else _weight_gradient(*product) for product in products]
         return None if pending is None else pending.wait(), None, None, *grads
 
 
-class _EnterParts(torch.autograd.Function):
-    """Return the gathered input, as `gather_to` does, and aliases of the weights. Saves only the local part."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, parts: tuple[int, Sequence[int]], products: list[Any], *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.parts, ctx.products = axis, parts, products
-        ctx.save_for_backward(x)
-        ctx.set_materialize_grads(False)
-        return all_gather(axis, x, *parts), *(weight.detach() for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *of_weights: Tensor | None) -> tuple[Tensor | None, ...]:
-        products = _taken(ctx.products)
-        of_part = None if grad is None else reduce_scatter_from(ctx.axis, grad, *ctx.parts)
-        del grad  # before the input is gathered again
-        if all(product is None for product in products):
-            return of_part, None, None, None, *products  # type: ignore[return-value]
-        (own,) = ctx.saved_tensors
-        grads = _weight_gradients(products, gather_to(ctx.axis, own, *ctx.parts))
-        return of_part, None, None, None, *grads
-
-
 class _Product(torch.autograd.Function):
-    """Product of a layer. The backward pass of `_Enter` or `_EnterParts` computes the weight gradient."""
+    """Product of a layer. The backward pass of `_Enter` computes the weight gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: list[Any], index: int, product: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: list[Any], index: int, transposed: bool
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weight)
-        ctx.products, ctx.index, ctx.transposed, ctx.has_bias = products, index, PRODUCTS[product], bias is not None
-        out: Tensor = product(x, weight, bias)
-        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out  # others may change it in place
+        ctx.save_for_backward(x, weight)
+        ctx.products, ctx.index, ctx.transposed, ctx.has_bias = products, index, transposed, bias is not None
+        return (plain_conv1d if transposed else F.linear)(x, weight, bias)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None, None, None
-        (weight,) = ctx.saved_tensors
-        ctx.products[ctx.index] = (grad, ctx.transposed)
+        x, weight = ctx.saved_tensors
+        ctx.products[ctx.index] = (grad, x, ctx.transposed)
         bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        weight = weight.to(grad.dtype)  # autocast has cast it
-        return many_rows_linear(grad, weight if ctx.transposed else weight.t()), None, bias, None, None, None
+        return grad @ (weight.T if ctx.transposed else weight), None, bias, None, None, None
 
 
-def _taken(products: list[_Due | None]) -> list[_Due | None]:
-    """Return the products and clear the list, for another backward pass."""
-    taken = list(products)
-    products[:] = [None] * len(products)
-    return taken
-
-
-def _weight_gradients(products: list[_Due | None], x: Tensor) -> list[Tensor | None]:
-    return [None if product is None else _weight_gradient(*product, x) for product in products]
-
-
-def _weight_gradient(grad: Tensor, transposed: bool, x: Tensor) -> Tensor:
-    x_ni, grad_no = x.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
-    if transposed:
-        return many_rows_linear(x_ni.t(), grad_no.t())
-    return many_rows_linear(grad_no.t(), x_ni.t())
+def _weight_gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    rows: Sequence[Tensor] = (x.flatten(0, -2), grad.flatten(0, -2))
+    return rows[0].T @ rows[1] if transposed else rows[1].T @ rows[0]

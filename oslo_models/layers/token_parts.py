@@ -25,8 +25,8 @@ from oslo_models.distributed.collectives import has_dispatch_mode
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.function_overrides import override_attributes
-from oslo_models.layers.overlap import Region, has_region_support
 from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
+from oslo_models.layers.token_region import TokenRegion, is_supported
 
 TOKENS = 1
 """Dimension of the tokens in hidden states, ``[rows, tokens, features]``."""
@@ -200,9 +200,9 @@ def whole_of(x: ShardedActivation) -> Tensor:
     All readers of the same tensor share one gather.
     """
     local = x.local()
-    region: Region | None = getattr(x, "_oslo_region", None)
+    region: TokenRegion | None = getattr(x, "_oslo_region", None)
     if region is not None and region.version == local._version:
-        return region.copy if x.spec.parts == 1 else region.copy.flatten(x.spec.dim, x.spec.dim + 1)
+        return region.whole if x.spec.parts == 1 else region.whole.flatten(x.spec.dim, x.spec.dim + 1)
     known: tuple[Tensor, int, bool] | None = getattr(x, "_oslo_whole", None)
     if known is None or known[1:] != (local._version, torch.is_grad_enabled()):
         known = x._oslo_whole = (_gathered(x, local), local._version, torch.is_grad_enabled())  # type: ignore[attr-defined]
@@ -228,22 +228,22 @@ def product_of_whole(layer: Any, x: ShardedActivation, bias: Tensor | None) -> T
     tensor share both gathers. Source: Korthikanti et al., 2022, section 4.2.2.
     """
     local = x.local()
-    region: Region | None = getattr(x, "_oslo_region", None)
+    region: TokenRegion | None = getattr(x, "_oslo_region", None)
     if region is None or region.version != local._version:
         if not _begins_region(layer, x, local):
             product: Tensor = layer.product(whole_of(x), layer.weight, bias)
             return product
         own, dim, sizes = _apart(x, _autocast(local))
-        region = x._oslo_region = Region(layer, own, x.tp, (dim, sizes))  # type: ignore[attr-defined]
-        region.version = local._version  # autocast has made another tensor
-    product = region.product(layer, bias)
+        region = x._oslo_region = TokenRegion(own, x.tp, dim, sizes, local._version)  # type: ignore[attr-defined]
+    is_known = is_supported(layer, region.whole)
+    product = region.product(layer, bias) if is_known else layer.product(region.whole, layer.weight, bias)
     return product if x.spec.parts == 1 else product.flatten(x.spec.dim, x.spec.dim + 1)
 
 
 def _begins_region(layer: Any, x: ShardedActivation, local: Tensor) -> bool:
     if not torch.is_grad_enabled() or not local.requires_grad or has_dispatch_mode():
         return False
-    return getattr(x, "_oslo_whole", None) is None and has_region_support(layer, local, in_autocast=True)
+    return getattr(x, "_oslo_whole", None) is None and is_supported(layer, local)
 
 
 def _autocast(x: Tensor) -> Tensor:

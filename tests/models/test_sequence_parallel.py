@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from oslo_models import registry
 from oslo_models.distributed import autograd_collectives
-from oslo_models.layers import overlap
+from oslo_models.layers import token_region
 
 from support import draws, pipelines, zoo
 from support.dropout_masks import RATE
@@ -55,7 +55,7 @@ def counting() -> Iterator[Counter[str]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (autograd_collectives, overlap):
+        for module in (autograd_collectives, token_region):
             patch.setattr(module, "all_gather", counted(module, "all_gather"))
         patch.setattr(autograd_collectives, "reduce_scatter", counted(autograd_collectives, "reduce_scatter"))
         yield counts

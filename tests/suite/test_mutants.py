@@ -37,6 +37,7 @@ from oslo_models.layers import (
     state_space,
     summed,
     token_parts,
+    token_region,
 )
 from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base, training
@@ -287,7 +288,7 @@ def own_tokens_in_place_of_others(patch: Patch) -> None:
     def gather(axis: Any, x: Tensor, dim: int, sizes: Any) -> Tensor:
         return torch.cat([x] * axis.size, dim).narrow(dim, 0, sum(sizes))
 
-    patch.setattr(overlap, "all_gather", gather)
+    patch.setattr(token_region, "all_gather", gather)
 
 
 def parts_of_own_products(patch: Patch) -> None:
@@ -295,7 +296,7 @@ def parts_of_own_products(patch: Patch) -> None:
 
 
 def parts_of_own_gradients(patch: Patch) -> None:
-    patch.setattr(overlap, "reduce_scatter_from", autograd_collectives.scatter_to)
+    patch.setattr(token_region, "reduce_scatter_from", autograd_collectives.scatter_to)
 
 
 def dropout_masks_of_local_tokens(patch: Patch) -> None:
