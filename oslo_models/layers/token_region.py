@@ -101,14 +101,16 @@ class _Weight(torch.autograd.Function):
         return weight.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: None) -> tuple[Tensor | None, None, None, None, None]:
-        if not ctx.due:
-            return None, None, None, None, None
-        state: _State = ctx.state
-        if state.again is None:
-            (own,) = ctx.gather.saved_tensors
-            state.again = gather_to(state.axis, own, state.dim, state.sizes)
-        return _weight_gradient(ctx.due.pop(), state.again, ctx.transposed), None, None, None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        """Compute the weight gradient. ``grad`` is that of other uses of the weight, in second derivatives."""
+        if ctx.due:
+            state: _State = ctx.state
+            if state.again is None:
+                (own,) = ctx.gather.saved_tensors
+                state.again = gather_to(state.axis, own, state.dim, state.sizes)
+            of_product = _weight_gradient(ctx.due.pop(), state.again, ctx.transposed)
+            grad = of_product if grad is None else grad + of_product
+        return grad, None, None, None, None
 
 
 class _Product(torch.autograd.Function):
