@@ -278,9 +278,13 @@ _ALL = {
 }
 SEQUENCE_PARALLEL = frozenset(
     (
-        *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"),
-        *("gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "phi", "phi3"),
-        *("bert", "roberta", "t5", "bart"),
+        *("apertus", "arcee", "bart", "bert", "biogpt", "bloom", "camembert", "codegen", "cohere", "cohere2"),
+        *("deepseek_v3", "electra", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm"),
+        *("glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "helium"),
+        *("hunyuan_v1_dense", "llama", "marian", "mbart", "ministral", "mistral", "mixtral", "mpt", "mt5"),
+        *("nemotron", "olmo", "olmo2", "olmo3", "opt", "pegasus", "persimmon", "phi", "phi3", "qwen2"),
+        *("qwen2_moe", "qwen3", "qwen3_moe", "roberta", "seed_oss", "smollm3", "stablelm", "starcoder2", "t5"),
+        *("xglm", "xlm-roberta"),
     )
 )
 """Model types that ``sequence_parallel=True`` supports."""

@@ -133,17 +133,17 @@ class SharedMemory:
         call = x.nbytes << 8 | DTYPES[x.dtype]
         self._continue(code, "a sum", self._reduce, (self._handle, x.data_ptr(), call))
 
-    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Sum ``x`` over the ranks and return this rank's part of the sum, ``[sizes[rank]]``.
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int], out: Tensor) -> Tensor:
+        """Sum ``x`` over the ranks, write this rank's part of the sum to ``out``, and return it.
 
         Args:
             x: a contiguous CPU tensor of one of `DTYPES`, ``[sum(sizes)]``.
             sizes: the number of elements for each rank.
+            out: a contiguous tensor of ``sizes[rank]`` elements.
 
         Raises:
             PeerError: as `all_reduce`.
         """
-        out = x.new_empty(sizes[self.rank])
         first = sum(sizes[: self.rank]) * x.itemsize
         call = x.nbytes << 8 | _SCATTERS | DTYPES[x.dtype]
         arguments = self._handle, x.data_ptr(), out.data_ptr(), call, first, first + out.nbytes

@@ -92,13 +92,13 @@ def reduce_scatter(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Ten
     if x.is_cpu and x.dtype in DTYPES and (memory := shared_memory_of(axis)):
         is_flat = x.shape[:dim].numel() == 1
         flat = x.reshape(-1) if is_flat else torch.cat([part.reshape(-1) for part in parts])
-        return memory.reduce_scatter(flat, [part.numel() for part in parts]).view(shape)
+        return memory.reduce_scatter(flat, [part.numel() for part in parts], x.new_empty(shape))
     padded = x.new_zeros(len(sizes), *x.shape[:dim], max(sizes), *x.shape[dim + 1 :])
     for target, part in zip(padded.unbind(), parts, strict=True):
         target.narrow(dim, 0, part.shape[dim]).copy_(part)
     own = torch.empty_like(padded[0])
     _communicate(axis, "a reduce-scatter", dist.reduce_scatter_tensor, own, padded.flatten(0, 1))
-    return own.narrow(dim, 0, sizes[axis.rank]).contiguous()
+    return own if own.shape == shape else own.narrow(dim, 0, sizes[axis.rank]).clone()
 
 
 def all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:

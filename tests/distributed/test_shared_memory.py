@@ -51,7 +51,7 @@ def check_reductions(seed: int) -> None:
             assert torch.equal(memory.all_reduce(parts[memory.rank].clone(), maximum=True), torch.stack(parts).amax(0))
             assert torch.equal(memory.all_gather(parts[memory.rank]), torch.stack(parts))
             sizes = [*[count // (n + 1)] * (n - 1), count - count // (n + 1) * (n - 1)]
-            scattered = memory.reduce_scatter(parts[memory.rank], sizes)
+            scattered = memory.reduce_scatter(parts[memory.rank], sizes, parts[0].new_empty(sizes[memory.rank]))
             assert torch.equal(scattered, total.to(dtype).split(sizes)[memory.rank]), (dtype, count)
     assert files() <= before  # nothing that another process could leave behind
 
@@ -133,7 +133,7 @@ def differ(what: str) -> None:
     if what == "operation" and memory.rank:
         memory.all_gather(x)
     if what == "scatter" and memory.rank:
-        memory.reduce_scatter(x, [2, 2])
+        memory.reduce_scatter(x, [2, 2], x[:2].clone())
     memory.all_reduce(x[:3] if what == "shape" and memory.rank else x)
 
 

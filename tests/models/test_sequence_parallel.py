@@ -93,6 +93,7 @@ def drawn_step(name: str, model_type: str, seed: int, length: int | None) -> tup
     pytest.fail(f"transformers can do none of the drawn configurations of {name}")
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n: int, seed: int) -> None:
@@ -108,7 +109,7 @@ def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n
         raise AssertionError(text) from error
 
 
-@pytest.mark.zoo
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("name", [name for kind in TYPES for name in registry.model_classes(kind)])
 def test_every_class_matches_transformers(pool: Pool, name: str, seed: int) -> None:
     model_type = next(kind for kind in TYPES if name in registry.model_classes(kind))
@@ -370,7 +371,7 @@ def construct(name: str, config: Any, sizes: tuple[int, ...], options: dict[str,
         ("llama", (2,), {"sequence_parallel": "yes"}, "must be True or False, got 'yes'"),
         ("llama", (2,), {"deploy": True}, "together with deploy=True"),
         ("llama", (1, 2), {"schedule": "zb-h1"}, "tensor_parallel_size is 1"),
-        ("mixtral", (2,), {}, "does not support MixtralForCausalLM, which is of the model type 'mixtral'"),
+        ("jetmoe", (2,), {}, "does not support JetMoeForCausalLM, which is of the model type 'jetmoe'"),
         ("mamba", (2,), {}, "does not support MambaForCausalLM"),
         ("llama", (2,), {"plan": "derive"}, "together with plan"),
     ],
