@@ -108,13 +108,13 @@ def test_training_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, see
 
 @trainers.at_sizes("tp=2, dp=2")
 def test_training_with_parts_of_tokens_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
-    """Sequence parallelism with checkpointing; replicas are wrapped in DistributedDataParallel."""
+    """Sequence parallelism; replicas are wrapped in DistributedDataParallel."""
     tp, pp, ranks = SIZES[sizes]
     if tp == 1:
         pytest.skip("there is no tensor-parallel axis")
     config = pipelines.config("llama")
     rows = trainers.text_rows(config, seed, 40)
-    args = {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, **TRAINED, "gradient_checkpointing": True}
+    args = {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, **TRAINED}
     total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * (ranks // (tp * pp))})
     run = trainers.reference_run("LlamaForCausalLM", config, seed, rows, total, transformers.Trainer)
     for lines in pool.run(ranks, train, run, tp, pp, args, rows, {"sequence_parallel": True}, env=True):
