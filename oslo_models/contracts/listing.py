@@ -118,7 +118,7 @@ def _contract(original: str, used_by: str, parameters: str = "", is_copied: bool
 
 
 _GENERATION, _CACHES = "transformers.generation", "transformers.cache_utils"
-_TRAINER, _REWARDED = "integrations.trainer.ParallelTrainerMixin", "integrations.trl.trainers._RewardedMixin"
+_TRAINER, _REWARDED = "integrations.trainer.ParallelTrainerMixin", "integrations.trl.mixins.RewardedMixin"
 _LINEARS = (
     "fusion.modules.FusedLinear fusion.lazy_logits.LazyHead deploy.running_batch.head_product._FastLinear "
     "layers.gathered._GatheredColumn layers.gathered._SlicedRow layers.linear.GroupRowParallelLinear "
@@ -202,7 +202,7 @@ CONTRACTS: tuple[Contract, ...] = (
         is_copied=True,
     ),
     # transformers: Trainer
-    _contract("transformers.trainer.Trainer._validate_args", f"{_TRAINER} integrations.trl.trainers._TRLMixin", "self"),
+    _contract("transformers.trainer.Trainer._validate_args", f"{_TRAINER} integrations.trl.mixins.TRLMixin", "self"),
     _contract("transformers.trainer.Trainer._maybe_log_save_evaluate", _TRAINER, "self tr_loss"),
     _contract("transformers.trainer.Trainer._save_checkpoint", _TRAINER, "self model trial"),
     _contract("transformers.trainer.Trainer._save_optimizer_and_scheduler", _TRAINER, "self output_dir"),
@@ -213,8 +213,27 @@ CONTRACTS: tuple[Contract, ...] = (
     # trl
     _contract(
         "trl.trainer.dpo_trainer.DPOTrainer._precompute_ref_logps",
-        "integrations.trl.trainers.DPOTrainer",
+        "integrations.trl.mixins.ReferencedMixin",
         "self dataset name batch_size",
+    ),
+    _contract(
+        "trl.trainer.kto_trainer.KTOTrainer._precompute_ref_logps",
+        "integrations.trl.kto.KTOTrainer",
+        "self dataset name batch_size",
+    ),
+    *(
+        _contract(
+            f"trl.trainer.distillation_trainer.{name}", "integrations.trl.distillation.DistillationTrainer", parameters
+        )
+        for name, parameters in (
+            ("DistillationTrainer._generate", "self"),
+            ("DistillationTrainer._compute_loss", "self"),
+            (
+                "_chunked_divergence_loss",
+                "student_hidden_states teacher_hidden_states student_lm_head_weight teacher_lm_head_weight "
+                "completion_mask beta",
+            ),
+        )
     ),
     *(
         _contract(f"trl.trainer.{kind.lower()}_trainer.{kind}Trainer.{method}", _REWARDED, parameters)

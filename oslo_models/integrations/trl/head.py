@@ -39,7 +39,7 @@ def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
 
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if fused_lm_head and _vocabulary(self) is not None:
+        if fused_lm_head and vocabulary(self) is not None:
             return _fused_forward(self, args, temperature, **kwargs)
         return of_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
 
@@ -48,7 +48,7 @@ def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
     model.forward = MethodType(marked, model)
 
 
-def _vocabulary(model: TransformersModel) -> VocabShard | None:
+def vocabulary(model: TransformersModel) -> VocabShard | None:
     """Return this rank's vocabulary shard of the LM head; ``None`` if the head is not sharded."""
     head = model.get_output_embeddings()
     layout = getattr(head, "layouts", {}).get("weight")
@@ -93,7 +93,7 @@ def _fused_forward(
 
 
 def _score(model: TransformersModel, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> TokenStatistics:
-    head, shard = model.get_output_embeddings(), _vocabulary(model)
+    head, shard = model.get_output_embeddings(), vocabulary(model)
     assert shard is not None
     weight, bias = head.weight, head.bias
     with without_override():

@@ -1,0 +1,54 @@
+"""TRL's experimental GKD, ORPO and CPO trainers for models of this library on several ranks.
+
+They compute their losses from full logits, which every rank gathers.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from torch import Tensor
+from trl.experimental import cpo, gkd, orpo
+
+from oslo_models.distributed.object_exchange import broadcast_object
+from oslo_models.integrations.trl.mixins import TRLMixin
+
+
+class GKDTrainer(TRLMixin, gkd.GKDTrainer):  # type: ignore[misc]
+    """TRL's ``GKDTrainer`` for models of this library on several ranks; the sharded student itself generates.
+
+    Batch sizes are per replica. The teacher is a sharded or a full model. `DistillationTrainer` needs less memory.
+
+    Raises:
+        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+    """
+
+    trl_class = gkd.GKDTrainer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Train on a batch. All ranks of a replica draw the same choice between given and generated completions."""
+        if self._parallel is not None:
+            random.setstate(broadcast_object(self._mesh.model, random.getstate()))
+        loss: Tensor = super().training_step(*args, **kwargs)
+        return loss
+
+
+class ORPOTrainer(TRLMixin, orpo.ORPOTrainer):  # type: ignore[misc]
+    """TRL's ``ORPOTrainer`` for models of this library on several ranks. Batch sizes are per replica.
+
+    Raises:
+        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+    """
+
+    trl_class = orpo.ORPOTrainer
+
+
+class CPOTrainer(TRLMixin, cpo.CPOTrainer):  # type: ignore[misc]
+    """TRL's ``CPOTrainer``, also for SimPO, for models of this library on several ranks. Batch sizes are per replica.
+
+    Raises:
+        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+    """
+
+    trl_class = cpo.CPOTrainer
