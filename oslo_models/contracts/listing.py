@@ -227,6 +227,7 @@ CONTRACTS: tuple[Contract, ...] = (
         )
         for name, parameters in (
             ("DistillationTrainer._generate", "self"),
+            ("DistillationTrainer._generate_single_turn", "self"),
             ("DistillationTrainer._compute_loss", "self"),
             (
                 "_chunked_divergence_loss",
@@ -240,6 +241,7 @@ CONTRACTS: tuple[Contract, ...] = (
         for kind in ("GRPO", "RLOO")
         for method, parameters in (
             ("_generate", "self"),
+            ("_generate_single_turn", "self"),
             ("_calculate_rewards", "self inputs prompts completions"),
             ("_load_optimizer_and_scheduler", "self checkpoint"),
             ("_save_checkpoint", "self model trial"),

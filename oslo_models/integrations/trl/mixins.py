@@ -22,6 +22,7 @@ from oslo_models.integrations.accelerator import find_parallel_model
 from oslo_models.integrations.trainer import ParallelTrainerMixin
 from oslo_models.integrations.trl.head import use_sharded_head
 from oslo_models.integrations.trl.refusals import check_trl_arguments
+from oslo_models.integrations.trl.rollouts import generating_in_batch
 from oslo_models.modeling.base import ParallelModel
 
 require("integrations.trl.mixins", "integrations.trl.trainers")
@@ -108,6 +109,11 @@ class GeneratingMixin(TRLMixin):
         super().__init__(*args, **kwargs)
         if self._parallel is not None:  # TRL has given each rank another seed; ranks of a replica need the same
             set_seed(self.args.seed + self.accelerator.process_index)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate completions, in the running batch where possible."""
+        with generating_in_batch(self.model):
+            return super()._generate_single_turn(*args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate completions. All ranks of a replica get the completions of its first rank."""
