@@ -27,6 +27,15 @@ from oslo_models.distributed.rng import default_generator, stable_hash, synchron
 
 _NEW_TOKENS = 20
 """Default number of new tokens of `generate`."""
+_UNCHANGED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("top_k", "min_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size"), (None, 0, 0.0)),
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "top_h"), (None, 1, 1.0)),
+    **dict.fromkeys(("min_length", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), (None,)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), (None,)),
+    **dict.fromkeys(("logits_processor", "prefix_allowed_tokens_fn"), (None,)),
+}
+"""Settings that change the distribution of tokens unless they have one of these values."""
 _USER_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer")
 """Arguments of `generate` that are not in generation configurations."""
 
@@ -118,7 +127,9 @@ class BatchGeneratingModel(PreTrainedModel):
                     f"common_draws=True does not work with {what}: all sequences have to begin together. Pass fewer "
                     "prompts or a larger max_batch_size, and no drafts; or leave it out"
                 )
-        keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
+            keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
+            if keeps_logprobs and self.has_exact_rollouts:
+                _require_plain(settings_of(given, self.generation_config))
         planned: dict[str, Any] = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
         planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
         planned |= {"speculative_tokens": speculative_tokens, "speculative_model": speculative_model is not None}
@@ -207,6 +218,16 @@ def _checked(
     return given, prompts, copies
 
 
+def _require_plain(setting: Callable[[str], Any]) -> None:
+    """Raise ``ValueError`` for settings that change the distribution, except the temperature."""
+    for name, values in _UNCHANGED.items():
+        if setting(name) not in values:
+            raise ValueError(
+                f"{name}={setting(name)!r} changes the distribution of the tokens, and a training forward does not: "
+                "with use_exact_rollouts and return_logprobs, set the temperature only, and top_k=0"
+            )
+
+
 def _longest(model: Any, prompts: Sequence[list[int]], setting: Callable[[str], Any]) -> int:
     """Return the length of the longest possible sequence.
 
@@ -268,7 +289,8 @@ def _generate(
 
     hidden = not shows_progress or mesh.model.rank > 0
     drafting = nullcontext() if draft_model is None else _evaluating(draft_model)
-    with drafting, _evaluating(model), model.generating(), tqdm(total=count, disable=hidden, unit="sequence") as bar:
+    progress = tqdm(total=count, disable=hidden, unit="sequence")
+    with drafting, _evaluating(model), model.generating(), model._keeping_rounded_weights(), progress as bar:
         watches = on_token if keeps_times or streamer is not None else None
         try:
             batch = OfflineBatch(model, limits, given, keeps_logprobs, watches, draft_model, draws)

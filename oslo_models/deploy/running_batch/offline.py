@@ -292,6 +292,7 @@ class OfflineBatch:
         )
         for row in made:
             row.common_draws = None if row.generator is None else self._common_draws
+            row.is_exact = getattr(self._model, "has_exact_rollouts", False)
         self._rows.update({row.number: row for row in made})
 
     def _take(self, rows: list[Generated], chosen: Tensor, on_end: Callable[[int], Any]) -> None:

@@ -26,6 +26,7 @@ from oslo_models.deploy.running_batch.prompt_images import PromptImages
 from oslo_models.deploy.running_batch.sampling import CommonDraws, warp_of
 from oslo_models.deploy.running_batch.static_step import to_device
 from oslo_models.distributed.stopping import of_one_rank
+from oslo_models.layers.invariant_sums import log_probabilities
 from oslo_models.pipeline.sharded_model import ShardedModel
 
 
@@ -46,6 +47,7 @@ class Row:
         keys: the tokens of the prompt for prefix reuse; see `PromptImages`.
         scored: the function for log-probabilities in ``settings``.
         generator: set if the row samples.
+        is_exact: training computes the same log-probabilities; see `use_exact_rollouts`.
         common_draws: random numbers of all rows, in place of the generator's; see `CommonDraws`.
         warp: the processors as a `Warp`, for batched sampling; ``None`` if a `Warp` cannot express them.
         new: the generated tokens.
@@ -80,6 +82,7 @@ class Row:
         self.speculation: Any = None
         self.ended, self.shares, self.seconds = False, True, 0.0
         self.common_draws: CommonDraws | None = None
+        self.is_exact = False
         self.generator: torch.Generator | None = None
         if self._config.do_sample:
             self.generator = torch.Generator(device).manual_seed(seed)
@@ -143,9 +146,14 @@ class Row:
         else:
             token = int(scores_V.argmax(-1))
         if self.logprobs is not None:
-            self.logprobs.append(float(scores_V.log_softmax(-1)[token]))
+            self.logprobs.append(self._log_probability(scores_V, token))
         self.take_token(token)
         return token if scored is None else self.scored(scored, token)
+
+    def _log_probability(self, scores_V: Tensor, token: int) -> float:
+        if self.is_exact:
+            return float(log_probabilities(scores_V[None], torch.tensor([token], device=scores_V.device)))
+        return float(scores_V.log_softmax(-1)[token])
 
     def draw_(self, noise_V: Tensor) -> None:
         """Fill a tensor with the exponentially distributed numbers for the next token."""

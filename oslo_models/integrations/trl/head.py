@@ -11,6 +11,7 @@ import functools
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput
 
@@ -18,6 +19,7 @@ from oslo_models.distributed.grad_overflow import propagate_overflow_after_backw
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.integrations.accelerator import find_parallel_model
 from oslo_models.layers.cross_entropy import VocabShard
+from oslo_models.layers.invariant_sums import WithValue, log_probabilities
 from oslo_models.layers.token_statistics import LogitScaling, TokenStatistics, token_statistics
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.sharding.model_protocol import TransformersModel
@@ -96,8 +98,15 @@ def _score(model: TransformersModel, hidden_ND: Tensor, target_N: Tensor, temper
     head, shard = model.get_output_embeddings(), vocabulary(model)
     assert shard is not None
     weight, bias = head.weight, head.bias
+    scaling = logit_scaling(model.config, temperature)
     with without_override():
-        return token_statistics(hidden_ND, weight, bias, target_N, shard, logit_scaling(model.config, temperature))
+        found = token_statistics(hidden_ND, weight, bias, target_N, shard, scaling)
+    if not getattr(model, "has_exact_rollouts", False):
+        return found
+    with torch.no_grad():
+        scores_NV = scaling.apply(head.product(hidden_ND, weight, bias).float())
+        value_N = log_probabilities(scores_NV, target_N, shard.axis, shard.local[0])
+    return found._replace(log_probs=WithValue.apply(found.log_probs, value_N))
 
 
 def logit_scaling(config: Any, temperature: float) -> LogitScaling:
