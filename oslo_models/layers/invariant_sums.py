@@ -67,7 +67,7 @@ def to_integers(x: Tensor, bits: int, most: Tensor | None = None) -> tuple[Tenso
     """
     most = x.detach().abs().amax(-1, keepdim=True) if most is None else most
     exponent = torch.frexp(most.to(torch.float64)).exponent
-    return x.to(torch.float64).mul_(power_of_two(bits - exponent)).round_(), power_of_two(exponent - bits)
+    return (x * power_of_two(bits - exponent)).round_(), power_of_two(exponent - bits)
 
 
 def lanewise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

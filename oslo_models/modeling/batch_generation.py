@@ -24,6 +24,7 @@ from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, BatchLimits
 from oslo_models.deploy.running_batch.sampling import CommonDraws
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.distributed.rng import default_generator, stable_hash, synchronize
+from oslo_models.modeling.exact_rollouts import reason_of_layers
 
 _NEW_TOKENS = 20
 """Default number of new tokens of `generate`."""
@@ -129,7 +130,7 @@ class BatchGeneratingModel(PreTrainedModel):
                 )
             keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
             if keeps_logprobs and self.has_exact_rollouts:
-                _require_plain(settings_of(given, self.generation_config))
+                _check_exact(self, settings_of(given, self.generation_config))
         planned: dict[str, Any] = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
         planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
         planned |= {"speculative_tokens": speculative_tokens, "speculative_model": speculative_model is not None}
@@ -218,8 +219,10 @@ def _checked(
     return given, prompts, copies
 
 
-def _require_plain(setting: Callable[[str], Any]) -> None:
-    """Raise ``ValueError`` for settings that change the distribution, except the temperature."""
+def _check_exact(model: Any, setting: Callable[[str], Any]) -> None:
+    """Raise ``ValueError`` if a training forward would compute other log-probabilities."""
+    if (reason := reason_of_layers(model)) is not None:
+        raise ValueError(f"generate_batch has no exact log-probabilities: {reason}")
     for name, values in _UNCHANGED.items():
         if setting(name) not in values:
             raise ValueError(

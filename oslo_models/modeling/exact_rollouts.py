@@ -124,10 +124,18 @@ def _reason_against(model: Any) -> str | None:
     rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return f"its rotary positions depend on the longest sequence of a batch (rope_type {rope['rope_type']})"
+    return reason_of_layers(model)
+
+
+def reason_of_layers(model: nn.Module) -> str | None:
+    """Return which linear layer depends on the batch even after `use_exact_rollouts`; ``None`` for no layer."""
+    known = (*_LINEARS, *_LINEARS.values(), VocabParallelHead)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and type(module) not in (*_LINEARS, VocabParallelHead):
-            advice = "it has adapters, is quantised, or has fewer key-value heads than tensor-parallel ranks"
-            return f"{name} is a {type(module).__name__}, so {advice}"
+        if isinstance(module, nn.Linear) and type(module) not in known:
+            return (
+                f"{name} is a {type(module).__name__}: adapters, quantised weights, and fewer key-value heads than "
+                "tensor-parallel ranks are not supported"
+            )
     return None
 
 

@@ -183,6 +183,8 @@ def test_attention_does_not_depend_on_padding(seed: int) -> None:
 def check_refusals(given: Case, other: Case) -> None:
     model: Any = model_on_stages(*given, 2, 1).use_exact_rollouts()
     assert model.use_exact_rollouts() is model
+    with pytest.raises(ValueError, match="fuse replaces layers that use_exact_rollouts needs"):
+        model.fuse()
     with pytest.raises(ValueError, match="top_k=5 changes the distribution"):
         roll_out(model, [[3, 4]], 1.0, top_k=5)
     with pytest.raises(ValueError, match=r"does not support this GPT2LMHeadModel: its type gpt2 is none of llama"):

@@ -103,7 +103,7 @@ def _score(model: TransformersModel, hidden_ND: Tensor, target_N: Tensor, temper
         found = token_statistics(hidden_ND, weight, bias, target_N, shard, scaling)
     if not getattr(model, "has_exact_rollouts", False):
         return found
-    with torch.no_grad():
+    with torch.no_grad(), without_override():
         scores_NV = scaling.apply(head.product(hidden_ND, weight, bias).float())
         value_N = log_probabilities(scores_NV, target_N, shard.axis, shard.local[0])
     return found._replace(log_probs=WithValue.apply(found.log_probs, value_N))
