@@ -83,12 +83,12 @@ class ExactRollouts(PreTrainedModel):
         `oslo_models.layers.invariant_sums`. Gradients are the ordinary ones. Forwards take longer, see the benchmarks.
         Outputs differ from the model's former ones by rounding.
 
+        Call it again after LoRA adapters were added.
+
         Raises:
-            ValueError: the model type, device or number type is not supported; or the model is fused, or has adapters,
-                or has fewer key-value heads than tensor-parallel ranks. On every rank.
+            ValueError: the model type, device or number type is not supported; or the model is fused, has adapters other
+                than LoRA, or fewer key-value heads than tensor-parallel ranks. On every rank.
         """
-        if self.has_exact_rollouts:
-            return self
         if (reason := _reason_against(self)) is not None:
             raise ValueError(f"use_exact_rollouts does not support this {type(self).__name__}: {reason}")
         for module in self.modules():
@@ -124,18 +124,21 @@ def _reason_against(model: Any) -> str | None:
     rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return f"its rotary positions depend on the longest sequence of a batch (rope_type {rope['rope_type']})"
-    return reason_of_layers(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not _is_invariant(module) and type(module) not in (*_LINEARS, *_HEADS):
+            advice = "quantised weights and fewer key-value heads than tensor-parallel ranks are not supported"
+            return f"{name} is a {type(module).__name__}: {advice}"
+        bases = {base.__name__ for base in type(module).__mro__}
+        if "BaseTunerLayer" in bases and ("LoraLayer" not in bases or any(module.use_dora.values())):
+            return f"{name} is a {type(module).__name__}: adapters other than LoRA are not supported"
+    return None
 
 
 def reason_of_layers(model: nn.Module) -> str | None:
-    """Return which linear layer depends on the batch even after `use_exact_rollouts`; ``None`` for no layer."""
-    known = (*_LINEARS, *_LINEARS.values(), VocabParallelHead)
+    """Return which layer was added after `use_exact_rollouts`; ``None`` for no layer."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and type(module) not in known:
-            return (
-                f"{name} is a {type(module).__name__}: adapters, quantised weights, and fewer key-value heads than "
-                "tensor-parallel ranks are not supported"
-            )
+        if isinstance(module, nn.Linear) and not _is_invariant(module):
+            return f"{name} was added after use_exact_rollouts: call it again"
     return None
 
 
@@ -145,7 +148,9 @@ def reason_of_layers(model: nn.Module) -> str | None:
 def _replace(module: nn.Module) -> None:
     """Replace the computation of a module, if the results depend on the shape of its input."""
     own: Any = module
-    if type(module) in (ColumnParallelLinear, VocabParallelHead):
+    if _is_invariant(module):
+        return
+    if type(module) in _HEADS:
         own.rounded = RoundedWeight()
         own.product = _InvariantProduct(own.rounded, module.in_features)  # type: ignore[union-attr]
     elif type(module) in _LINEARS:
@@ -153,6 +158,10 @@ def _replace(module: nn.Module) -> None:
         module.__class__ = _LINEARS[type(module)]
     elif (mixin := _mixin(module)) is not None:
         module.__class__ = _joined(mixin, type(module))
+
+
+def _is_invariant(module: nn.Module) -> bool:
+    return "rounded" in vars(module) or isinstance(module, (_InvariantNorm, _InvariantAngles, _InvariantActivation))
 
 
 def _mixin(module: nn.Module) -> type[nn.Module] | None:
@@ -198,11 +207,10 @@ class _InvariantRowParallelLinear(RowParallelLinear):
             return add_bias(product(self.leave_region(x), self.weight, None, self.rounded, terms, self.tp), self.bias)
 
 
-_LINEARS: dict[type, type] = {
-    nn.Linear: _InvariantLinear,
-    ColumnParallelLinear: ColumnParallelLinear,
-    RowParallelLinear: _InvariantRowParallelLinear,
-}
+_HEADS = (ColumnParallelLinear, VocabParallelHead)
+"""Layers with a replaceable product."""
+_LINEARS: dict[type, type] = {nn.Linear: _InvariantLinear, RowParallelLinear: _InvariantRowParallelLinear}
+"""Layers with another class afterwards."""
 
 
 class _InvariantNorm(nn.Module):

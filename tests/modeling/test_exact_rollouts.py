@@ -109,6 +109,27 @@ def test_ten_thousand_tokens(pool: Pool, seed: int) -> None:
     assert sum(len(new) for _, new, _ in rollouts) >= 10_000
 
 
+def check_adapters(given: Case, prompts: list[list[int]], seed: int) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = model_on_stages(*given, 2, 1).use_exact_rollouts()
+    torch.manual_seed(seed)
+    config = LoraConfig(target_modules=["q_proj", "o_proj", "down_proj"], lora_alpha=64, init_lora_weights=False)
+    adapted: Any = get_peft_model(model, config)
+    with pytest.raises(ValueError, match=r"lora_A.* was added after use_exact_rollouts: call it again"):
+        roll_out(adapted, prompts, 0.7)
+    model.use_exact_rollouts()
+    rollouts = roll_out(adapted.train(), prompts, 0.7)
+    assert trained(adapted, rollouts, 0.7, "left", 2) == [logprobs for _, _, logprobs in rollouts]
+    with adapted.disable_adapter():
+        assert trained(model.requires_grad_(), rollouts, 0.7, "left", 2) != [logprobs for _, _, logprobs in rollouts]
+
+
+def test_adapters_stay_active(pool: Pool, seed: int) -> None:
+    given = case("llama", seed)
+    pool.run(2, check_adapters, given, drawn_prompts(given[1].vocab_size, seed, 9), seed)
+
+
 # Sums -----------------------------------------------------------------------------------------------------------------
 
 
