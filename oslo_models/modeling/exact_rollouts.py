@@ -86,8 +86,8 @@ class ExactRollouts(PreTrainedModel):
         Call it again after LoRA adapters were added.
 
         Raises:
-            ValueError: the model type, device or number type is not supported; or the model is fused, has other adapters
-                than LoRA, or has fewer key-value heads than tensor-parallel ranks. On every rank.
+            ValueError: the model type, device or number type is not supported; or the model is fused, or has
+                adapters other than LoRA, or fewer key-value heads than tensor-parallel ranks. On every rank.
         """
         if (reason := _reason_against(self)) is not None:
             raise ValueError(f"use_exact_rollouts does not support this {type(self).__name__}: {reason}")
