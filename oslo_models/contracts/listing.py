@@ -252,6 +252,11 @@ CONTRACTS: tuple[Contract, ...] = (
         "integrations.trl.trainers.RLOOTrainer",
         "self inputs",
     ),
+    _contract(
+        "trl.experimental.online_dpo.online_dpo_trainer.OnlineDPOTrainer._calculate_rewards_from_functions",
+        "integrations.trl.experimental.OnlineDPOTrainer",
+        "self",
+    ),
     # peft
     _contract(
         "peft.peft_model.PeftModel._get_base_model_class", "modeling.adapters.peft_model.ShardedPeftModel", "self"

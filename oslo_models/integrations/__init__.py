@@ -2,7 +2,7 @@
 
 >>> from oslo_models.integrations import Trainer, Seq2SeqTrainer, ParallelTrainerMixin, Accelerator
 >>> from oslo_models.integrations import SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer
->>> from oslo_models.integrations import DistillationTrainer, GKDTrainer, ORPOTrainer, CPOTrainer
+>>> from oslo_models.integrations import DistillationTrainer, GKDTrainer, OnlineDPOTrainer, ORPOTrainer, CPOTrainer
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _MODULES = {
     "GRPOTrainer": "oslo_models.integrations.trl.trainers",
     "KTOTrainer": "oslo_models.integrations.trl.kto",
     "ORPOTrainer": "oslo_models.integrations.trl.experimental",
+    "OnlineDPOTrainer": "oslo_models.integrations.trl.experimental",
     "ParallelTrainerMixin": "oslo_models.integrations.trainer",
     "RLOOTrainer": "oslo_models.integrations.trl.trainers",
     "RewardTrainer": "oslo_models.integrations.trl.trainers",

@@ -24,6 +24,7 @@ COLUMNS = {
     "CPOTrainer": ("prompt", "chosen", "rejected"),
     "DistillationTrainer": ("prompt",),
     "GKDTrainer": ("prompt", "completion"),
+    "OnlineDPOTrainer": ("prompt",),
 }
 
 
@@ -94,6 +95,7 @@ ON_ONE_REPLICA: dict[str, tuple[str, dict[str, Any]]] = {
     "distillation": ("DistillationTrainer", {"beta": 1.0, "max_completion_length": 6}),
     "distillation, forward": ("DistillationTrainer", {"beta": 0.0, "gradient_accumulation_steps": 2}),
     "distillation, mixed": ("DistillationTrainer", {"beta": 0.3, "temperature": 0.8, "max_completion_length": 6}),
+    "online DPO": ("OnlineDPOTrainer", {"max_new_tokens": 6, "missing_eos_penalty": 0.5}),
     "GKD, generated": ("GKDTrainer", {"lmbda": 0.5, "max_new_tokens": 6, "beta": 0.3}),
     "GKD, by the teacher": ("GKDTrainer", {"lmbda": 0.3, "seq_kd": True, "max_new_tokens": 6, "beta": 1.0}),
 }

@@ -150,9 +150,9 @@ def drawn_words(prompts: list[str], trainer: Any) -> dict[str, Any]:
 def trl_class(name: str) -> Any:
     """Return a class of TRL."""
     import trl
-    from trl.experimental import cpo, gkd, orpo
+    from trl.experimental import cpo, gkd, online_dpo, orpo
 
-    return next(getattr(module, name) for module in (trl, cpo, gkd, orpo) if hasattr(module, name))
+    return next(getattr(module, name) for module in (trl, cpo, gkd, online_dpo, orpo) if hasattr(module, name))
 
 
 class PromptsAndCompletions:
@@ -183,7 +183,7 @@ def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], row
 
     kind = next(each.__name__ for each in cls.__mro__ if each.__module__.startswith("trl."))
     settings = trl_class(kind.replace("Trainer", "Config"))(**{**ARGUMENTS, **args})
-    if kind in REWARDED:
+    if kind in (*REWARDED, "OnlineDPOTrainer"):
         options.setdefault("reward_funcs", unlike_words)
     elif kind == "GKDTrainer":
         options["data_collator"] = PromptsAndCompletions(tiny_tokenizer(config.vocab_size))

@@ -1,4 +1,4 @@
-"""TRL's experimental GKD, ORPO and CPO trainers for models of this library on several ranks.
+"""TRL's experimental GKD, ORPO, CPO and online DPO trainers for models of this library on several ranks.
 
 They compute their losses from full logits, which every rank gathers.
 """
@@ -9,10 +9,11 @@ import random
 from typing import Any
 
 from torch import Tensor
-from trl.experimental import cpo, gkd, orpo
+from trl.experimental import cpo, gkd, online_dpo, orpo
 
 from oslo_models.distributed.object_exchange import broadcast_object
 from oslo_models.integrations.trl.mixins import TRLMixin
+from oslo_models.integrations.trl.rollouts import generating_in_batch
 
 
 class GKDTrainer(TRLMixin, gkd.GKDTrainer):  # type: ignore[misc]
@@ -52,3 +53,26 @@ class CPOTrainer(TRLMixin, cpo.CPOTrainer):  # type: ignore[misc]
     """
 
     trl_class = cpo.CPOTrainer
+
+
+class OnlineDPOTrainer(TRLMixin, online_dpo.OnlineDPOTrainer):  # type: ignore[misc]
+    """TRL's ``OnlineDPOTrainer`` for models of this library on several ranks; the sharded model itself generates.
+
+    Batch sizes are per replica. All ranks of a replica train on the rewards of its first rank. Without adapters and
+    ``ref_model``, the reference is a copy of the model on the same ranks.
+
+    Raises:
+        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+    """
+
+    trl_class = online_dpo.OnlineDPOTrainer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Train on a batch. Completions come from the running batch where possible."""
+        with generating_in_batch(self.model):
+            loss: Tensor = super().training_step(*args, **kwargs)
+        return loss
+
+    def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards_from_functions(*args, **kwargs)
+        return rewards if self._parallel is None else broadcast_object(self._mesh.model, rewards)
