@@ -241,14 +241,14 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, shown: Tensor, scaling
     groups, keys = key.shape[1], key.shape[2]
     integers, scale = to_integers(query, bits_of(width))
     by_groups = (rows, groups, -1)
-    scores = integers.view(*by_groups, width) @ key.transpose(-1, -2)
-    scores = scores.mul_(scale.view(*by_groups, 1)).mul_(scaling).view(rows, heads, length, keys)
+    scores = integers.reshape(*by_groups, width) @ key.transpose(-1, -2)
+    scores = scores.mul_(scale.reshape(*by_groups, 1)).mul_(scaling).view(rows, heads, length, keys)
     scores.masked_fill_(~shown, -torch.inf)
     largest = scores.amax(-1, keepdim=True)
     scores -= largest.masked_fill(largest == -torch.inf, 0.0)
     weights = lanewise(torch.exp, scores).mul_(2.0**FRACTION).round_()
     total = weights.sum(-1, keepdim=True)
-    weights = weights.view(*by_groups, keys) * value[..., -1].unsqueeze(2)  # the powers of two of the values
+    weights = weights.reshape(*by_groups, keys) * value[..., -1].unsqueeze(2)  # the powers of two of the values
     integers, scale = to_integers(weights, bits_of(most))
     output = (integers @ value[..., :-1]).mul_(scale).view(rows, heads, length, -1)
     output /= total.clamp(min=1.0)

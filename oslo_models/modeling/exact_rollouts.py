@@ -54,7 +54,7 @@ def token_log_probabilities(logits: Tensor, target: Tensor, temperature: float =
         value = log_probabilities(scores_NV, target.flatten(), axis, start).view(target.shape)
     if not torch.is_grad_enabled():
         return value
-    scores = logits.view(-1, logits.shape[-1]) / temperature
+    scores = logits.reshape(-1, logits.shape[-1]) / temperature
     plain = -F.cross_entropy(scores, target.flatten(), reduction="none")
     found: Tensor = WithValue.apply(plain.view(target.shape), value)
     return found

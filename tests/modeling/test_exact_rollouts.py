@@ -25,11 +25,13 @@ Rollouts = list[tuple[list[int], list[int], list[float]]]
 """Prompts, new tokens and their log-probabilities."""
 
 
-def case(variant: str, seed: int, dtype: torch.dtype = torch.float32) -> Case:
+def case(variant: str, seed: int) -> Case:
     name, config = zoo.lm_head(variant), zoo.config(variant)
-    config.dtype = dtype
-    model = reference_model(name, config, seed).to(dtype)
-    return name, config, {key: value.to(dtype) for key, value in full_parameters(model).items()}
+    return name, config, full_parameters(reference_model(name, config, seed))
+
+
+def on_ranks(given: Case, tp: int, pp: int = 1, dtype: torch.dtype = torch.float32) -> Any:
+    return model_on_stages(*given, tp, pp, dtype)
 
 
 def drawn_prompts(vocabulary: int, seed: int, count: int, longest: int = 12) -> list[list[int]]:
@@ -68,9 +70,11 @@ def trained(model: Any, rollouts: Rollouts, temperature: float, side: str, more:
     ]
 
 
-def check_rollouts(given: Case, tp: int, pp: int, prompts: list[list[int]], seed: int, new: int = 8) -> Rollouts:
+def check_rollouts(
+    given: Case, tp: int, prompts: list[list[int]], seed: int, new: int = 8, dtype: torch.dtype = torch.float32
+) -> Rollouts:
     """Compare every token. Return the rollouts."""
-    model: Any = model_on_stages(*given, tp, pp).use_exact_rollouts().train()
+    model: Any = on_ranks(given, tp, dtype=dtype).use_exact_rollouts().train()
     draw, temperature = random.Random(seed), 1.3
     rollouts = roll_out(model, prompts, temperature, max_batch_size=draw.choice([3, 7, None]), max_new_tokens=new)
     rest = [*rollouts]
@@ -87,8 +91,8 @@ def test_training_computes_the_log_probabilities_of_the_rollout(pool: Pool, vari
     """The same bits in one process and on two ranks."""
     given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 14)
-    (alone,) = pool.run(1, check_rollouts, given, 1, 1, prompts, seed)
-    for rollouts in pool.run(2, check_rollouts, given, 2, 1, prompts, seed):
+    (alone,) = pool.run(1, check_rollouts, given, 1, prompts, seed)
+    for rollouts in pool.run(2, check_rollouts, given, 2, prompts, seed):
         assert rollouts == alone
 
 
@@ -96,23 +100,23 @@ def test_training_computes_the_log_probabilities_of_the_rollout(pool: Pool, vari
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", TYPES)
 def test_every_supported_type(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None:
-    given = case(variant, seed, dtype)
+    given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 10)
-    pool.run(2, check_rollouts, given, 2, 1, prompts, seed)
+    pool.run(2, check_rollouts, given, 2, prompts, seed, 8, dtype)
 
 
 @pytest.mark.zoo
 def test_ten_thousand_tokens(pool: Pool, seed: int) -> None:
     given = case("llama", seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 600, longest=20)
-    rollouts = pool.run(2, check_rollouts, given, 2, 1, prompts, seed, 20)[0]
+    rollouts = pool.run(2, check_rollouts, given, 2, prompts, seed, 20)[0]
     assert sum(len(new) for _, new, _ in rollouts) >= 10_000
 
 
 def check_adapters(given: Case, prompts: list[list[int]], seed: int) -> None:
     from peft import LoraConfig, get_peft_model
 
-    model: Any = model_on_stages(*given, 2, 1).use_exact_rollouts()
+    model: Any = on_ranks(given, 2).use_exact_rollouts()
     torch.manual_seed(seed)
     config = LoraConfig(target_modules=["q_proj", "o_proj", "down_proj"], lora_alpha=64, init_lora_weights=False)
     adapted: Any = get_peft_model(model, config)
@@ -202,17 +206,16 @@ def test_attention_does_not_depend_on_padding(seed: int) -> None:
 
 
 def check_refusals(given: Case, other: Case) -> None:
-    model: Any = model_on_stages(*given, 2, 1).use_exact_rollouts()
+    model: Any = on_ranks(given, 2).use_exact_rollouts()
     assert model.use_exact_rollouts() is model
     with pytest.raises(ValueError, match="fuse replaces layers that use_exact_rollouts needs"):
         model.fuse()
     with pytest.raises(ValueError, match="top_k=5 changes the distribution"):
         roll_out(model, [[3, 4]], 1.0, top_k=5)
     with pytest.raises(ValueError, match=r"does not support this GPT2LMHeadModel: its type gpt2 is none of llama"):
-        model_on_stages(*other, 2, 1).use_exact_rollouts()
-    wide: Any = model_on_stages(*given, 2, 1)
+        on_ranks(other, 2).use_exact_rollouts()
     with pytest.raises(ValueError, match=r"its weights are torch\.float64; load it with dtype"):
-        wide.double().use_exact_rollouts()
+        on_ranks(given, 2, dtype=torch.float64).use_exact_rollouts()
 
 
 def test_unsupported_models_are_refused(pool: Pool, seed: int) -> None:
@@ -233,10 +236,10 @@ MUTANTS = {
 def test_mutants_are_caught(pool: Pool, name: str, seed: int) -> None:
     given = case("llama", seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 14)
-    expected = pool.run(1, check_rollouts, given, 1, 1, prompts, seed)[0]
+    expected = pool.run(1, check_rollouts, given, 1, prompts, seed)[0]
 
     def check() -> None:
-        for rollouts in MutantPool(pool, MUTANTS[name]).run(2, check_rollouts, given, 2, 1, prompts, seed):
+        for rollouts in MutantPool(pool, MUTANTS[name]).run(2, check_rollouts, given, 2, prompts, seed):
             assert rollouts == expected
 
     with pytest.raises((AssertionError, WorkerError), match=r""):
