@@ -108,7 +108,7 @@ def test_every_supported_type(pool: Pool, variant: str, dtype: torch.dtype, seed
 @pytest.mark.zoo
 def test_ten_thousand_tokens(pool: Pool, seed: int) -> None:
     given = case("llama", seed)
-    prompts = drawn_prompts(given[1].vocab_size, seed, 600, longest=20)
+    prompts = drawn_prompts(given[1].vocab_size, seed, 700)
     rollouts = pool.run(2, check_rollouts, given, 2, prompts, seed, 20)[0]
     assert sum(len(new) for _, new, _ in rollouts) >= 10_000
 
@@ -226,7 +226,11 @@ SUMS = "layers.invariant_sums"
 MUTANTS = {
     "product": Edit(f"{SUMS}:_Product.forward", "x_ND @ w_OD.t()", "(x_ND.float() @ w_OD.t().float()).double()"),
     "weights of attention": Edit(f"{SUMS}:_attention", "to_integers(weights, bits_of(most))", "weights, scale * 0 + 1"),
-    "raw keys in the batch": Edit("deploy.running_batch.step_runner:stored_states", "if not", "if True or not"),
+    "activations": Edit(
+        "modeling.exact_rollouts:_InvariantActivation.forward",
+        "lanewise(super().forward, input)",
+        "super(_InvariantActivation, self).forward(input)",
+    ),
     "partial sums": Edit(f"{SUMS}:_most", "axis.size == 1", "True"),
 }
 
