@@ -37,29 +37,6 @@ _POSITIONS = 256
 """Positions of a block of rotary angles. Each angle is computed in a block of this shape."""
 
 
-def token_log_probabilities(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the log-probabilities of tokens, ``[...]``, for training a model with exact rollouts.
-
-    Args:
-        logits: of a model with `use_exact_rollouts`, ``[..., vocabulary]``.
-        target: indices into the vocabulary, ``[...]``.
-        temperature: of the rollout.
-    """
-    axis, local, start = None, logits, 0
-    if isinstance(logits, VocabParallelLogits):
-        axis, local = logits.tp, logits.local()
-        ((start, _),) = logits.vocab.ranges[axis.rank]
-    with torch.no_grad():
-        scores_NV = local.float().flatten(0, -2) / temperature
-        value = log_probabilities(scores_NV, target.flatten(), axis, start).view(target.shape)
-    if not torch.is_grad_enabled():
-        return value
-    scores = logits.reshape(-1, logits.shape[-1]) / temperature
-    plain = -F.cross_entropy(scores, target.flatten(), reduction="none")
-    found: Tensor = WithValue.apply(plain.view(target.shape), value)
-    return found
-
-
 class ExactRollouts(PreTrainedModel):
     """The part of `ParallelModel` for exact rollouts.
 
@@ -76,7 +53,7 @@ class ExactRollouts(PreTrainedModel):
         ``ContinuousBatchingConfig``) equals bit for bit the one that a training forward computes with the same weights:
         in any batch, with any padding and chunks of prompts, and on any ``tensor_parallel_size``. So the importance
         ratio of the first update is 1. The training forward is TRL's (`oslo_models.integrations.GRPOTrainer`), or
-        `token_log_probabilities` of the logits. The settings of ``generate`` may change the temperature only, because
+        `token_log_probabilities` of its logits. The settings of ``generate`` may change the temperature only, because
         training knows no other setting.
 
         Products, norms, attention and softmax add integers in float64, whose sums are exact; see
@@ -96,6 +73,29 @@ class ExactRollouts(PreTrainedModel):
         self.set_attn_implementation(INVARIANT)
         self.has_exact_rollouts = True
         return self
+
+    @staticmethod
+    def token_log_probabilities(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+        """Return the log-probabilities of tokens, ``[...]``, for training a model with `use_exact_rollouts`.
+
+        Args:
+            logits: of a forward of the model, ``[..., vocabulary]``.
+            target: indices into the vocabulary, ``[...]``.
+            temperature: of the rollout.
+        """
+        axis, local, start = None, logits, 0
+        if isinstance(logits, VocabParallelLogits):
+            axis, local = logits.tp, logits.local()
+            ((start, _),) = logits.vocab.ranges[axis.rank]
+        with torch.no_grad():
+            scores_NV = local.float().flatten(0, -2) / temperature
+            value = log_probabilities(scores_NV, target.flatten(), axis, start).view(target.shape)
+        if not torch.is_grad_enabled():
+            return value
+        scores = logits.reshape(-1, logits.shape[-1]) / temperature
+        plain = -F.cross_entropy(scores, target.flatten(), reduction="none")
+        found: Tensor = WithValue.apply(plain.view(target.shape), value)
+        return found
 
     @contextmanager
     def _keeping_rounded_weights(self) -> Iterator[None]:

@@ -207,3 +207,9 @@ def test_trainers_below_ours_are_refused(pool: Pool, tmp_path: Path, seed: int) 
 
 def test_head_of_trl_outside_of_our_trainers_is_refused(pool: Pool) -> None:
     pool.run(2, trl_trainers.use_fused_head_of_trl)
+
+
+def test_exact_rollouts_have_the_log_probabilities_of_the_trained_head(pool: Pool, seed: int) -> None:
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 6, ("prompt",))
+    prompts = [[int(word[1:]) for word in row["prompt"].split()] for row in rows]
+    pool.run(2, trl_trainers.compare_exact_rollouts, prompts, 0.7)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from oslo_models.layers import invariant_sums
-from oslo_models.modeling.exact_rollouts import TYPES, token_log_probabilities
+from oslo_models.modeling.exact_rollouts import TYPES
 
 from support import zoo
 from support.mutants import Edit, MutantPool
@@ -61,7 +61,7 @@ def trained(model: Any, rollouts: Rollouts, temperature: float, side: str, more:
         mask_BL[index, before[index] : before[index] + len(row)] = 1
     positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0).long()
     logits = model(ids_BL, attention_mask=mask_BL.long(), position_ids=positions_BL).logits
-    found_BL = token_log_probabilities(logits[:, :-1], ids_BL[:, 1:], temperature)
+    found_BL = model.token_log_probabilities(logits[:, :-1], ids_BL[:, 1:], temperature)
     found_BL.sum().backward()
     first = [start + len(prompt) - 1 for start, (prompt, _, _) in zip(before, rollouts, strict=True)]
     return [

@@ -348,11 +348,36 @@ def refuse_bare_mixin(args: Mapping[str, Any], rows: Rows) -> None:
 
     config = tiny_config()
     bare = type("Bare", (ParallelTrainerMixin, trl.SFTTrainer), {})
-    for cls, error, message in ((bare, TypeError, "one of oslo_models.integrations, .*, SFTTrainer"), (trl.SFTTrainer, ValueError, "Trainer")):
+    for cls, error, message in (
+        (bare, TypeError, "one of oslo_models.integrations, .*, SFTTrainer"),
+        (trl.SFTTrainer, ValueError, "Trainer"),
+    ):
         fresh_accelerate()
         model: Any = LlamaForCausalLM.from_config_with_parallel(config, 2)
         with pytest.raises(error, match=message):
             make_trainer(cls, model, config, args, rows).train()
+
+
+def compare_exact_rollouts(prompts: list[list[int]], temperature: float) -> None:
+    """On each rank, compare log-probabilities of a rollout with those of TRL's fused head in training."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    from oslo_models import LlamaForCausalLM
+    from oslo_models.integrations.trl.head import use_sharded_head
+
+    model: Any = LlamaForCausalLM.from_config_with_parallel(tiny_config(), 2, seed=0).use_exact_rollouts()
+    options = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": 8, "pad_token_id": 0}
+    outputs = model.generate_batch(prompts, None, SimpleNamespace(return_logprobs=True), **options)
+    add_fused_lm_head(model, temperature=temperature)
+    use_sharded_head(model, temperature)
+    model.train()
+    for each in outputs.values():
+        ids = torch.tensor([each.prompt_ids + each.generated_tokens])
+        labels = ids.clone()
+        labels[:, : len(each.prompt_ids)] = -100
+        found = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+        found.sum().backward()
+        assert found[0, len(each.prompt_ids) - 1 :].tolist() == each.logprobs
 
 
 def use_fused_head_of_trl() -> None:
