@@ -233,7 +233,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, shown: Tensor | None, s
         return _attention(query, key, value, shown, scaling, most)
     shown = shown.expand(rows, -1, -1, -1)
     parts = zip(*(each.split(size) for each in (query, key, value, shown)), strict=True)
-    return torch.cat([_attention(*part, scaling, most) for part in parts])
+    return torch.cat([_attention(q, k, v, mask, scaling, most) for q, k, v, mask in parts])
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, shown: Tensor, scaling: float, most: int) -> Tensor:

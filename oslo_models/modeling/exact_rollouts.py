@@ -46,7 +46,7 @@ class ExactRollouts(PreTrainedModel):
 
     has_exact_rollouts = False
 
-    def use_exact_rollouts(self: Any) -> Self:
+    def use_exact_rollouts(self) -> Self:
         """Compute log-probabilities that do not depend on the batch, for reinforcement learning. Return the model.
 
         Afterwards, the log-probability that `generate_batch` returns for a sampled token (``return_logprobs`` of
@@ -152,12 +152,12 @@ def _replace(module: nn.Module) -> None:
         return
     if type(module) in _HEADS:
         own.rounded = RoundedWeight()
-        own.product = _InvariantProduct(own.rounded, module.in_features)  # type: ignore[union-attr]
+        own.product = _InvariantProduct(own.rounded, own.in_features)
     elif type(module) in _LINEARS:
         own.rounded = RoundedWeight()
         module.__class__ = _LINEARS[type(module)]
     elif (mixin := _mixin(module)) is not None:
-        module.__class__ = _joined(mixin, type(module))
+        module.__class__ = _joined(mixin, type(module))  # type: ignore[arg-type]
 
 
 def _is_invariant(module: nn.Module) -> bool:

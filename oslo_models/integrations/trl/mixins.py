@@ -185,15 +185,14 @@ def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]
     Raises:
         RuntimeError: the function does not use a name.
     """
-    code: Any = function.__code__  # type: ignore[attr-defined]
+    own: Any = function
+    code = own.__code__
     if missing := sorted(names.keys() - set(code.co_names)):
         raise RuntimeError(
-            f"{function.__qualname__} of trl {trl.__version__} does not call {', '.join(missing)}, as oslo_models "
+            f"{own.__qualname__} of trl {trl.__version__} does not call {', '.join(missing)}, as oslo_models "
             "expects: use an older trl, or another trainer"
         )
-    known = {**function.__globals__, **names}  # type: ignore[attr-defined]
-    own: Any = function
-    return FunctionType(code, known, function.__name__, own.__defaults__, own.__closure__)
+    return FunctionType(code, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__)
 
 
 def _trl_class(cls: type) -> type:
