@@ -58,10 +58,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "KTOTrainer",
         {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True, "beta": 0.5},
     ),
-    "ORPO": ("ORPOTrainer", {"gradient_accumulation_steps": 2}),
-    "CPO": ("CPOTrainer", {"beta": 0.5}),
-    "SimPO": ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.3}),
-    "GKD": ("GKDTrainer", {"lmbda": 0.0}),
 }
 
 
@@ -95,6 +91,10 @@ ON_ONE_REPLICA: dict[str, tuple[str, dict[str, Any]]] = {
     "distillation": ("DistillationTrainer", {"beta": 1.0, "max_completion_length": 6}),
     "distillation, forward": ("DistillationTrainer", {"beta": 0.0, "gradient_accumulation_steps": 2}),
     "distillation, mixed": ("DistillationTrainer", {"beta": 0.3, "temperature": 0.8, "max_completion_length": 6}),
+    "ORPO": ("ORPOTrainer", {"gradient_accumulation_steps": 2}),
+    "CPO": ("CPOTrainer", {"beta": 0.5}),
+    "SimPO": ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.3}),
+    "GKD": ("GKDTrainer", {"lmbda": 0.0}),
     "online DPO": ("OnlineDPOTrainer", {"max_new_tokens": 6, "missing_eos_penalty": 0.5}),
     "GKD, generated": ("GKDTrainer", {"lmbda": 0.5, "max_new_tokens": 6, "beta": 0.3}),
     "GKD, by the teacher": ("GKDTrainer", {"lmbda": 0.3, "seq_kd": True, "max_new_tokens": 6, "beta": 1.0}),
@@ -161,6 +161,7 @@ def test_evaluation(pool: Pool, kind: str, dp: int, tmp_path: Path, seed: int) -
 
 
 REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "replicas, CPO": ("CPOTrainer", 0, {}, "CPOTrainer scales its loss by the rows of one process, and 2 replicas"),
     "stages, SFT": ("SFTTrainer", 2, {}, "pipeline_parallel_size=2 only the last.*integrations.Trainer trains stages"),
     "stages, DPO": ("DPOTrainer", 2, {}, "load the model with pipeline_parallel_size=1"),
     "offloading": ("SFTTrainer", 1, {"activation_offloading": True}, "activation_offloading=True.*checkpointing=True"),

@@ -334,7 +334,7 @@ def refuse(kind: str, pp: int, args: Mapping[str, Any], rows: Rows, message: str
     fresh_accelerate()
     config = tiny_config()
     cls: Any = registry.find(NAME)
-    model = cls.from_config_with_parallel(config, 2 // pp, pp)
+    model = cls.from_config_with_parallel(config, 2 // pp, pp) if pp else cls.from_config_with_parallel(config, 1)
     with pytest.raises(ValueError, match=message):
         make_trainer(getattr(integrations, kind), model, config, args, rows)
 

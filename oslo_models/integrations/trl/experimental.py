@@ -12,57 +12,72 @@ from torch import Tensor
 from trl.experimental import cpo, gkd, online_dpo, orpo
 
 from oslo_models.distributed.object_exchange import broadcast_object
+from oslo_models.integrations.accelerator import find_parallel_model
 from oslo_models.integrations.trl.mixins import TRLMixin
 from oslo_models.integrations.trl.rollouts import generating_in_batch
 
 
-class GKDTrainer(TRLMixin, gkd.GKDTrainer):  # type: ignore[misc]
+class OneReplicaMixin(TRLMixin):
+    """Common base of the trainers whose losses are means over the rows of one process."""
+
+    def _check_arguments(self, model: Any) -> None:
+        super()._check_arguments(model)
+        found = find_parallel_model(model)
+        if found is not None and found.mesh is not None and found.mesh.dp.size > 1:
+            raise ValueError(
+                f"TRL's {self.trl_class.__name__} scales its loss by the rows of one process, and {found.mesh.dp.size} "
+                "replicas of the model would train otherwise than one process with all rows: use as many "
+                "tensor-parallel ranks as processes"
+            )
+
+
+class GKDTrainer(OneReplicaMixin, gkd.GKDTrainer):  # type: ignore[misc]
     """TRL's ``GKDTrainer`` for models of this library on several ranks; the sharded student itself generates.
 
-    Batch sizes are per replica. The teacher is a sharded or a full model. `DistillationTrainer` needs less memory.
+    The teacher is a sharded or a full model. `DistillationTrainer` needs less memory.
 
     Raises:
-        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+        ValueError: pipeline stages, replicas, or an argument that does not work with a sharded model; on every rank.
     """
 
     trl_class = gkd.GKDTrainer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Train on a batch. All ranks of a replica draw the same choice between given and generated completions."""
+        """Train on a batch. All ranks draw the same choice between given and generated completions."""
         if self._parallel is not None:
             random.setstate(broadcast_object(self._mesh.model, random.getstate()))
         loss: Tensor = super().training_step(*args, **kwargs)
         return loss
 
 
-class ORPOTrainer(TRLMixin, orpo.ORPOTrainer):  # type: ignore[misc]
-    """TRL's ``ORPOTrainer`` for models of this library on several ranks. Batch sizes are per replica.
+class ORPOTrainer(OneReplicaMixin, orpo.ORPOTrainer):  # type: ignore[misc]
+    """TRL's ``ORPOTrainer`` for models of this library on several ranks.
 
     Raises:
-        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+        ValueError: pipeline stages, replicas, or an argument that does not work with a sharded model; on every rank.
     """
 
     trl_class = orpo.ORPOTrainer
 
 
-class CPOTrainer(TRLMixin, cpo.CPOTrainer):  # type: ignore[misc]
-    """TRL's ``CPOTrainer``, also for SimPO, for models of this library on several ranks. Batch sizes are per replica.
+class CPOTrainer(OneReplicaMixin, cpo.CPOTrainer):  # type: ignore[misc]
+    """TRL's ``CPOTrainer``, also for SimPO, for models of this library on several ranks.
 
     Raises:
-        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+        ValueError: pipeline stages, replicas, or an argument that does not work with a sharded model; on every rank.
     """
 
     trl_class = cpo.CPOTrainer
 
 
-class OnlineDPOTrainer(TRLMixin, online_dpo.OnlineDPOTrainer):  # type: ignore[misc]
+class OnlineDPOTrainer(OneReplicaMixin, online_dpo.OnlineDPOTrainer):  # type: ignore[misc]
     """TRL's ``OnlineDPOTrainer`` for models of this library on several ranks; the sharded model itself generates.
 
-    Batch sizes are per replica. All ranks of a replica train on the rewards of its first rank. Without adapters and
-    ``ref_model``, the reference is a copy of the model on the same ranks.
+    All ranks train on the rewards of the first rank. Without adapters and ``ref_model``, the reference is a copy of the
+    model on the same ranks.
 
     Raises:
-        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+        ValueError: pipeline stages, replicas, or an argument that does not work with a sharded model; on every rank.
     """
 
     trl_class = online_dpo.OnlineDPOTrainer
