@@ -118,7 +118,7 @@ def _contract(original: str, used_by: str, parameters: str = "", is_copied: bool
 
 
 _GENERATION, _CACHES = "transformers.generation", "transformers.cache_utils"
-_TRAINER, _REWARDED = "integrations.trainer.ParallelTrainerMixin", "integrations.trl.trainers._RewardedMixin"
+_TRAINER, _REWARDED = "integrations.trainer.ParallelTrainerMixin", "integrations.trl.mixins.RewardedMixin"
 _LINEARS = (
     "fusion.modules.FusedLinear fusion.lazy_logits.LazyHead deploy.running_batch.head_product._FastLinear "
     "layers.gathered._GatheredColumn layers.gathered._SlicedRow layers.linear.GroupRowParallelLinear "
@@ -207,7 +207,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "self enable gradient_checkpointing_func",
     ),
     # transformers: Trainer
-    _contract("transformers.trainer.Trainer._validate_args", f"{_TRAINER} integrations.trl.trainers._TRLMixin", "self"),
+    _contract("transformers.trainer.Trainer._validate_args", f"{_TRAINER} integrations.trl.mixins.TRLMixin", "self"),
     _contract("transformers.trainer.Trainer._maybe_log_save_evaluate", _TRAINER, "self tr_loss"),
     _contract("transformers.trainer.Trainer._save_checkpoint", _TRAINER, "self model trial"),
     _contract("transformers.trainer.Trainer._save_optimizer_and_scheduler", _TRAINER, "self output_dir"),
@@ -218,14 +218,35 @@ CONTRACTS: tuple[Contract, ...] = (
     # trl
     _contract(
         "trl.trainer.dpo_trainer.DPOTrainer._precompute_ref_logps",
-        "integrations.trl.trainers.DPOTrainer",
+        "integrations.trl.mixins.ReferencedMixin",
         "self dataset name batch_size",
+    ),
+    _contract(
+        "trl.trainer.kto_trainer.KTOTrainer._precompute_ref_logps",
+        "integrations.trl.kto.KTOTrainer",
+        "self dataset name batch_size",
+    ),
+    *(
+        _contract(
+            f"trl.trainer.distillation_trainer.{name}", "integrations.trl.distillation.DistillationTrainer", parameters
+        )
+        for name, parameters in (
+            ("DistillationTrainer._generate", "self"),
+            ("DistillationTrainer._generate_single_turn", "self"),
+            ("DistillationTrainer._compute_loss", "self"),
+            (
+                "_chunked_divergence_loss",
+                "student_hidden_states teacher_hidden_states student_lm_head_weight teacher_lm_head_weight "
+                "completion_mask beta",
+            ),
+        )
     ),
     *(
         _contract(f"trl.trainer.{kind.lower()}_trainer.{kind}Trainer.{method}", _REWARDED, parameters)
         for kind in ("GRPO", "RLOO")
         for method, parameters in (
             ("_generate", "self"),
+            ("_generate_single_turn", "self"),
             ("_calculate_rewards", "self inputs prompts completions"),
             ("_load_optimizer_and_scheduler", "self checkpoint"),
             ("_save_checkpoint", "self model trial"),
@@ -235,6 +256,11 @@ CONTRACTS: tuple[Contract, ...] = (
         "trl.trainer.rloo_trainer.RLOOTrainer._generate_and_score_completions",
         "integrations.trl.trainers.RLOOTrainer",
         "self inputs",
+    ),
+    _contract(
+        "trl.experimental.online_dpo.online_dpo_trainer.OnlineDPOTrainer._calculate_rewards_from_functions",
+        "integrations.trl.experimental.OnlineDPOTrainer",
+        "self",
     ),
     # peft
     _contract(

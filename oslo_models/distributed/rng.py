@@ -49,15 +49,15 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
             generator.set_state(state)
 
 
-def synchronize(axis: Axis, device: torch.device) -> None:
-    """Set torch's default generators on all ranks of the axis to the state of its first rank."""
+def synchronize(axis: Axis, device: torch.device, src: int = 0) -> None:
+    """Set torch's default generators on all ranks of the axis to the state of the rank at position ``src``."""
     if axis.size == 1:
         return
     # Not a set: all ranks have to broadcast in the same order.
     for kind in dict.fromkeys((torch.device("cpu"), device)):
         generator = default_generator(kind)
         state = generator.get_state()
-        generator.set_state(broadcast(axis, state.to(device)).cpu())
+        generator.set_state(broadcast(axis, state.to(device), src).cpu())
 
 
 def synchronize_numpy(axis: Axis) -> None:

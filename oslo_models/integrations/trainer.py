@@ -20,6 +20,7 @@ from oslo_models.contracts import require
 from oslo_models.distributed.collectives import MAX, all_reduce, broadcast
 from oslo_models.distributed.object_exchange import agree, broadcast_object
 from oslo_models.distributed.watchdog import user_call
+from oslo_models.integrations import trainers_of_trl
 from oslo_models.integrations.accelerator import Accelerator, find_parallel_model
 from oslo_models.integrations.stages import EvaluationStages, TrainingStages, broadcast_tensors, division
 from oslo_models.integrations.training_arguments import check_training_arguments, divides_loss_by_items
@@ -75,8 +76,9 @@ class ParallelTrainerMixin(_Base):
         if of_trl is not None:
             raise TypeError(
                 f"TRL's {of_trl} reads the weight of the LM head, and this rank has a shard of it: derive "
-                f"{type(self).__name__} from oslo_models.integrations.SFTTrainer, DPOTrainer, RewardTrainer, "
-                "GRPOTrainer or RLOOTrainer, which support this, in place of ParallelTrainerMixin"
+                f"{type(self).__name__} from one of oslo_models.integrations, which support this, in place of "
+                f"ParallelTrainerMixin: {', '.join(trainers_of_trl())}. Other trainers of TRL were not tested with "
+                "sharded models"
             )
 
     @property

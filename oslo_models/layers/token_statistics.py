@@ -111,13 +111,11 @@ class _TokenStatistics(torch.autograd.Function):
         scaling: LogitScaling,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in the backward pass
-        device = hidden_NH.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
-        ctx.dtype = torch.promote_types(dtype, hidden_NH.dtype) if hidden_NH.dtype == torch.float64 else dtype
+        ctx.dtype = computation_dtype(hidden_NH)
         ctx.shard, ctx.scaling = shard, scaling
         parts = [
             _local_statistics(logits_Cv, target_N[rows], shard)
-            for rows, logits_Cv in _chunks(ctx, hidden_NH, weight_vH, bias_v)
+            for rows, logits_Cv in logit_chunks(hidden_NH, weight_vH, bias_v, shard, scaling, ctx.dtype)
         ]
         own_max_N, before_N, *sums = (torch.cat(each) for each in zip(*parts, strict=True))
         max_N, before_N = reduce_fresh(shard.axis, torch.stack((own_max_N, before_N)), op=MAX)
@@ -138,12 +136,12 @@ class _TokenStatistics(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None, *_: Any) -> Any:
-        hidden_NH, weight_vH, bias_v, target_N, log_total_N, entropy_N = map(_plain, ctx.saved_tensors)
+        hidden_NH, weight_vH, bias_v, target_N, log_total_N, entropy_N = map(plain, ctx.saved_tensors)
         needs, sum_dtype = ctx.needs_input_grad, log_total_N.dtype
         grad_NH = torch.zeros_like(hidden_NH) if needs[0] else None
         grad_vH = torch.zeros_like(weight_vH, dtype=sum_dtype) if needs[1] else None
         grad_v = torch.zeros_like(bias_v, dtype=sum_dtype) if bias_v is not None and needs[2] else None
-        for rows, logits_Cv in _chunks(ctx, hidden_NH, weight_vH, bias_v):
+        for rows, logits_Cv in logit_chunks(hidden_NH, weight_vH, bias_v, ctx.shard, ctx.scaling, ctx.dtype):
             log_prob_Cv = logits_Cv - log_total_N[rows].unsqueeze(-1)
             grad_Cv = torch.zeros_like(logits_Cv)
             if grad_log_prob_N is not None:
@@ -168,21 +166,38 @@ class _TokenStatistics(torch.autograd.Function):
         return grad_NH, of_weight, of_bias, None, None, None
 
 
-def _plain(tensor: Any) -> Any:
+def plain(tensor: Any) -> Any:
     """Return the local shard of a sharded parameter as a plain tensor."""
     return None if tensor is None else local_tensor(tensor)
 
 
-def _chunks(ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of each chunk and their local logits. There is at least one chunk, which may be empty."""
-    dtype, shard = ctx.dtype, ctx.shard
-    weight_vH, bias_v = _plain(weight_vH).to(dtype), None if bias_v is None else _plain(bias_v).to(dtype)
+def computation_dtype(hidden_NH: Tensor) -> torch.dtype:
+    """Return the type of a head's product: of autocast, or of the hidden states."""
+    device = hidden_NH.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
+    return torch.promote_types(dtype, hidden_NH.dtype) if hidden_NH.dtype == torch.float64 else dtype
+
+
+def logit_chunks(
+    hidden_NH: Tensor,
+    weight_vH: Tensor,
+    bias_v: Tensor | None,
+    shard: VocabShard,
+    scaling: LogitScaling,
+    dtype: torch.dtype,
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows of each chunk and their local logits. There is at least one chunk, which may be empty.
+
+    Args:
+        dtype: type of the product.
+    """
+    weight_vH, bias_v = plain(weight_vH).to(dtype), None if bias_v is None else plain(bias_v).to(dtype)
     size = max(1, CHUNK_BYTES // (-(-shard.size // shard.axis.size) * wide(dtype).itemsize))
     for start in range(0, max(1, len(hidden_NH)), size):
         rows = slice(start, start + size)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             product_Cv = torch.nn.functional.linear(hidden_NH[rows].to(dtype), weight_vH, bias_v)
-        yield rows, ctx.scaling.apply(product_Cv.to(wide(dtype)))
+        yield rows, scaling.apply(product_Cv.to(wide(dtype)))
 
 
 def _local_statistics(logits_Cv: Tensor, target_C: Tensor, shard: VocabShard) -> tuple[Tensor, ...]:

@@ -32,6 +32,7 @@ from oslo_models.modeling.batch_generation import BatchGeneratingModel
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.derived.report import ShardingReport, report_of_layouts
+from oslo_models.modeling.exact_rollouts import ExactRollouts
 from oslo_models.modeling.forward import (
     call_with_full_outputs,
     with_full_outputs,
@@ -58,7 +59,7 @@ from oslo_models.sharding.plan import Entries, Plan
 
 
 class ParallelModel(
-    AdaptableModel, BatchGeneratingModel, FusableModel, TrainableModel, ParallelizedModel, CountableModel
+    AdaptableModel, BatchGeneratingModel, ExactRollouts, FusableModel, TrainableModel, ParallelizedModel, CountableModel
 ):
     """The parallel base class of a model class. The second base is the transformers class of the same name.
 

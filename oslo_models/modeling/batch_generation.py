@@ -20,12 +20,23 @@ from oslo_models.deploy.running_batch.admission import (
     reason_against_drafts,
     unsupported_setting,
 )
-from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, check_drafted
+from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, BatchLimits, check_drafted
+from oslo_models.deploy.running_batch.sampling import CommonDraws
 from oslo_models.distributed.object_exchange import agree, require_equal
-from oslo_models.distributed.rng import stable_hash, synchronize
+from oslo_models.distributed.rng import default_generator, stable_hash, synchronize
+from oslo_models.modeling.exact_rollouts import reason_of_layers
 
 _NEW_TOKENS = 20
 """Default number of new tokens of `generate`."""
+_UNCHANGED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("top_k", "min_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size"), (None, 0, 0.0)),
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "top_h"), (None, 1, 1.0)),
+    **dict.fromkeys(("min_length", "min_new_tokens"), (None, 0)),
+    **dict.fromkeys(("sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), (None,)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), (None,)),
+    **dict.fromkeys(("logits_processor", "prefix_allowed_tokens_fn"), (None,)),
+}
+"""Settings that change the distribution of tokens unless they have one of these values."""
 _USER_CODE = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer")
 """Arguments of `generate` that are not in generation configurations."""
 
@@ -46,6 +57,7 @@ class BatchGeneratingModel(PreTrainedModel):
         max_batch_size: int | None = None,
         speculative_tokens: int | None = None,
         speculative_model: Any = None,
+        common_draws: bool = False,
         streamer: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -71,6 +83,8 @@ class BatchGeneratingModel(PreTrainedModel):
                 they followed the last occurrence of the row's newest tokens. Sequences stay the same. Default: none.
             speculative_model: a full model of this library with the same vocabulary that drafts these tokens (default:
                 4), such as ``LlamaForCausalLM.from_pretrained(name)``. Only the first rank of the last stage calls it.
+            common_draws: draw the tokens of all sequences together from torch's default generator, as ``generate`` does
+                for a padded batch of all prompts. Default: a separate generator for each sequence.
             streamer: its ``put(number, token)`` gets each token of sequence ``number``, and ``end(number)`` is called
                 after the last one. It may be set on some ranks only.
             **kwargs: settings of ``generate``, such as ``max_new_tokens``.
@@ -82,8 +96,8 @@ class BatchGeneratingModel(PreTrainedModel):
         Raises:
             ValueError: a prompt is empty or has a token outside the vocabulary; or the model or a setting needs another
                 decoding method; or a sequence would be longer than the model allows; or ``speculative_tokens`` is out
-                of range, or the model cannot have drafted tokens; or the ranks of one replica got different arguments;
-                on every rank.
+                of range, or the model cannot have drafted tokens; or ``common_draws`` has more sequences than rows of
+                the batch, or drafted tokens; or the ranks of one replica got different arguments; on every rank.
         """
         if self.mesh is None:
             if num_return_sequences is not None:
@@ -95,18 +109,32 @@ class BatchGeneratingModel(PreTrainedModel):
                     "speculative_tokens and speculative_model need a sharded model; generate of a full model takes "
                     "prompt_lookup_num_tokens and assistant_model"
                 )
+            if common_draws:
+                raise ValueError("common_draws=True needs a sharded model; generate of a full model draws so")
             options = (continuous_batching_config, record_timestamps, progress_bar, *args)
             return super().generate_batch(inputs, generation_config, *options, **kwargs)
+        from oslo_models.deploy.running_batch.offline import limits_of
+
         with agree(self.mesh.model, "checking the prompts of generate_batch"):
             given, prompts, copies = _checked(self, inputs, generation_config, num_return_sequences, kwargs)
             length = _longest(self, prompts, settings_of(given, self.generation_config))
             if max_batch_size is not None and max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
             drafted = _drafted(self, speculative_tokens, speculative_model, length)
-        keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
+            limits = limits_of(self, len(prompts) * copies, length, max_batch_size, drafted)
+            if common_draws and (drafted or len(prompts) * copies > limits.rows):
+                what = "drafted tokens" if drafted else f"{len(prompts) * copies} sequences in {limits.rows} rows"
+                raise ValueError(
+                    f"common_draws=True does not work with {what}: all sequences have to begin together. Pass fewer "
+                    "prompts or a larger max_batch_size, and no drafts; or leave it out"
+                )
+            keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
+            if keeps_logprobs and self.has_exact_rollouts:
+                _check_exact(self, settings_of(given, self.generation_config))
         planned: dict[str, Any] = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
         planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
         planned |= {"speculative_tokens": speculative_tokens, "speculative_model": speculative_model is not None}
+        planned |= {"common_draws": common_draws}
         require_equal(self.mesh.model, planned, "arguments of generate_batch")  # else ranks would plan other steps
         if not prompts:
             return {}
@@ -114,12 +142,13 @@ class BatchGeneratingModel(PreTrainedModel):
             self,
             prompts,
             given,
-            (copies, length, max_batch_size, drafted),
+            (copies, limits),
             keeps_logprobs=keeps_logprobs,
             keeps_times=record_timestamps,
             shows_progress=progress_bar,
             streamer=streamer,
             draft_model=speculative_model,
+            has_common_draws=common_draws,
         )
 
 
@@ -190,6 +219,18 @@ def _checked(
     return given, prompts, copies
 
 
+def _check_exact(model: Any, setting: Callable[[str], Any]) -> None:
+    """Raise ``ValueError`` if a training forward would compute other log-probabilities."""
+    if (reason := reason_of_layers(model)) is not None:
+        raise ValueError(f"generate_batch has no exact log-probabilities: {reason}")
+    for name, values in _UNCHANGED.items():
+        if setting(name) not in values:
+            raise ValueError(
+                f"{name}={setting(name)!r} changes the distribution of the tokens, and a training forward does not: "
+                "with use_exact_rollouts and return_logprobs, set the temperature only, and top_k=0"
+            )
+
+
 def _longest(model: Any, prompts: Sequence[list[int]], setting: Callable[[str], Any]) -> int:
     """Return the length of the longest possible sequence.
 
@@ -217,26 +258,27 @@ def _generate(
     model: Any,
     prompts: Sequence[list[int]],
     given: dict[str, Any],
-    sizes: tuple[int, int, int | None, int],
+    sizes: tuple[int, BatchLimits],
     keeps_logprobs: bool,
     keeps_times: bool,
     shows_progress: bool,
     streamer: Any,
     draft_model: Any,
+    has_common_draws: bool,
 ) -> dict[str, Any]:
     """Complete the prompts on this rank.
 
     Args:
-        sizes: sequences for each prompt, maximum tokens of a sequence, maximum number of rows, maximum drafted
-            tokens of a row in one step.
+        sizes: sequences for each prompt, limits of the batch.
     """
-    from oslo_models.deploy.running_batch.offline import Generated, OfflineBatch, limits_of
+    from oslo_models.deploy.running_batch.offline import Generated, OfflineBatch, leader_of
 
     require("deploy.running_batch")
-    copies, length, most_rows, drafted = sizes
-    synchronize(model.mesh.model, model.mesh.device)
-    count = len(prompts) * copies
-    seeds = torch.randint(2**63 - 1, (count,), device="cpu").tolist()
+    copies, limits = sizes
+    mesh, count = model.mesh, len(prompts) * copies
+    synchronize(mesh.model, mesh.device)
+    draws = CommonDraws(count, default_generator(mesh.device)) if has_common_draws else None
+    seeds = [0] * count if has_common_draws else torch.randint(2**63 - 1, (count,), device="cpu").tolist()
     sequences = [Generated(number, prompts[number // copies], seeds[number]) for number in range(count)]
     times: dict[int, list[float]] = {number: [] for number in range(count)}
 
@@ -248,14 +290,16 @@ def _generate(
             if ends:
                 streamer.end(number)
 
-    limits = limits_of(model, count, length, most_rows, drafted)
-    hidden = not shows_progress or model.mesh.model.rank > 0
+    hidden = not shows_progress or mesh.model.rank > 0
     drafting = nullcontext() if draft_model is None else _evaluating(draft_model)
-    with drafting, _evaluating(model), model.generating(), tqdm(total=count, disable=hidden, unit="sequence") as bar:
+    progress = tqdm(total=count, disable=hidden, unit="sequence")
+    with drafting, _evaluating(model), model.generating(), model._keeping_rounded_weights(), progress as bar:
         watches = on_token if keeps_times or streamer is not None else None
         try:
-            batch = OfflineBatch(model, limits, given, keeps_logprobs, watches, draft_model)
+            batch = OfflineBatch(model, limits, given, keeps_logprobs, watches, draft_model, draws)
             batch.run(sequences, bar.update)
+            if has_common_draws:  # only the leader has drawn
+                synchronize(mesh.model, mesh.device, leader_of(mesh))
         except torch.OutOfMemoryError:
             model._release_caches()
             raise

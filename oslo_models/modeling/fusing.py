@@ -104,10 +104,12 @@ class FusableModel(PreTrainedModel):
 
         Raises:
             ValueError: the model has no such class, or the backend, ``weights``, ``float8`` or ``symmetric_memory`` is
-                not available. The model is unchanged.
+                not available, or the model has exact rollouts. The model is unchanged.
         """
         if self.tokens is not None:
             raise ValueError("fuse() does not support sequence_parallel=True: leave one of them out")
+        if getattr(self, "has_exact_rollouts", False):
+            raise ValueError("fuse replaces layers that use_exact_rollouts needs: fused kernels sum in other orders")
         if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):
             raise ValueError(f"modules must be a list of classes such as [GPT2MLP], or None, got {modules!r}")
         check_not_quantized(

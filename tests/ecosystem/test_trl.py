@@ -12,12 +12,19 @@ pytest.importorskip("trl", reason="TRL's trainers need trl")
 from support import trl_trainers
 from support.pool import Pool
 
+ZOO = pytest.mark.zoo
 COLUMNS = {
     "SFTTrainer": ("prompt", "completion"),
     "DPOTrainer": ("prompt", "chosen", "rejected"),
     "GRPOTrainer": ("prompt",),
     "RLOOTrainer": ("prompt",),
     "RewardTrainer": ("prompt", "chosen", "rejected"),
+    "KTOTrainer": ("prompt", "completion", "label"),
+    "ORPOTrainer": ("prompt", "chosen", "rejected"),
+    "CPOTrainer": ("prompt", "chosen", "rejected"),
+    "DistillationTrainer": ("prompt",),
+    "GKDTrainer": ("prompt", "completion"),
+    "OnlineDPOTrainer": ("prompt",),
 }
 
 
@@ -46,6 +53,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "DPO, precomputed": ("DPOTrainer", {"precompute_ref_log_probs": True, "beta": 0.5}),
     "DPO, synchronized": ("DPOTrainer", {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.5}),
     "reward": ("RewardTrainer", {"center_rewards_coefficient": 0.1, "gradient_accumulation_steps": 2}),
+    "KTO, unpaired": ("KTOTrainer", {"loss_type": "apo_zero_unpaired", "gradient_accumulation_steps": 2}),
+    "KTO, precomputed": (
+        "KTOTrainer",
+        {"loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True, "beta": 0.5},
+    ),
 }
 
 
@@ -72,6 +84,36 @@ SAMPLED = {
 }
 REPLICAS = {**SAMPLED, "pad_to_multiple_of": 8}
 """With equal padding on all replicas: rotary frequencies are float32, so results depend on positions."""
+
+
+ON_ONE_REPLICA: dict[str, tuple[str, dict[str, Any]]] = {
+    "KTO": ("KTOTrainer", {"beta": 0.5, "gradient_accumulation_steps": 2}),  # pairs the rows of a batch
+    "distillation": ("DistillationTrainer", {"beta": 1.0, "max_completion_length": 6}),
+    "distillation, forward": ("DistillationTrainer", {"beta": 0.0, "gradient_accumulation_steps": 2}),
+    "distillation, mixed": ("DistillationTrainer", {"beta": 0.3, "temperature": 0.8, "max_completion_length": 6}),
+    "ORPO": ("ORPOTrainer", {"gradient_accumulation_steps": 2}),
+    "CPO": ("CPOTrainer", {"beta": 0.5}),
+    "SimPO": ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.3}),
+    "GKD": ("GKDTrainer", {"lmbda": 0.0}),
+    "online DPO": ("OnlineDPOTrainer", {"max_new_tokens": 6, "missing_eos_penalty": 0.5}),
+    "GKD, generated": ("GKDTrainer", {"lmbda": 0.5, "max_new_tokens": 6, "beta": 0.3}),
+    "GKD, by the teacher": ("GKDTrainer", {"lmbda": 0.3, "seq_kd": True, "max_new_tokens": 6, "beta": 1.0}),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [each if each in ("KTO", "distillation") else pytest.param(each, marks=ZOO) for each in ON_ONE_REPLICA]
+)
+def test_losses_over_a_batch_and_generated_completions(pool: Pool, kind: str, tmp_path: Path, seed: int) -> None:
+    name, args = ON_ONE_REPLICA[kind]
+    compare(pool, name, 2, 1, seed, tmp_path, args={"max_completion_length": 6, **args} if "dist" in kind else args)
+
+
+@pytest.mark.parametrize("kind", ["GRPOTrainer", "DistillationTrainer"])
+def test_completions_come_from_the_running_batch(pool: Pool, kind: str, tmp_path: Path, seed: int) -> None:
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS[kind])
+    args = {"output_dir": str(tmp_path), **(SAMPLED if kind == "GRPOTrainer" else {"max_completion_length": 6})}
+    pool.run(2, trl_trainers.count_batches, kind, args, rows, env=True)
 
 
 @pytest.mark.zoo
@@ -119,6 +161,7 @@ def test_evaluation(pool: Pool, kind: str, dp: int, tmp_path: Path, seed: int) -
 
 
 REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "replicas, CPO": ("CPOTrainer", 0, {}, "CPOTrainer scales its loss by the rows of one process, and 2 replicas"),
     "stages, SFT": ("SFTTrainer", 2, {}, "pipeline_parallel_size=2 only the last.*integrations.Trainer trains stages"),
     "stages, DPO": ("DPOTrainer", 2, {}, "load the model with pipeline_parallel_size=1"),
     "offloading": ("SFTTrainer", 1, {"activation_offloading": True}, "activation_offloading=True.*checkpointing=True"),
@@ -129,6 +172,12 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
         1,
         {**SAMPLED, "per_device_train_batch_size": 2},
         "is 2, which is not a multiple of the 4",
+    ),
+    "rounded weights": (
+        "GRPOTrainer",
+        1,
+        {**SAMPLED, "use_transformers_continuous_batching": True, "bf16": True},
+        "use_transformers_continuous_batching=True with bf16 or fp16 .* TRL would round the trained weights",
     ),
     "rows in memory": ("DPOTrainer", 1, {"precompute_ref_log_probs": True}, "train dataset, which is in memory"),
 }
@@ -147,5 +196,21 @@ def test_other_trainers_of_trl_are_refused(pool: Pool, tmp_path: Path, seed: int
     pool.run(2, trl_trainers.refuse_bare_mixin, {"output_dir": str(tmp_path)}, rows, env=True)
 
 
+def test_teachers_are_sharded_like_the_student(pool: Pool, tmp_path: Path, seed: int) -> None:
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS["DistillationTrainer"])
+    pool.run(2, trl_trainers.refuse_full_teacher, {"output_dir": str(tmp_path)}, rows, env=True)
+
+
+def test_trainers_below_ours_are_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS["GKDTrainer"])
+    pool.run(2, trl_trainers.refuse_derived, {"output_dir": str(tmp_path)}, rows, env=True)
+
+
 def test_head_of_trl_outside_of_our_trainers_is_refused(pool: Pool) -> None:
     pool.run(2, trl_trainers.use_fused_head_of_trl)
+
+
+def test_exact_rollouts_have_the_log_probabilities_of_the_trained_head(pool: Pool, seed: int) -> None:
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 6, ("prompt",))
+    prompts = [[int(word[1:]) for word in row["prompt"].split()] for row in rows]
+    pool.run(2, trl_trainers.compare_exact_rollouts, prompts, 0.7)

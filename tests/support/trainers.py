@@ -95,13 +95,18 @@ def watch(trainer: Any, steps: tuple[int, ...], parameters: Any) -> dict[int, di
 
 @dataclass
 class Run:
-    """Results of a training run in one process."""
+    """Results of a training run in one process.
+
+    Attributes:
+        teacher: weights of the model from which the trained one learns.
+    """
 
     name: str
     config: PreTrainedConfig
     weights: dict[str, Tensor]
     logs: list[dict[str, float]] = field(default_factory=list)
     parameters: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    teacher: dict[str, Tensor] = field(default_factory=dict)
 
 
 def in_float64(function: Any) -> Any:

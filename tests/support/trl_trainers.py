@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedConfig
@@ -24,6 +26,7 @@ from support.trainers import SHORT, Run, fresh_accelerate, in_float64, log_diffe
 
 NAME = "LlamaForCausalLM"
 REWARDED = ("GRPOTrainer", "RLOOTrainer")
+TAUGHT = ("DistillationTrainer", "GKDTrainer")
 STEPS = (1, 5)
 ARGUMENTS = {
     **SHORT,
@@ -31,7 +34,7 @@ ARGUMENTS = {
     "gradient_checkpointing": False,  # recomputation would leave float64
     "max_grad_norm": 0.5,
 }
-Rows = list[dict[str, str]]
+Rows = list[dict[str, Any]]
 
 
 class PlainScores:
@@ -58,17 +61,44 @@ class PlainScores:
         return picked, entropy, squares, mean, logits.argmax(-1) == targets
 
 
+class PlainDivergence:
+    """Replaces TRL's kernel for distillation in the same way."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float,
+        *of_models: Any,
+    ) -> tuple[Tensor, Tensor]:
+        assert of_models == (1.0, None, 1.0, None)
+        linear, kl = torch.nn.functional.linear, partial(torch.nn.functional.kl_div, reduction="none", log_target=True)
+        q = (linear(hidden, weight, bias) / temperature).log_softmax(-1)
+        p = (linear(teacher_hidden, teacher_weight, teacher_bias) / temperature).log_softmax(-1)
+        if beta == 0:
+            found = kl(q, p)
+        elif beta == 1:
+            found = kl(p, q)
+        else:
+            mixed = ((1 - beta) * q.exp() + beta * p.exp()).log()
+            found = beta * kl(mixed, p) + (1 - beta) * kl(mixed, q)
+        return found.sum(-1), -(q.exp() * q).sum(-1)
+
+
 @contextmanager
 def plain_scores() -> Iterator[None]:
-    """Let TRL use `PlainScores`."""
-    from trl.trainer import utils
+    """Let TRL use `PlainScores` and `PlainDivergence`."""
+    from trl.trainer import distillation_trainer, utils
 
-    kernel = utils._ChunkedLogProbFunction
-    utils._ChunkedLogProbFunction = PlainScores  # type: ignore[misc, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "_ChunkedLogProbFunction", PlainScores)
+        patch.setattr(distillation_trainer, "ChunkedDivergenceFunction", PlainDivergence)
         yield
-    finally:
-        utils._ChunkedLogProbFunction = kernel  # type: ignore[misc]
 
 
 def tiny_config() -> PreTrainedConfig:
@@ -95,7 +125,10 @@ def sentences(config: PreTrainedConfig, seed: int, count: int, columns: tuple[st
     def words() -> str:
         return " ".join(f"w{draw.randrange(3, config.vocab_size)}" for _ in range(draw.randrange(2, 7)))
 
-    return [{name: " " * (name != columns[0]) + words() for name in columns} for _ in range(count)]
+    rows: Rows = [{name: " " * (name != columns[0]) + words() for name in columns} for _ in range(count)]
+    if "label" in columns:
+        rows = [{**row, "label": draw.random() < 0.6} for row in rows]
+    return rows
 
 
 def unlike_words(completions: list[str], **columns: Any) -> list[float]:
@@ -114,16 +147,47 @@ def drawn_words(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {"prompt_ids": tokenizer(prompts)["input_ids"], "completion_ids": completions, "logprobs": None}
 
 
+def trl_class(name: str) -> Any:
+    """Return a class of TRL."""
+    import trl
+    from trl.experimental import cpo, gkd, online_dpo, orpo
+
+    return next(getattr(module, name) for module in (trl, cpo, gkd, online_dpo, orpo) if hasattr(module, name))
+
+
+class PromptsAndCompletions:
+    """Collates rows for `GKDTrainer`, in place of its collator for conversations."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, rows: Rows) -> dict[str, Tensor]:
+        prompts, answers = ([self.tokenizer(row[name])["input_ids"] for row in rows] for name in rows[0])
+        given = [*zip(prompts, answers, strict=True)]
+        longest = max(len(prompt + answer) for prompt, answer in given)
+        batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
+        batch |= {"prompts": [], "prompt_attention_mask": []}
+        for prompt, answer in given:
+            more, own = longest - len(prompt + answer), max(map(len, prompts)) - len(prompt)
+            batch["input_ids"].append([0] * more + prompt + answer)
+            batch["attention_mask"].append([0] * more + [1] * len(prompt + answer))
+            batch["labels"].append([-100] * (more + len(prompt)) + answer)
+            batch["prompts"].append([0] * own + prompt)
+            batch["prompt_attention_mask"].append([0] * own + [1] * len(prompt))
+        return {name: torch.tensor(values) for name, values in batch.items()}
+
+
 def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], rows: Rows, **options: Any) -> Any:
     """Return a trainer that keeps the order of the rows."""
-    import trl
     from datasets import Dataset, load_from_disk
 
     kind = next(each.__name__ for each in cls.__mro__ if each.__module__.startswith("trl."))
-    settings = getattr(trl, kind.replace("Trainer", "Config"))(**{**ARGUMENTS, **args})
-    if kind in REWARDED:
+    settings = trl_class(kind.replace("Trainer", "Config"))(**{**ARGUMENTS, **args})
+    if kind in (*REWARDED, "OnlineDPOTrainer"):
         options.setdefault("reward_funcs", unlike_words)
-    else:
+    elif kind == "GKDTrainer":
+        options["data_collator"] = PromptsAndCompletions(tiny_tokenizer(config.vocab_size))
+    if kind not in (*REWARDED, "DistillationTrainer"):
         ordered = {"_get_train_sampler": lambda self, dataset=None: SequentialSampler(dataset)}
         cls = type("Own", (cls,), ordered)
     tokenizer = tiny_tokenizer(config.vocab_size)
@@ -163,22 +227,27 @@ def generate_one_by_one(model: Any, inputs: list[list[int]], generation_config: 
 
 def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **options: Any) -> Run:
     """Train in one process with the TRL class."""
-    import trl
-
     fresh_accelerate()
     config, name = tiny_config(), NAME
     if kind == "RewardTrainer":
         config.num_labels, name = 1, "LlamaForSequenceClassification"
     model = reference_model(name, config, seed)
     run = Run(name, config, full_parameters(model))
-    if kind == "DPOTrainer" and options.get("peft_config") is None and not args.get("precompute_ref_log_probs"):
+    if kind in TAUGHT:
+        options["teacher_model"] = teacher = reference_model(name, config, seed + 1).eval()
+        run.teacher = full_parameters(teacher)
+    if (
+        kind in ("DPOTrainer", "KTOTrainer")
+        and options.get("peft_config") is None
+        and not args.get("precompute_ref_log_probs")
+    ):
         options["ref_model"] = copy.deepcopy(model).eval()
     if kind in REWARDED:  # TRL loads its reference model from a folder
         model.save_pretrained(folder := f"{args['output_dir']}/reference")
         model.config._name_or_path = folder
     if args.get("use_transformers_continuous_batching"):
         model.generate_batch = partial(generate_one_by_one, model)
-    trainer = exactly(make_trainer, getattr(trl, kind), model, config, args, rows, **options)
+    trainer = exactly(make_trainer, trl_class(kind), model, config, args, rows, **options)
     seen = watch(trainer, STEPS, adapters.trained_parameters if "peft_config" in options else full_parameters)
     exactly(trainer.train)
     run.logs, run.parameters = trainer.state.log_history, seen
@@ -193,6 +262,8 @@ def differences_on_ranks(
 
     fresh_accelerate()
     model = model_on_stages(run.name, run.config, run.weights, tp, 1)
+    if run.teacher:
+        options = {**options, "teacher_model": model_on_stages(run.name, run.config, run.teacher, tp, 1).eval()}
     trainer = exactly(make_trainer, getattr(integrations, kind), model, run.config, args, rows, **options)
     seen = watch(trainer, STEPS, parameters)
     exactly(trainer.train)
@@ -205,13 +276,65 @@ def differences_on_ranks(
     return lines
 
 
+def refuse_full_teacher(args: Mapping[str, Any], rows: Rows) -> None:
+    from oslo_models import LlamaForCausalLM, integrations
+
+    fresh_accelerate()
+    config = tiny_config()
+    model: Any = LlamaForCausalLM.from_config_with_parallel(config, 2)
+    for teacher, message in ((LlamaForCausalLM(config), "a full LlamaForCausalLM, and the student"), (None, "None")):
+        with pytest.raises(ValueError, match=f"teacher_model of DistillationTrainer is .*{message}"):
+            make_trainer(integrations.DistillationTrainer, model, config, args, rows, teacher_model=teacher)
+
+
+def refuse_derived(args: Mapping[str, Any], rows: Rows) -> None:
+    """On each rank, check that a trainer of TRL below one of ours is refused."""
+    from trl.experimental.gkd import GKDTrainer
+
+    from oslo_models import LlamaForCausalLM
+    from oslo_models.integrations import SFTTrainer
+
+    fresh_accelerate()
+    config = tiny_config()
+    model: Any = LlamaForCausalLM.from_config_with_parallel(config, 2)
+    mixed = type("Mixed", (SFTTrainer, type("Theirs", (GKDTrainer,), {})), {})
+    with pytest.raises(TypeError, match="TRL's GKDTrainer was not tested with sharded models, and Own derives from it"):
+        make_trainer(mixed, model, config, args, rows)
+
+
+def count_batches(kind: str, args: Mapping[str, Any], rows: Rows) -> None:
+    """On each rank, check that completions come from the running batch, and that it leaves nothing behind."""
+    from oslo_models import integrations, registry
+    from oslo_models.deploy.running_batch.offline import OfflineBatch
+    from oslo_models.deploy.running_batch.slot_cache import SlotCache
+
+    fresh_accelerate()
+    config, calls = tiny_config(), []
+    cls: Any = registry.find(NAME)
+    model = cls.from_config_with_parallel(config, 2)
+    options = {"teacher_model": cls.from_config_with_parallel(config, 2).eval()} if kind in TAUGHT else {}
+    trainer = exactly(make_trainer, getattr(integrations, kind), model, config, args, rows, **options)
+    run = OfflineBatch.run
+
+    class Watch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            gc.collect()
+            assert not [each for each in gc.get_objects() if isinstance(each, SlotCache)]
+
+    trainer.add_callback(Watch())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OfflineBatch, "run", lambda self, *given: (calls.append(1), run(self, *given))[1])
+        trainer.train()
+    assert len(calls) == trainer.state.max_steps and "generate" not in vars(model)
+
+
 def refuse(kind: str, pp: int, args: Mapping[str, Any], rows: Rows, message: str) -> None:
     from oslo_models import integrations, registry
 
     fresh_accelerate()
     config = tiny_config()
     cls: Any = registry.find(NAME)
-    model = cls.from_config_with_parallel(config, 2 // pp, pp)
+    model = cls.from_config_with_parallel(config, 2 // pp, pp) if pp else cls.from_config_with_parallel(config, 1)
     with pytest.raises(ValueError, match=message):
         make_trainer(getattr(integrations, kind), model, config, args, rows)
 
@@ -225,11 +348,36 @@ def refuse_bare_mixin(args: Mapping[str, Any], rows: Rows) -> None:
 
     config = tiny_config()
     bare = type("Bare", (ParallelTrainerMixin, trl.SFTTrainer), {})
-    for cls, error, message in ((bare, TypeError, "integrations.SFTTrainer"), (trl.SFTTrainer, ValueError, "Trainer")):
+    for cls, error, message in (
+        (bare, TypeError, "one of oslo_models.integrations, .*, SFTTrainer"),
+        (trl.SFTTrainer, ValueError, "Trainer"),
+    ):
         fresh_accelerate()
         model: Any = LlamaForCausalLM.from_config_with_parallel(config, 2)
         with pytest.raises(error, match=message):
             make_trainer(cls, model, config, args, rows).train()
+
+
+def compare_exact_rollouts(prompts: list[list[int]], temperature: float) -> None:
+    """On each rank, compare log-probabilities of a rollout with those of TRL's fused head in training."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    from oslo_models import LlamaForCausalLM
+    from oslo_models.integrations.trl.head import use_sharded_head
+
+    model: Any = LlamaForCausalLM.from_config_with_parallel(tiny_config(), 2, seed=0).use_exact_rollouts()
+    options = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": 8, "pad_token_id": 0}
+    outputs = model.generate_batch(prompts, None, SimpleNamespace(return_logprobs=True), **options)
+    add_fused_lm_head(model, temperature=temperature)
+    use_sharded_head(model, temperature)
+    model.train()
+    for each in outputs.values():
+        ids = torch.tensor([each.prompt_ids + each.generated_tokens])
+        labels = ids.clone()
+        labels[:, : len(each.prompt_ids)] = -100
+        found = model(input_ids=ids, labels=labels, fused_lm_head=True).log_probs
+        found.sum().backward()
+        assert found[0, len(each.prompt_ids) - 1 :].tolist() == each.logprobs
 
 
 def use_fused_head_of_trl() -> None:

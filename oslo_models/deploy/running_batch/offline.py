@@ -28,12 +28,13 @@ from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, Batc
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.row import Row, rows_of_prompt
-from oslo_models.deploy.running_batch.sampling import choose_tokens
+from oslo_models.deploy.running_batch.sampling import CommonDraws, choose_tokens
 from oslo_models.deploy.running_batch.scheduler import PADDED
 from oslo_models.deploy.running_batch.speculation import Drafts, going_on
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.distributed.collectives import all_reduce
+from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.stopping import OtherRankError
 from oslo_models.pipeline.sharded_model import ShardedModel
 
@@ -177,6 +178,11 @@ class Planner:
         return leaving
 
 
+def leader_of(mesh: ParallelMesh) -> int:
+    """Return the position of the leader among the ranks of a model."""
+    return mesh.tp.size * (mesh.pp.size - 1)
+
+
 class OfflineBatch:
     """The batch on one rank.
 
@@ -185,6 +191,7 @@ class OfflineBatch:
         keeps_logprobs: record the log-probability of each token.
         on_token: is called on this rank for each token of each sequence.
         draft_model: drafts tokens; ``None`` for prompt lookup.
+        common_draws: the random numbers of all rows, in place of a generator for each row.
     """
 
     def __init__(
@@ -195,11 +202,12 @@ class OfflineBatch:
         keeps_logprobs: bool = False,
         on_token: OnToken | None = None,
         draft_model: ShardedModel | None = None,
+        common_draws: CommonDraws | None = None,
     ) -> None:
         self._model, self._limits, self._kwargs = model, limits, kwargs
-        self._keeps_logprobs, self._on_token = keeps_logprobs, on_token
+        self._keeps_logprobs, self._on_token, self._common_draws = keeps_logprobs, on_token, common_draws
         self._axis = model.mesh.model
-        self._leads = self._axis.rank == model.mesh.tp.size * (model.mesh.pp.size - 1)
+        self._leads = self._axis.rank == leader_of(model.mesh)
         self._runner = StepRunner(model, limits, keeps_logits=True)
         self._settings, self._token_table = PlainSettings(model), TokenTable()
         self._rows: dict[int, Row] = {}
@@ -282,6 +290,9 @@ class OfflineBatch:
         made = rows_of_prompt(
             self._model, group[0].prompt, seeds, self._kwargs, self._settings, keeps_logprobs=self._keeps_logprobs
         )
+        for row in made:
+            row.common_draws = None if row.generator is None else self._common_draws
+            row.is_exact = getattr(self._model, "has_exact_rollouts", False)
         self._rows.update({row.number: row for row in made})
 
     def _take(self, rows: list[Generated], chosen: Tensor, on_end: Callable[[int], Any]) -> None:

@@ -23,9 +23,10 @@ from oslo_models.deploy.decoding import Decoding
 from oslo_models.deploy.running_batch.nucleus import faster
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.prompt_images import PromptImages
-from oslo_models.deploy.running_batch.sampling import warp_of
+from oslo_models.deploy.running_batch.sampling import CommonDraws, warp_of
 from oslo_models.deploy.running_batch.static_step import to_device
 from oslo_models.distributed.stopping import of_one_rank
+from oslo_models.layers.invariant_sums import log_probabilities
 from oslo_models.pipeline.sharded_model import ShardedModel
 
 
@@ -46,6 +47,8 @@ class Row:
         keys: the tokens of the prompt for prefix reuse; see `PromptImages`.
         scored: the function for log-probabilities in ``settings``.
         generator: set if the row samples.
+        is_exact: training computes the same log-probabilities; see `use_exact_rollouts`.
+        common_draws: random numbers of all rows, in place of the generator's; see `CommonDraws`.
         warp: the processors as a `Warp`, for batched sampling; ``None`` if a `Warp` cannot express them.
         new: the generated tokens.
         ended: the row is complete.
@@ -78,6 +81,8 @@ class Row:
         self.new: list[int] = []
         self.speculation: Any = None
         self.ended, self.shares, self.seconds = False, True, 0.0
+        self.common_draws: CommonDraws | None = None
+        self.is_exact = False
         self.generator: torch.Generator | None = None
         if self._config.do_sample:
             self.generator = torch.Generator(device).manual_seed(seed)
@@ -132,14 +137,30 @@ class Row:
         logits_V = logits_V.to(copy=True, dtype=torch.float32, device=self._device)
         scored = None if self.scored is None else logits_V.log_softmax(-1)
         scores_V = self.processed(logits_V)
-        if self.generator is not None:
+        if self.common_draws is not None:
+            token = int(
+                (scores_V.softmax(-1) / self.common_draws.next(self.number, len(self.new), scores_V)).argmax(-1)
+            )
+        elif self.generator is not None:
             token = int(torch.multinomial(scores_V.softmax(-1), 1, generator=self.generator))
         else:
             token = int(scores_V.argmax(-1))
         if self.logprobs is not None:
-            self.logprobs.append(float(scores_V.log_softmax(-1)[token]))
+            self.logprobs.append(self._log_probability(scores_V, token))
         self.take_token(token)
         return token if scored is None else self.scored(scored, token)
+
+    def _log_probability(self, scores_V: Tensor, token: int) -> float:
+        if self.is_exact:
+            return float(log_probabilities(scores_V[None], torch.tensor([token], device=scores_V.device)))
+        return float(scores_V.log_softmax(-1)[token])
+
+    def draw_(self, noise_V: Tensor) -> None:
+        """Fill a tensor with the exponentially distributed numbers for the next token."""
+        if self.common_draws is None:
+            noise_V.exponential_(1, generator=self.generator)
+        else:
+            noise_V.copy_(self.common_draws.next(self.number, len(self.new), noise_V))
 
     def processed(self, logits_V: Tensor) -> Tensor:
         """Apply the processors to float32 logits."""

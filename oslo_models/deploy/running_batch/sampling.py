@@ -40,6 +40,35 @@ class Warp(NamedTuple):
     penalty: Penalty = Penalty()
 
 
+class CommonDraws:
+    """Draws the random numbers of many rows as `generate` does: for all rows at once, ended rows included.
+
+    Rows of equal progress get numbers of one draw. No row may be more than one token ahead of the others.
+
+    Args:
+        count: number of rows.
+        generator: torch's default generator of the device.
+    """
+
+    def __init__(self, count: int, generator: torch.Generator) -> None:
+        self._count, self._generator, self._drawn = count, generator, 0
+        self._noise_BV: Tensor | None = None
+
+    def next(self, number: int, place: int, scores_V: Tensor) -> Tensor:
+        """Return exponentially distributed numbers, [V], of the type of the scores.
+
+        Args:
+            number: of the row.
+            place: number of tokens that the row has.
+        """
+        if place == self._drawn:
+            self._drawn += 1
+            self._noise_BV = scores_V.new_empty(self._count, scores_V.shape[-1])
+            self._noise_BV.exponential_(1, generator=self._generator)
+        assert self._noise_BV is not None and place == self._drawn - 1
+        return self._noise_BV[number]
+
+
 def warp_of(processors: Sequence[Any]) -> Warp | None:
     """Return the settings of logits processors; ``None`` if `Warp` cannot express one of them."""
     order = (*_PENALTIES, *_WARPERS)
@@ -124,7 +153,7 @@ def _drawn_scores(rows: Sequence[Any], scores_BV: Tensor, table: TokenTable, fai
     noise_BV = torch.ones_like(scores_BV)
     for noise_V, row, is_sampled in zip(noise_BV, rows, samples, strict=True):
         if is_sampled:
-            noise_V.exponential_(1, generator=row.generator)
+            row.draw_(noise_V)
     if all(samples):
         return scores_BV.softmax(-1) / noise_BV
     sampled_B1 = to_device(samples, scores_BV.device)[:, None].bool()

@@ -10,15 +10,17 @@ Legend:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from oslo_models.deploy.running_batch.limits import LEAST_COLUMNS, columns
+
+Stored = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SlotCache(Cache):
@@ -42,6 +44,7 @@ class SlotCache(Cache):
         keeps: keep former rows.
         is_static: steps of fixed shapes read the cache, see `static_step`. Then the columns after the rows are zeros,
             and the last column belongs to no row.
+        stored: a function from new keys and values to the ones that the cache holds; ``None`` to hold them as they are.
 
     Attributes:
         lengths: of the rows, by slot.
@@ -51,9 +54,11 @@ class SlotCache(Cache):
         allocations: number of memory allocations. Compare it to detect that addresses in the cache have changed.
     """
 
-    def __init__(self, rows: int, length: int, keeps: bool = False, is_static: bool = False) -> None:
+    def __init__(
+        self, rows: int, length: int, keeps: bool = False, is_static: bool = False, stored: Stored | None = None
+    ) -> None:
         super().__init__(layer_class_to_replicate=partial(_SlotLayer, self))
-        self._keeps, self.is_static, self.allocations = keeps, is_static, 0
+        self._keeps, self.is_static, self.stored, self.allocations = keeps, is_static, stored, 0
         self.kept: dict[int, tuple[int, int]] = {}
         self.most_rows, self.most_columns = rows, columns(length)
         self.lengths: list[int] = []
@@ -230,8 +235,14 @@ class SlotCache(Cache):
     def _take(self, slot: int, layers: Sequence[Any], row: int, stop: int, length: int) -> None:
         """Copy the ``length`` positions before column ``stop`` of a row in other layers to ``slot``."""
         for index, layer in enumerate(layers):
-            if layer.is_initialized:
+            if not layer.is_initialized:
+                continue
+            if self.stored is None or isinstance(layer, _SlotLayer):
                 self._layer(index, layer).copy(slot, layer, row, self.stop, stop, length)
+            else:
+                taken = (each[row : row + 1, :, stop - length : stop] for each in (layer.keys, layer.values))
+                made = _Held(*self.stored(*taken))
+                self._layer(index, made).copy(slot, made, 0, self.stop, length, length)
 
     def _layer(self, index: int, like: Any) -> Any:
         while len(self.layers) <= index:
@@ -248,6 +259,11 @@ class SlotCache(Cache):
                 self._layer(index, layer)
         self.rows = self.most_rows
         self._relocate(self.most_columns, 0)
+
+
+class _Held(NamedTuple):
+    keys: Tensor
+    values: Tensor
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -276,6 +292,8 @@ class _SlotLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append positions to all rows. Return the keys and values of the window, including the new positions."""
+        if self._cache.stored is not None:
+            key_states, value_states = self._cache.stored(key_states, value_states)
         if not self.fits(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
         cache = self._cache

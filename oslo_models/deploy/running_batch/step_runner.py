@@ -12,6 +12,7 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -31,10 +32,18 @@ from oslo_models.deploy.running_batch.prompt_images import (
     PromptInProgress,
     share_failure,
 )
-from oslo_models.deploy.running_batch.slot_cache import SlotCache
+from oslo_models.deploy.running_batch.slot_cache import SlotCache, Stored
 from oslo_models.deploy.running_batch.static_step import StaticSteps, to_device
 from oslo_models.deploy.running_batch.step import Step
+from oslo_models.layers.invariant_sums import rounded_states
 from oslo_models.pipeline.sharded_model import ShardedModel
+
+
+def stored_states(model: ShardedModel) -> Stored | None:
+    """Return the function that rounds keys and values for `use_exact_rollouts`; ``None`` for other models."""
+    if not getattr(model, "has_exact_rollouts", False):
+        return None
+    return partial(rounded_states, most=model.config.get_text_config(decoder=True).max_position_embeddings)
 
 
 class StepRunner:
@@ -62,12 +71,13 @@ class StepRunner:
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
         capture, self.eager_reason = capture_of(model)
-        self.rows = SlotCache(limits.rows, limits.length, limits.reuse, is_static=capture is not None)
+        stored = stored_states(model)
+        self.rows = SlotCache(limits.rows, limits.length, limits.reuse, capture is not None, stored)
         self.static: StaticSteps | None = None
         if capture is not None:
             config = model.config.get_text_config(decoder=True)
             self.static = StaticSteps(self._forward, self.rows, config, capture, limits.drafted)
-        self.prompt = SlotCache(1, limits.length)
+        self.prompt = SlotCache(1, limits.length, stored=stored)
         self.numbers: list[int] = []
         self.images: PromptImages | None = None
         self._seen: PromptInProgress | None = None  # the images of the prompt in prefill

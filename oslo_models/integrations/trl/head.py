@@ -11,6 +11,7 @@ import functools
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput
 
@@ -18,6 +19,7 @@ from oslo_models.distributed.grad_overflow import propagate_overflow_after_backw
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.integrations.accelerator import find_parallel_model
 from oslo_models.layers.cross_entropy import VocabShard
+from oslo_models.layers.invariant_sums import WithValue, log_probabilities
 from oslo_models.layers.token_statistics import LogitScaling, TokenStatistics, token_statistics
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.sharding.model_protocol import TransformersModel
@@ -39,7 +41,7 @@ def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
 
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if fused_lm_head and _vocabulary(self) is not None:
+        if fused_lm_head and vocabulary(self) is not None:
             return _fused_forward(self, args, temperature, **kwargs)
         return of_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
 
@@ -48,7 +50,7 @@ def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
     model.forward = MethodType(marked, model)
 
 
-def _vocabulary(model: TransformersModel) -> VocabShard | None:
+def vocabulary(model: TransformersModel) -> VocabShard | None:
     """Return this rank's vocabulary shard of the LM head; ``None`` if the head is not sharded."""
     head = model.get_output_embeddings()
     layout = getattr(head, "layouts", {}).get("weight")
@@ -93,11 +95,18 @@ def _fused_forward(
 
 
 def _score(model: TransformersModel, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> TokenStatistics:
-    head, shard = model.get_output_embeddings(), _vocabulary(model)
+    head, shard = model.get_output_embeddings(), vocabulary(model)
     assert shard is not None
     weight, bias = head.weight, head.bias
+    scaling = logit_scaling(model.config, temperature)
     with without_override():
-        return token_statistics(hidden_ND, weight, bias, target_N, shard, logit_scaling(model.config, temperature))
+        found = token_statistics(hidden_ND, weight, bias, target_N, shard, scaling)
+    if not getattr(model, "has_exact_rollouts", False):
+        return found
+    with torch.no_grad(), without_override():
+        scores_NV = scaling.apply(head.product(hidden_ND, weight, bias).float())
+        value_N = log_probabilities(scores_NV, target_N, shard.axis, shard.local[0])
+    return found._replace(log_probs=WithValue.apply(found.log_probs, value_N))
 
 
 def logit_scaling(config: Any, temperature: float) -> LogitScaling:

@@ -59,6 +59,10 @@ def refused_options(args: Any) -> dict[str, tuple[Any, str]]:
             given("use_vllm"),
             "vLLM would get the shards of one rank as weights; leave it out: the sharded model itself generates",
         ),
+        "use_transformers_continuous_batching=True with bf16 or fp16": (
+            given("use_transformers_continuous_batching") and (given("bf16") or given("fp16")),
+            "TRL would round the trained weights to 16 bits; leave it out: the running batch generates without it",
+        ),
         "cast_lm_head_to_fp32=True": (
             given("cast_lm_head_to_fp32"),
             "it replaces the forward of the sharded head; leave it out: probabilities are computed in float32",

@@ -1,0 +1,103 @@
+"""Generates the completions of TRL's trainers in the running batch, if they have the tokens of `generate`.
+
+A row of the running batch leaves after its last token, and equal prompts are computed once, so completions of different
+lengths take less time. See *Rollouts* in the benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oslo_models.deploy.generation_limits import settings_of
+from oslo_models.deploy.running_batch.admission import reason_against, unsupported_setting
+from oslo_models.deploy.running_batch.offline import limits_of
+from oslo_models.deploy.running_batch.penalties import Penalty
+from oslo_models.deploy.running_batch.plain_settings import PlainSettings
+from oslo_models.deploy.running_batch.row import rows_of_prompt
+from oslo_models.integrations.accelerator import find_parallel_model
+from oslo_models.modeling.base import ParallelModel
+
+
+@contextmanager
+def generating_in_batch(module: Any) -> Iterator[None]:
+    """Context in which ``generate`` of a sharded model uses the running batch for calls with the same result.
+
+    Args:
+        module: the model, with or without wrappers.
+    """
+    model = find_parallel_model(module)
+    if model is None:
+        yield
+        return
+    is_training, own = model.training, model.generate
+
+    def generate(input_ids: Any = None, attention_mask: Any = None, generation_config: Any = None, **rest: Any) -> Any:
+        if not rest and joins_batch(model, input_ids, attention_mask, generation_config):
+            return _generate(model, input_ids, attention_mask, generation_config)
+        return own(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **rest)
+
+    changed: Any = model
+    changed.generate = generate
+    try:
+        yield
+    finally:
+        del changed.generate
+        if model.training != is_training:  # TRL ends its own continuous batching in training mode
+            model.train(is_training)
+
+
+def joins_batch(model: ParallelModel, input_ids: Any, attention_mask: Any, config: Any) -> bool:
+    """Return whether a call of ``generate`` has the same tokens in the running batch, and is not slower there.
+
+    Rows of the batch have no padding and begin together. So no logits processor may read the tokens of a row, and all
+    rows have to fit. A fused model has faster decoding steps in ``generate``.
+
+    Args:
+        input_ids, attention_mask: [rows, length].
+        config: a ``GenerationConfig``.
+    """
+    if not isinstance(input_ids, Tensor) or not isinstance(attention_mask, Tensor) or config is None:
+        return False
+    assert model.mesh is not None
+    if model._fusion is not None or model.mesh.has_experts_over_replicas or reason_against(model.config) is not None:
+        return False
+    given = {"generation_config": config}
+    setting = settings_of(given, model.generation_config)
+    is_plain = all(setting(name) is None for name in ("max_time", "stop_strings"))
+    if not is_plain or setting("max_new_tokens") is None or unsupported_setting(given, model.generation_config):
+        return False
+    count, length = input_ids.shape
+    limits = limits_of(model, count, length + setting("max_new_tokens"), None)
+    if not 1 < count <= limits.rows or _has_dropout(model):
+        return False
+    settings = PlainSettings(model)
+    (row,) = rows_of_prompt(model, _prompts(input_ids[:1], attention_mask)[0], [(0, 0)], given, settings)
+    return row.warp is not None and row.warp.penalty == Penalty()
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Return whether ``generate`` would drop activations, as it does in training mode."""
+    if not model.training:
+        return False
+    config: Any = model.config
+    rates = [rate for name, rate in vars(config.get_text_config(decoder=True)).items() if "drop" in name]
+    rates += [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _prompts(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:
+    return [ids_L[mask_L.bool()].tolist() for ids_L, mask_L in zip(ids_BL, mask_BL, strict=False)]
+
+
+def _generate(model: ParallelModel, ids_BL: Tensor, mask_BL: Tensor, config: Any) -> Tensor:
+    """Return prompts and new tokens, padded as by ``generate``."""
+    outputs = model.generate_batch(_prompts(ids_BL, mask_BL), config, common_draws=True)
+    new = [torch.tensor(each.generated_tokens, dtype=ids_BL.dtype) for each in outputs.values()]
+    pad = settings_of({"generation_config": config}, model.generation_config)("pad_token_id")
+    new_BL = nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=0 if pad is None else pad)
+    return torch.cat((ids_BL, new_BL.to(ids_BL.device)), 1)
