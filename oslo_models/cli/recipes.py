@@ -23,7 +23,8 @@ Further keys:
   devices                 processes on this machine (default: one per GPU)
   nnodes, rdzv_endpoint   machines, and HOST:PORT of the first one; run the same command on each
 
-Inside torchrun, or where RANK and WORLD_SIZE are set, the command joins the processes that run."""
+Inside torchrun, Ray Train and srun of SLURM, or where RANK and WORLD_SIZE are set, the command joins the processes that
+run."""
 DESCRIPTIONS = {
     task: f"""\
 Train a recipe over several devices. A recipe has the keys of `trl {task} --config`; every key is a flag too. The same

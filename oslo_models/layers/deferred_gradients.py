@@ -315,7 +315,9 @@ def _is_deferrable(x: Any, weight: Tensor, bias: Any) -> bool:
         return False
     if x.dim() < 2 or (x.dim() == 2 and x.stride(1) != 1) or (bias is not None and bias.dim() != 1):
         return False
-    if has_dispatch_mode() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if has_dispatch_mode() and not x.is_meta:  # meta tensors have no bits, and a plan counts their memory
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False  # checkpointed code is computed again without this mode
     if torch.is_autocast_enabled(x.device.type):
         return torch.float64 not in (x.dtype, weight.dtype)
