@@ -21,8 +21,8 @@ COLUMNS = {
 }
 
 
-def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, **settings: Any) -> None:
-    """Train on one process with the batches of all replicas, and on ``tp * dp`` ranks."""
+def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, pp: int = 1, **settings: Any) -> None:
+    """Train on one process with the batches of all replicas, and on ``tp * pp * dp`` ranks."""
     args, options = settings.get("args", {}), {**settings.get("options", {})}
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS[kind])
     args = {"output_dir": str(folder), **args}
@@ -34,7 +34,8 @@ def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, **
     if args.get("precompute_ref_log_probs"):
         options["rows_in"] = str(folder / "rows")
     run = trl_trainers.reference_run(kind, seed, total, rows, **options)
-    for lines in pool.run(tp * dp, trl_trainers.differences_on_ranks, run, kind, tp, args, rows, options, env=True):
+    train = trl_trainers.differences_on_ranks
+    for lines in pool.run(tp * pp * dp, train, run, kind, tp, args, rows, options, pp, env=True):
         assert not lines, "\n".join(lines[:30])
 
 
@@ -53,6 +54,26 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_tensor_parallel(pool: Pool, kind: str, tmp_path: Path, seed: int) -> None:
     name, args = KINDS[kind]
     compare(pool, name, 2, 1, seed, tmp_path, args=args)
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "more"),
+    [
+        (1, 1, {}),
+        *(
+            pytest.param(*each, marks=pytest.mark.zoo)
+            for each in ((2, 1, {}), (1, 2, {"eval_strategy": "steps", "eval_steps": 2}), (1, 1, {"packing": True}))
+        ),
+    ],
+    ids=["stages", "tp=2", "dp=2, evaluated", "packed"],
+)
+def test_supervised_fine_tuning_on_stages(
+    pool: Pool, tp: int, dp: int, more: dict[str, Any], tmp_path: Path, seed: int
+) -> None:
+    args = {"gradient_accumulation_steps": 2, **more}
+    total = {"per_device_eval_batch_size": 8 * dp} if more else {}
+    args |= {"per_device_eval_batch_size": 8} if more else {}
+    compare(pool, "SFTTrainer", tp, dp, seed, tmp_path, pp=2, args=args, total=total)
 
 
 @pytest.mark.zoo
@@ -119,7 +140,12 @@ def test_evaluation(pool: Pool, kind: str, dp: int, tmp_path: Path, seed: int) -
 
 
 REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
-    "stages, SFT": ("SFTTrainer", 2, {}, "pipeline_parallel_size=2 only the last.*integrations.Trainer trains stages"),
+    "stages, dft": (
+        "SFTTrainer",
+        2,
+        {"loss_type": "dft"},
+        "loss 'dft' .*pipeline_parallel_size=2 only .*loss_type='nll'",
+    ),
     "stages, DPO": ("DPOTrainer", 2, {}, "load the model with pipeline_parallel_size=1"),
     "offloading": ("SFTTrainer", 1, {"activation_offloading": True}, "activation_offloading=True.*checkpointing=True"),
     "Liger": ("SFTTrainer", 1, {"use_liger_kernel": True}, "use_liger_kernel=True.*fuse"),

@@ -1,4 +1,4 @@
-"""A recipe joins the tasks of SLURM's `srun`, which is absent here: processes with its variables stand for the tasks."""
+"""A recipe joins the tasks of SLURM's `srun`. Processes with its variables stand for the tasks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_variables_of_a_task() -> None:
     }
     assert torch_variables({**STEP, "SLURM_STEP_NODELIST": "a-1,b[2-3]"})["MASTER_ADDR"] == "a-1"
     del (without := dict(STEP))["SLURM_STEP_NODELIST"]
-    with pytest.raises(ValueError, match="SLURM_STEP_NUM_TASKS=5 without 'SLURM_STEP_NODELIST': set RANK, .*nnodes"):
+    with pytest.raises(ValueError, match=r"SLURM_STEP_NUM_TASKS=5 without 'SLURM_STEP_NODELIST': set RANK, .*nnodes"):
         torch_variables(without)
 
 

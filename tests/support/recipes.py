@@ -51,6 +51,16 @@ def write_recipe(folder: Path, task: str, seed: int, **keys: Any) -> Path:
     return path
 
 
+def without_sizes(recipe: Path) -> Path:
+    """Write a copy of a recipe without the keys that TRL lacks."""
+    from oslo_models.recipes.keys import ParallelArguments
+
+    keys = yaml.safe_load(recipe.read_text())
+    path = recipe.with_stem(f"{recipe.stem}-trl")
+    path.write_text(yaml.safe_dump({key: keys[key] for key in keys.keys() - vars(ParallelArguments()).keys()}))
+    return path
+
+
 def run_trl(task: str, recipe: Path, output: Path, splits: dict[str, Any]) -> None:
     """Train a recipe in this process by TRL's own command, in float64.
 
