@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
         "SFTTrainer",
         2,
         {"loss_type": "dft"},
-        "loss 'dft' .*pipeline_parallel_size=2 only .*loss_type='nll'",
+        "loss 'dft' .*_size=2 only .*loss_type='nll'",
     ),
     "stages, DPO": ("DPOTrainer", 2, {}, "load the model with pipeline_parallel_size=1"),
     "offloading": ("SFTTrainer", 1, {"activation_offloading": True}, "activation_offloading=True.*checkpointing=True"),

@@ -31,9 +31,9 @@ SHORT = {
 }
 
 
-def write_model(folder: Path, seed: int) -> None:
-    """Save a tiny Llama in float64 with its tokenizer."""
-    model = reference_model(NAME, tiny_config(), seed).double()
+def write_model(folder: Path, seed: int, name: str = NAME, config: Any = None) -> None:
+    """Save a tiny model, by default a Llama, in float64 with its tokenizer."""
+    model = reference_model(name, config or tiny_config(), seed).double()
     model.config.dtype = torch.float64
     model.save_pretrained(folder / "model")
     tiny_tokenizer(model.config.vocab_size).save_pretrained(folder / "model")
