@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import bisect
 import json
 import shutil
 import subprocess
@@ -198,13 +198,14 @@ def test_a_model_that_one_process_cannot_hold_is_truncated(
         return reference.blocks_that_fit(cls, config, torch.float32)
 
     depth = config.num_hidden_layers
-    least = next(size for size in itertools.count(1 << 16, 1 << 12) if fit(size) is None)
-    assert fit(least - (1 << 12)) == depth - 1
-    with pytest.raises(ValueError, match="one block of Qwen3ForCausalLM .* needs more than the"):
+    sizes = range(1 << 12, 1 << 26, 1 << 10)
+    least = sizes[bisect.bisect_left(sizes, True, key=lambda size: size > 1 << 16 and fit(size) is None)]
+    assert fit(least - (1 << 10)) == depth - 1
+    with pytest.raises(ValueError, match=r"one block of Qwen3ForCausalLM .* needs more than the"):
         fit(1 << 10)
     plain_model(NAME).float().save_pretrained(tmp_path / "model")
     monkeypatch.setattr(certificate, "_run_ranks", partial(_run_in_pool, pool))
-    fit(least - (1 << 12))
+    fit(least - (1 << 10))
     found = certificate.verify(tmp_path / "model", 2, length=16)
     assert found.passed and f"only the first {depth - 1} blocks of each stack are compared" in str(found), str(found)
 
