@@ -625,7 +625,7 @@ SLOW: dict[str, list[Row]] = {
             {"kind": "SFT"},
         ),
         (f"{TRL}.refusals:check_trl_arguments", "if given:", "if False:", REFUSES, {"what": "offloading"}),
-        (f"{TRL}.refusals:check_trl_arguments", "mesh.pp.size > 1", "False", REFUSES, {"what": "stages, SFT"}),
+        (f"{TRL}.refusals:check_trl_arguments", "mesh.pp.size > 1", "False", REFUSES, {"what": "stages, DPO"}),
         (
             f"{TRAINER}:ParallelTrainerMixin._check_class",
             "of_trl is not None",
