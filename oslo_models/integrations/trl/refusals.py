@@ -13,6 +13,9 @@ _COMPARED = (
 )
 """Arguments that determine the number of steps and collectives, and their results. They must be equal on all ranks."""
 
+OF_MODELS = ("nll", "chunked_nll")
+"""Values of ``loss_type`` with the loss that a model computes itself."""
+
 
 def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
     """Check the arguments of a TRL trainer. A collective of all ranks.
@@ -28,7 +31,7 @@ def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
     mesh = model.mesh
     with agree(mesh.world, f"checking arguments of {trainer}"):
         loss = getattr(args, "loss_type", "nll")
-        if mesh.pp.size > 1 and (trainer != "SFTTrainer" or loss != "nll"):
+        if mesh.pp.size > 1 and (trainer != "SFTTrainer" or loss not in OF_MODELS):
             instead = ", or loss_type='nll'" if trainer == "SFTTrainer" else ""
             raise ValueError(
                 f"TRL's {trainer} computes its loss{f' {loss!r}' if instead else ''} from the logits itself, and with "

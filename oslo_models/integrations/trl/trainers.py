@@ -73,7 +73,7 @@ class SFTTrainer(_TRLMixin, sft_trainer.SFTTrainer):  # type: ignore[misc]
         model = self._staged
         if model is None:
             return
-        if self.aux_loss_enabled:
+        if getattr(self, "aux_loss_enabled", False):
             raise ValueError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef}: on pipeline stages, the auxiliary loss would be of "
                 "micro-batches; set router_aux_loss_coef=0.0, or load the model with pipeline_parallel_size=1"
