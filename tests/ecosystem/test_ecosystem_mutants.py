@@ -615,7 +615,7 @@ SLOW: dict[str, list[Row]] = {
             ", **items",
             "",
             "test_supervised_fine_tuning_on_stages",
-            {"tp": 1, "dp": 1, "more": {}},
+            {"case": "alone"},
         ),
         (
             f"{TRL}.head:_score",

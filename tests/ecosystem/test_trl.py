@@ -56,24 +56,21 @@ def test_tensor_parallel(pool: Pool, kind: str, tmp_path: Path, seed: int) -> No
     compare(pool, name, 2, 1, seed, tmp_path, args=args)
 
 
+STAGES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "alone": (1, 1, {}),
+    "tp=2": (2, 1, {}),
+    "dp=2": (1, 2, {}),
+    "packed": (1, 1, {"packing": True}),
+    "evaluated": (1, 1, {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}),
+}
+
+
 @pytest.mark.parametrize(
-    ("tp", "dp", "more"),
-    [
-        (1, 1, {}),
-        *(
-            pytest.param(*each, marks=pytest.mark.zoo)
-            for each in ((2, 1, {}), (1, 2, {"eval_strategy": "steps", "eval_steps": 2}), (1, 1, {"packing": True}))
-        ),
-    ],
-    ids=["stages", "tp=2", "dp=2, evaluated", "packed"],
+    "case", [each if each == "alone" else pytest.param(each, marks=pytest.mark.zoo) for each in STAGES]
 )
-def test_supervised_fine_tuning_on_stages(
-    pool: Pool, tp: int, dp: int, more: dict[str, Any], tmp_path: Path, seed: int
-) -> None:
-    args = {"gradient_accumulation_steps": 2, **more}
-    total = {"per_device_eval_batch_size": 8 * dp} if more else {}
-    args |= {"per_device_eval_batch_size": 8} if more else {}
-    compare(pool, "SFTTrainer", tp, dp, seed, tmp_path, pp=2, args=args, total=total)
+def test_supervised_fine_tuning_on_stages(pool: Pool, case: str, tmp_path: Path, seed: int) -> None:
+    tp, dp, more = STAGES[case]
+    compare(pool, "SFTTrainer", tp, dp, seed, tmp_path, pp=2, args={"gradient_accumulation_steps": 2, **more})
 
 
 @pytest.mark.zoo
