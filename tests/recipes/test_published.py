@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import yaml
 pytest.importorskip("trl", reason="recipes are TRL's")
 
 from support import recipes
+from support.doc_pages import inside
 from support.pool import Pool
 from support.reference import TOLERANCE
 from support.trainers import fresh_accelerate
@@ -55,8 +55,8 @@ def write_stand_ins(folder: Path, dataset: str, columns: tuple[str, ...], seed: 
 
 
 def run_in(folder: Path, task: str, argv: list[str]) -> None:
-    os.chdir(folder)
-    recipes.run_on_rank(task, argv)
+    with inside(folder):
+        recipes.run_on_rank(task, argv)
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
