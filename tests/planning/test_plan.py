@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import LlamaConfig, MistralConfig, Qwen3MoeConfig, T5Config
 
 import oslo_models
@@ -26,6 +27,7 @@ from oslo_models.planning.memory import make_job
 from oslo_models.planning.picture import COLORS, page
 from oslo_models.planning.sizes import choose_sizes, parse_devices
 
+from support.hub_server import hub_server, using_hub
 from support.pool import Pool
 
 SIZES: dict[str, Any] = {
@@ -146,6 +148,24 @@ def test_sizes_are_chosen_for_the_devices(file: str, tmp_path: Path, capsys: pyt
     assert "2 replicas" in capsys.readouterr().out
     assert cli.main([*common, "--devices", "2x0.1MB"]) == 1
     assert "would fit: " in capsys.readouterr().out
+
+
+def test_only_the_configuration_is_downloaded(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    with hub_server() as hub, using_hub(hub.url):
+        hub.repos["some/model"] = {
+            "config.json": Path(file).read_bytes(),
+            "model.safetensors": b"",
+            "tokenizer.json": b"",
+        }
+        assert cli.main(["plan", "some/model", "--length", "16", "--task", "full"]) == 0
+    assert "LlamaForCausalLM, full, 1 x 16 tokens" in capsys.readouterr().out
+    assert [path.name for path in cache.rglob("*") if "snapshots" in path.parts and not path.is_dir()] == [
+        "config.json"
+    ]
 
 
 def test_shares_and_blocks_are_chosen_for_unequal_devices(file: str, capsys: pytest.CaptureFixture[str]) -> None:
