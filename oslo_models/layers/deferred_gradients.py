@@ -257,7 +257,7 @@ class _Recording(TorchFunctionMode):
         self, x: Tensor, weight: nn.Parameter, value: Tensor, bias: Any, is_io: bool, way: str | None
     ) -> Tensor:
         self._gradients.deferred.add(id(weight))
-        if torch.is_autocast_enabled(x.device.type):
+        if _is_cast(x):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, value = self._cast(x, dtype), self._deferred.cast(weight, dtype)
             bias = None if bias is None else bias.to(dtype)
@@ -309,6 +309,11 @@ def _has_graph(result: Any) -> bool:
     return isinstance(found, Tensor) and found.requires_grad
 
 
+def _is_cast(x: Tensor) -> bool:
+    """Return whether autocast is on. It does not know meta tensors."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def _is_deferrable(x: Any, weight: Tensor, bias: Any) -> bool:
     """Return whether `_DeferredProduct` computes this product and its gradients like torch, bit for bit."""
     if type(x) is not Tensor or not x.requires_grad or not torch.is_grad_enabled() or x.layout is not torch.strided:
@@ -319,7 +324,7 @@ def _is_deferrable(x: Any, weight: Tensor, bias: Any) -> bool:
         return False
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False  # checkpointed code is computed again without this mode
-    if torch.is_autocast_enabled(x.device.type):
+    if _is_cast(x):
         return torch.float64 not in (x.dtype, weight.dtype)
     return x.dtype == weight.dtype
 
