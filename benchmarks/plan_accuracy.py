@@ -33,7 +33,7 @@ LLAMA = {
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512},
 }
 WIDE = {**LLAMA, "hidden_size": 768, "intermediate_size": 2112}
-"""For adapters: their states are small, so that a rank is mostly weights and activations."""
+"""For ranks with little beside weights, so that the few MB by which processes differ weigh less."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Case:
 CASES: dict[str, Case] = {
     "GPT-2": Case("GPT2LMHeadModel", {"vocab_size": 4096, "n_embd": 256, "n_layer": 4, "n_head": 8}),
     "Llama": Case("LlamaForCausalLM", LLAMA),
-    "Llama, bfloat16": Case("LlamaForCausalLM", LLAMA, options={"dtype": "bfloat16"}),
-    "Llama, checkpointing": Case("LlamaForCausalLM", LLAMA, checkpoints=True),
-    "Llama, zb-h1": Case("LlamaForCausalLM", LLAMA, sizes=((1, 2),), options={"dtype": "float32", "schedule": "zb-h1"}),
+    "Llama, bfloat16": Case("LlamaForCausalLM", WIDE, options={"dtype": "bfloat16"}),
+    "Llama, checkpointing": Case("LlamaForCausalLM", WIDE, checkpoints=True),
+    "Llama, zb-h1": Case("LlamaForCausalLM", WIDE, sizes=((1, 2),), options={"dtype": "float32", "schedule": "zb-h1"}),
     "Llama, LoRA": Case("LlamaForCausalLM", WIDE, "lora", ((8, 256), (16, 64))),
     "Llama, QLoRA": Case("LlamaForCausalLM", WIDE, "qlora", ((8, 256), (16, 64))),
     "Llama, served": Case("LlamaForCausalLM", WIDE, "serve", ((16, 512), (32, 128))),
