@@ -1,7 +1,8 @@
 """Fine-tune one recipe by `oslo-models sft` on two ranks, by `trl sft`, and with `device_map`, in turn.
 
-Each program is a new process with the same cores in total. Prints a row for each run: seconds of a step, and peaks of
-anonymous memory, sampled every 20 ms: of the fullest process, and of all processes together.
+Each program is a new process with the same cores in total. ``python -m benchmarks.fine_tuning`` writes a row for each
+run to ``fine_tuning.csv``: seconds of a step, and peaks of anonymous memory, sampled every 20 ms: of the fullest
+process, and of all processes together. Then it prints the table of docs/guides/fine-tune.md, with medians.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import csv
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import COMMON
+from benchmarks.records import stamp
 from oslo_models.starting import python_module
 
-COLUMNS = ("program", "run", "seconds of a step", "MB of the fullest process", "MB of all")
+RESULTS = Path(__file__).with_suffix(".csv")
+FIGURES = ("seconds of a step", "MB of the fullest process", "MB of all processes")
+COLUMNS = ("date", "commit", "machine", "versions", "program", "run", *FIGURES)
 SIZES: dict[str, Any] = {
     **{"vocab_size": 4096, "hidden_size": 640, "intermediate_size": 1760, "num_hidden_layers": 10},
     **{"num_attention_heads": 10, "num_key_value_heads": 5, "max_position_embeddings": 512, "eos_token_id": 0},
@@ -107,26 +112,38 @@ def _step_seconds(log: Path, output: Path) -> float:
     return 1 / float(text.lstrip("':\" ").split(",")[0].strip("'\"} \n"))
 
 
+def table(rows: list[dict[str, str]]) -> list[str]:
+    """Return the medians of the runs of each program as lines of a Markdown table."""
+    lines = [f"| program | {' | '.join(FIGURES)} |", f"|---|{'---:|' * len(FIGURES)}"]
+    for program in PROGRAMS:
+        runs = [row for row in rows if row["program"] == program]
+        seconds, *sizes = (statistics.median(float(run[figure]) for run in runs) for figure in FIGURES)
+        lines.append(f"| `{program}` | {seconds:.2f} | {' | '.join(f'{size:,.0f}' for size in sizes)} |")
+    return lines
+
+
 def main() -> int:
     """Run every program."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fine_tuning", description=__doc__)
     parser.add_argument("--repeat", metavar="N", type=int, default=3, help="runs of each program (default: 3)")
     parser.add_argument("--steps", metavar="N", type=int, default=8, help="steps of a run (default: 8)")
-    parser.add_argument("--only", default="", help="programs whose names contain this text")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="also write the rows as CSV")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, one run of two steps")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, one run of two steps; writes nothing")
     args = parser.parse_args()
-    rows: list[tuple[Any, ...]] = []
+    rows: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as name:
         write_files(Path(name), TINY if args.smoke else SIZES)
         for number in range(1 if args.smoke else args.repeat):
-            for program in [program for program in PROGRAMS if args.only in program]:
+            for program in PROGRAMS:
                 figures = run(program, Path(name), 2 if args.smoke else args.steps)
-                rows.append((program, number + 1, *(f"{figure:.3f}" for figure in figures)))
-                print(*rows[-1], sep="\t", flush=True)
-    if args.out is not None:
-        with args.out.open("w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *rows])
+                found = (program, str(number + 1), *(f"{figure:.3f}" for figure in figures))
+                print(*found, sep="\t", flush=True)
+                rows.append({**stamp(), **dict(zip(COLUMNS[4:], found, strict=True))})
+    if not args.smoke:
+        with RESULTS.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        print("\n".join(table(rows)))
     return 0
 
 

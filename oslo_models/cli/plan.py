@@ -55,6 +55,8 @@ def add_arguments(
     lists: dict[str, Any] = {"metavar": "N,N", "type": sizes}
     add("--tensor-parallel-shares", **lists, help="part of each layer on each rank (default: equal, or chosen)")
     add("--blocks-per-stage", **lists, help="blocks of each stage (default: by parameters, or chosen)")
+    orders = "order of the micro-batches of stages: 1f1b or zb-h1 (default: %(default)s)"
+    add("--schedule", metavar="NAME", default="1f1b", help=orders)
     add("--expert-parallel-size", **numbers, default=1, help="groups of ranks that divide experts (default: 1)")
     add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as the configuration says)")
     add("--lora-rank", **numbers, default=16, help="rank of the adapters (default: %(default)s)")
@@ -98,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
             device_type=args.device_type,
             tensor_parallel_shares=args.tensor_parallel_shares,
             blocks_per_stage=args.blocks_per_stage,
+            schedule=args.schedule,
         )
         found = None if args.dry_run is None else dry_run.dry_run(job, args.dry_run)
         if found is None:

@@ -19,11 +19,14 @@ Further keys:
   tensor_parallel_size    ranks over which each layer is sharded (default: as few GPUs as fit; on CPUs, all processes)
   tensor_parallel_shares  part of each layer on each rank, such as [2, 1, 1] for unequal devices (default: equal)
   expert_parallel_size    groups of ranks that divide the experts (default: 1)
+  pipeline_parallel_size  stages, with micro_batch_size rows at a time (sft and pretrain only, default: 1)
+  schedule                schedule of the stages: 1f1b or zb-h1 (default: 1f1b)
   fuse                    replace modules by fused ones where they are faster
   devices                 processes on this machine (default: one per GPU)
   nnodes, rdzv_endpoint   machines, and HOST:PORT of the first one; run the same command on each
 
-Inside torchrun, or where RANK and WORLD_SIZE are set, the command joins the processes that run."""
+Inside torchrun, Ray Train and srun of SLURM, or where RANK and WORLD_SIZE are set, the command joins the processes that
+run."""
 DESCRIPTIONS = {
     task: f"""\
 Train a recipe over several devices. A recipe has the keys of `trl {task} --config`; every key is a flag too. The same
@@ -50,8 +53,6 @@ The model and the data:
   data, data_weights      names of datasets without .bin and .idx, and the share of each
   max_length              tokens per sample (default: 1024)
   validation_share        share of the documents to evaluate on (default: 0)
-  pipeline_parallel_size  stages, with micro_batch_size rows at a time (default: 1)
-  schedule                schedule of the stages: 1f1b or zb-h1 (default: 1f1b)
 
 {_OWN}
 Needs: pip install "oslo-models[recipes]"

@@ -257,7 +257,7 @@ class _Recording(TorchFunctionMode):
         self, x: Tensor, weight: nn.Parameter, value: Tensor, bias: Any, is_io: bool, way: str | None
     ) -> Tensor:
         self._gradients.deferred.add(id(weight))
-        if torch.is_autocast_enabled(x.device.type):
+        if _is_cast(x):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, value = self._cast(x, dtype), self._deferred.cast(weight, dtype)
             bias = None if bias is None else bias.to(dtype)
@@ -309,15 +309,22 @@ def _has_graph(result: Any) -> bool:
     return isinstance(found, Tensor) and found.requires_grad
 
 
+def _is_cast(x: Tensor) -> bool:
+    """Return whether autocast is on. It does not know meta tensors."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def _is_deferrable(x: Any, weight: Tensor, bias: Any) -> bool:
     """Return whether `_DeferredProduct` computes this product and its gradients like torch, bit for bit."""
     if type(x) is not Tensor or not x.requires_grad or not torch.is_grad_enabled() or x.layout is not torch.strided:
         return False
     if x.dim() < 2 or (x.dim() == 2 and x.stride(1) != 1) or (bias is not None and bias.dim() != 1):
         return False
-    if has_dispatch_mode() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if has_dispatch_mode() and not x.is_meta:  # meta tensors have no bits, and a plan counts their memory
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False  # checkpointed code is computed again without this mode
-    if torch.is_autocast_enabled(x.device.type):
+    if _is_cast(x):
         return torch.float64 not in (x.dtype, weight.dtype)
     return x.dtype == weight.dtype
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,6 @@ from oslo_models.modeling.meta_device import meta_device
 from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.planning.fake_rank import fake_rank
 from oslo_models.planning.meta_run import (
-    ACTIVATIONS,
-    CACHE,
     COMMUNICATION,
     GRADIENTS,
     OPTIMIZER,
@@ -35,13 +32,13 @@ from oslo_models.planning.meta_run import (
     UnknownValueError,
 )
 from oslo_models.planning.quantized_layers import quantize_frozen_layers
+from oslo_models.planning.serving import serve
 from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.pipeline_rules import ONE_F_ONE_B
 from oslo_models.sharding.shares import share_ranges
 
 TASKS = ("lora", "qlora", "full", "serve")
 DEFAULT_LENGTH = 512
-PREFILL = 2048
-"""Tokens of one prompt that a server computes at once."""
 
 
 def positions(config: Any) -> int | None:
@@ -72,6 +69,7 @@ class Job:
     device_type: str = "cuda"
     tensor_parallel_shares: Sequence[int] | None = None
     blocks_per_stage: Sequence[int] | None = None
+    schedule: str = ONE_F_ONE_B
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -87,6 +85,7 @@ class Job:
             expert_parallel_size=self.expert_parallel_size,
             tensor_parallel_shares=self.tensor_parallel_shares,
             blocks_per_stage=self.blocks_per_stage,
+            schedule=self.schedule,
         )
         arguments.check({})
         arguments.check_config(self.cls, self.config)
@@ -134,7 +133,8 @@ class RankRun:
         modules: the blocks, embeddings and heads of the rank with their bytes, by name.
         parameters: the number of elements of its parameters.
         trainable: the number of trained elements.
-        collectives: the number of collectives of each kind in one step.
+        collectives: the number of collectives of each kind in one step; for a server, in a part of a prompt and a
+            decoding step.
         groups: the sizes of its process groups, by axis.
         layouts: the layouts of all parameters of the model.
     """
@@ -192,7 +192,7 @@ def run_rank(job: Job, stage: int, tp_rank: int) -> RankRun:
         run.collectives.clear()
         run.reset_peak()
         try:
-            peak = _train(job, model, run) if job.trains else _serve(job, model, run)
+            peak = _train(job, model, run) if job.trains else serve(job, model, run)
         except UnknownValueError as error:
             raise ValueError(f"{job.cls.__name__} cannot be planned with this batch: {error}") from error
         groups = {axis.name: axis.size for axis in (mesh.world, *mesh.created_axes())}
@@ -216,7 +216,7 @@ def _construct(job: Job, mesh: ParallelMesh) -> Any:
     own = {"init_seed": 0, "blocks_per_stage": job.blocks_per_stage}
     with meta_device(), checking(job.config.name_or_path or job.cls.__name__):
         model = job.cls._from_config(copy.deepcopy(job.config), dtype=job.dtype, mesh=mesh, **own)
-    model.micro_batch_size = job.micro_batch_size
+    model.micro_batch_size, model.schedule = job.micro_batch_size, job.schedule
     return model.train(job.trains)
 
 
@@ -268,17 +268,13 @@ def _batch(job: Job) -> dict[str, Tensor]:
 def _train(job: Job, model: ShardedModel, run: MetaRun) -> Counter[str]:
     """Run a forward and a backward pass and a step of AdamW. Return the peak of a later step."""
     trained = [param for param in model.parameters() if param.requires_grad]
-    handles = [
-        param.register_post_accumulate_grad_hook(lambda param: run.count([param.grad], GRADIENTS)) for param in trained
-    ]
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if base.pipeline is None:
         model(**_batch(job)).loss.backward()
     else:
         for output in model(**_batch(job)):
             output.loss.backward()
-    for handle in handles:
-        handle.remove()
+    run.count([param.grad for param in trained if param.grad is not None], GRADIENTS)
     peak = run.peak
     if job.data_parallel_size > 1:  # DistributedDataParallel copies gradients into its buckets
         buckets = sum(param.numel() * param.itemsize for param in trained)
@@ -292,61 +288,6 @@ def _train(job: Job, model: ShardedModel, run: MetaRun) -> Counter[str]:
         states = [each for state in optimizer.state.values() for each in state.values() if each.is_meta]
         peak[OPTIMIZER] += sum(state.numel() * state.itemsize for state in states)
     return max(peak, run.peak, key=lambda parts: sum(parts.values()))
-
-
-@torch.no_grad()
-def _serve(job: Job, model: ShardedModel, run: MetaRun) -> Counter[str]:
-    """Return the peak of a server with a cache of all rows, while it computes a part of one prompt."""
-    cache = _prefill(job, model, run)[CACHE]
-    chunk = replace(job, batch=1, length=min(job.length, PREFILL))
-    run.collectives.clear()
-    peak = _prefill(chunk, model, run)
-    peak[CACHE] = cache
-    return peak
-
-
-def _prefill(job: Job, model: ShardedModel, run: MetaRun) -> Counter[str]:
-    """Compute prompts. Return the peak, with the cache that remains as its own part."""
-    run.reset_peak()
-    batch = _batch(job)
-    batch.pop("labels")
-    with model.generating():
-        if job.config.is_encoder_decoder:
-            batch["decoder_input_ids"] = batch["input_ids"]
-            if model.pipeline is not None:
-                batch["encoder_outputs"] = model.pipeline.encode((), batch)
-        keep = {"logits_to_keep": 1} if _keeps_logits(model) else {}
-        output = model(**batch, use_cache=True, **keep)
-    peak = run.peak
-    cached = _cached(output)
-    held = sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in cached}.values())
-    peak[CACHE] += held
-    peak[ACTIVATIONS] -= min(held, peak[ACTIVATIONS])
-    return peak
-
-
-def _keeps_logits(model: ShardedModel) -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
-
-
-def _cached(output: Any) -> list[Tensor]:
-    """Return the tensors of a forward's cache."""
-    found: list[Tensor] = []
-    seen: set[int] = set()
-
-    def visit(value: Any) -> None:
-        if isinstance(value, Tensor):
-            if value.is_meta:
-                found.append(value)
-        elif id(value) not in seen:
-            seen.add(id(value))
-            items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-            for item in (*items, *getattr(value, "__dict__", {}).values()):
-                visit(item)
-
-    for name in ("past_key_values", "cache_params", "state"):
-        visit(output.get(name) if hasattr(output, "get") else None)
-    return found
 
 
 def _modules(model: nn.Module) -> dict[str, int]:

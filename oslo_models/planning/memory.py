@@ -12,6 +12,7 @@ from oslo_models.config.arguments import parse_dtype
 from oslo_models.planning.job import DEFAULT_LENGTH, Job, RankRun, distinct_ranks, positions
 from oslo_models.planning.meta_run import PARTS
 from oslo_models.planning.model_source import find_model
+from oslo_models.sharding.pipeline_rules import ONE_F_ONE_B
 
 GIB = 1 << 30
 
@@ -88,7 +89,7 @@ def describe(job: Job) -> dict[str, Any]:
     """Return the sizes and the batch of a job as plain data."""
     names = (
         *("task", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_parallel_size"),
-        *("batch", "length", "micro_batch_size", "lora_rank", "gradient_checkpointing"),
+        *("batch", "length", "micro_batch_size", "lora_rank", "gradient_checkpointing", "schedule"),
     )
     unequal = {
         name: list(value)
@@ -128,6 +129,7 @@ def estimate(
     device_type: str = "cuda",
     tensor_parallel_shares: Sequence[int] | None = None,
     blocks_per_stage: Sequence[int] | None = None,
+    schedule: str = ONE_F_ONE_B,
 ) -> Estimate:
     """Return the memory of each rank of a job. Starts no process and reads no weights.
 
@@ -138,8 +140,9 @@ def estimate(
         model: a model, a configuration, a name on the hub (only its configuration is downloaded), a directory, or a
             ``config.json`` file.
         task: ``"full"`` trains all weights, ``"lora"`` adapters of ``peft``, ``"qlora"`` adapters of linear layers with
-            4-bit weights. ``"serve"`` holds a key-value cache of ``batch`` rows of ``length`` tokens, and computes
-            prompts in parts of 2,048 tokens.
+            4-bit weights. ``"serve"`` holds the key-value cache of a running batch of ``batch`` rows of ``length``
+            tokens, with spare columns as `oslo-models serve` reserves them, and computes prompts in parts of 2,048
+            tokens (256 on CPUs).
         tensor_parallel_size, pipeline_parallel_size: as in the constructors, like ``expert_parallel_size`` and
             ``micro_batch_size``.
         batch: rows of each data-parallel replica.
@@ -151,7 +154,7 @@ def estimate(
         lora_targets: ``target_modules`` of ``peft.LoraConfig``.
         gradient_checkpointing: compute each block again in the backward pass.
         device_type: ``"cuda"`` or ``"cpu"``. Attention with dropout holds its scores on a CPU.
-        tensor_parallel_shares, blocks_per_stage: as in the constructors.
+        tensor_parallel_shares, blocks_per_stage, schedule: as in the constructors.
 
     Returns:
         The bytes of each part at the moment of the highest total. The context of CUDA, NCCL's own buffers and the
@@ -179,6 +182,7 @@ def estimate(
         device_type=device_type,
         tensor_parallel_shares=tensor_parallel_shares,
         blocks_per_stage=blocks_per_stage,
+        schedule=schedule,
     )
     return estimate_job(job)
 

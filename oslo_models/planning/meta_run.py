@@ -68,7 +68,8 @@ class MetaRun(TorchDispatchMode):
     def __init__(self, mesh: ParallelMesh, vocabulary: Iterable[int] = ()) -> None:
         super().__init__()
         self._mesh, self._vocabulary = mesh, frozenset(vocabulary)
-        self._storages: dict[int, tuple[Any, int, str]] = {}
+        self._storages: dict[int, tuple[Any, int, str, int]] = {}
+        self._seen = self._seen_at_peak = 0
         self.part = ACTIVATIONS
         self.live: Counter[str] = Counter()
         self.total, self._highest = 0, 0
@@ -80,7 +81,10 @@ class MetaRun(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Restart the search for the peak at the current bytes."""
-        self._highest, self.peak = self.total, Counter(self.live)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self._highest, self._seen_at_peak, self.peak = self.total, self._seen, Counter(self.live)
 
     @contextmanager
     def counting_as(self, part: str) -> Iterator[None]:
@@ -92,15 +96,16 @@ class MetaRun(TorchDispatchMode):
             self.part = before
 
     def count(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count the storages of tensors as ``part`` from now on."""
+        """Count the storages of tensors as ``part`` from now on, and in the peak."""
         for tensor in tensors:
             self._see(tensor, part)
-            storage = tensor.untyped_storage()
+            key = tensor.untyped_storage()._cdata
             if tensor.is_meta:
-                ref, size, old = self._storages[storage._cdata]
-                self._storages[storage._cdata] = ref, size, part
-                self.live[old] -= size
-                self.live[part] += size
+                ref, size, old, number = self._storages[key]
+                self._storages[key] = ref, size, part, number
+                for parts in (self.live, *([self.peak] if number <= self._seen_at_peak else [])):
+                    parts[old] -= size
+                    parts[part] += size
 
     def _see(self, tensor: Tensor, part: str | None = None) -> None:
         if not tensor.is_meta:
@@ -113,14 +118,15 @@ class MetaRun(TorchDispatchMode):
             is_logits = self.part == ACTIVATIONS and tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary
             part = LOGITS if is_logits else self.part
         size = storage.nbytes()
-        self._storages[key] = weakref.ref(storage, lambda _: self._free(key)), size, part
+        self._seen += 1
+        self._storages[key] = weakref.ref(storage, lambda _: self._free(key)), size, part, self._seen
         self.live[part] += size
         self.total += size
         if self.total > self._highest:
-            self._highest, self.peak = self.total, Counter(self.live)
+            self._note_peak()
 
     def _free(self, key: int) -> None:
-        _, size, part = self._storages.pop(key)
+        _, size, part, _ = self._storages.pop(key)
         self.live[part] -= size
         self.total -= size
 

@@ -57,12 +57,7 @@ def check_values(recipe: Recipe) -> None:
             raise ImportError(f"{name}=true: it needs {package}; run pip install {package}")
     if keys["fuse"] and (keys["load_in_4bit"] or keys["load_in_8bit"]):
         raise ValueError("fuse=true: quantised weights cannot be fused; leave fuse out")
-    if recipe.task != "pretrain" and keys["pipeline_parallel_size"] > 1:
-        raise ValueError(
-            f"pipeline_parallel_size={keys['pipeline_parallel_size']}: TRL computes its losses from the logits, which "
-            "only the last stage has; use tensor_parallel_size instead"
-        )
-    _check_schedule(keys)
+    _check_stages(recipe.task, keys)
     if keys["nnodes"] > 1 and not keys["rdzv_endpoint"] and "RANK" not in os.environ:
         raise ValueError(f"nnodes={keys['nnodes']}: the machines need a place to meet; add rdzv_endpoint: HOST:PORT")
     for name in ("deepspeed", "fsdp", "parallelism_config"):
@@ -73,10 +68,22 @@ def check_values(recipe: Recipe) -> None:
     _check_output(recipe)
 
 
-def _check_schedule(keys: dict[str, Any]) -> None:
-    if (schedule := keys.get("schedule", ONE_F_ONE_B)) not in SCHEDULES:
+def _check_stages(task: str, keys: dict[str, Any]) -> None:
+    stages, rows, size = (
+        keys[name] for name in ("pipeline_parallel_size", "per_device_train_batch_size", "micro_batch_size")
+    )
+    if task in ("dpo", "grpo") and stages > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={stages}: TRL computes the loss of {task} from the logits, which only the last "
+            "stage has; use tensor_parallel_size instead"
+        )
+    if stages > 1 and rows % size:
+        raise ValueError(
+            f"micro_batch_size={size}: it does not divide per_device_train_batch_size={rows}; change one of them"
+        )
+    if (schedule := keys["schedule"]) not in SCHEDULES:
         raise ValueError(f"schedule={schedule}: give one of {', '.join(SCHEDULES)}")
-    if schedule != ONE_F_ONE_B and keys["pipeline_parallel_size"] == 1:
+    if schedule != ONE_F_ONE_B and stages == 1:
         raise ValueError(f"schedule={schedule}: it is for pipeline stages; add pipeline_parallel_size, or leave it out")
     if schedule == ZERO_BUBBLE and keys["gradient_checkpointing"]:
         raise ValueError(f"schedule={schedule}: it does not work with gradient_checkpointing; leave one of them out")

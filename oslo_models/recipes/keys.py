@@ -16,14 +16,16 @@ class ParallelArguments:
         default=None,
         metadata={"help": "Ranks over which each layer is sharded. By default as few GPUs as fit, or all processes."},
     )
-    pipeline_parallel_size: int = field(default=1, metadata={"help": "Pipeline stages (pretrain only)."})
+    pipeline_parallel_size: int = field(default=1, metadata={"help": "Pipeline stages (sft and pretrain only)."})
     tensor_parallel_shares: list[int] | None = field(
         default=None,
         metadata={"help": "Part of each layer on each rank, as a ratio for unequal devices. Equal by default."},
     )
     blocks_per_stage: list[int] | None = field(
-        default=None, metadata={"help": "Blocks of each stage (pretrain only). By parameters by default."}
+        default=None, metadata={"help": "Blocks of each stage (sft and pretrain only). By parameters by default."}
     )
+    micro_batch_size: int = field(default=1, metadata={"help": "Rows of a micro-batch of pipeline stages."})
+    schedule: str = field(default="1f1b", metadata={"help": "Schedule of pipeline stages: 1f1b or zb-h1."})
     expert_parallel_size: int = field(default=1, metadata={"help": "Groups of ranks that divide the experts."})
     fuse: bool = field(default=False, metadata={"help": "Replace modules by fused ones where they are faster."})
     merge_adapter: bool = field(
@@ -59,8 +61,6 @@ class PretrainArguments:
     validation_share: float = field(
         default=0.0, metadata={"help": "Share of the documents, at the end of each dataset, to evaluate on."}
     )
-    micro_batch_size: int = field(default=1, metadata={"help": "Rows of a micro-batch of pipeline stages."})
-    schedule: str = field(default="1f1b", metadata={"help": "Schedule of pipeline stages: 1f1b or zb-h1."})
 
 
 def dataclasses_of(task: str) -> tuple[Any, ...]:

@@ -77,7 +77,8 @@ def plan_sizes(recipe: Recipe, sizes: Sizes, cls: Any, config: Any, devices: Dev
     try:
         job = job_of(recipe, cls, config)
         is_given = given.tensor_parallel_size or given.tensor_parallel_shares or sizes.pipeline > 1 or sizes.expert > 1
-        found = estimate_job(replace(job, **sizes.arguments, data_parallel_size=sizes.replicas)) if is_given else None
+        own = {**sizes.arguments, "schedule": vars(recipe.namespace).get("schedule", job.schedule)}
+        found = estimate_job(replace(job, **own, data_parallel_size=sizes.replicas)) if is_given else None
         if found is not None and devices.fits(found):
             return sizes
         choice = choose_sizes(job, devices, stages=False)

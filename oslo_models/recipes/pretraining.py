@@ -47,10 +47,10 @@ def load_samples(recipe: Recipe) -> tuple[Any, Any]:
         raise ValueError(f"data={', '.join(names)}: {error}") from error
 
 
-def load_model(recipe: Recipe, cls: Any, parallel: dict[str, int]) -> Any:
+def load_model(recipe: Recipe, cls: Any, parallel: dict[str, Any]) -> Any:
     """Return the model of a checkpoint, or a new model of a configuration with weights drawn by the seed."""
     script, model, args = recipe.script, recipe.model, recipe.training
-    options: dict[str, Any] = {**parallel, "micro_batch_size": script.micro_batch_size, "schedule": script.schedule}
+    options = dict(parallel)
     options |= {name: value for name in ("dtype", "attn_implementation") if (value := getattr(model, name)) is not None}
     if script.config_name is None:
         return cls.from_pretrained_with_parallel(model.model_name_or_path, revision=model.model_revision, **options)

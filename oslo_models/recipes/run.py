@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +16,22 @@ from oslo_models.recipes.checks import (
     model_class,
     reward_functions,
 )
+from oslo_models.recipes.joining import is_one_of_several, joined_world, torch_variables
 from oslo_models.recipes.machines import find_meeting
 from oslo_models.recipes.memory import gpu_memory, plan_sizes
 from oslo_models.recipes.parsing import Recipe, build, parse
 from oslo_models.recipes.record import check_record
 from oslo_models.recipes.rows import load_rows
-from oslo_models.recipes.sizes import Sizes, choose_sizes, joined_world
+from oslo_models.recipes.sizes import Sizes, choose_sizes
+from oslo_models.starting import import_path, python_module
 
 WORKER = "oslo_models.recipes.worker"
 
 
 def run(task: str, argv: Sequence[str]) -> None:
     """Check a recipe and train: on new processes, or on this one if a launcher has started it.
+
+    A task of SLURM's `srun` becomes a rank by a new start with torch's variables, which libraries read.
 
     Raises:
         ValueError: the recipe has a mistake; nothing was started.
@@ -37,6 +43,9 @@ def run(task: str, argv: Sequence[str]) -> None:
     if joined_world() is not None:
         run_rank(task, argv)
         return
+    if is_one_of_several() and parse(task, argv).parallel.nnodes == 1:
+        environment = {**os.environ, **torch_variables(), "PYTHONPATH": import_path()}
+        os.execve(sys.executable, python_module("oslo_models", task, *argv), environment)
     recipe, sizes = check(task, argv)
     from oslo_models.recipes.launching import launch
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,20 +94,3 @@ def check_sizes(sizes: Sizes, cls: Any, config: Any) -> None:
     arguments = Arguments(**sizes.arguments)
     arguments.check({})
     arguments.check_config(cls, config)
-
-
-def joined_world() -> int | None:
-    """Return the number of processes if a launcher has started this one; ``None`` otherwise.
-
-    Raises:
-        ValueError: SLURM started this process as one of several, without torch's variables.
-    """
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return int(os.environ["WORLD_SIZE"])
-    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    if tasks is not None and int(tasks[0]) > 1:
-        raise ValueError(
-            f"SLURM started {tasks[0]} processes on this machine without RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT: export them, or start one process a machine, with nnodes and rdzv_endpoint"
-        )
-    return None

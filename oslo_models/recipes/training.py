@@ -70,7 +70,8 @@ def train(recipe: Recipe, sizes: Sizes, cls: Any) -> None:
 
 
 def _load_model(recipe: Recipe, sizes: Sizes, cls: Any) -> Any:
-    parallel = sizes.arguments
+    own = recipe.parallel
+    parallel = {**sizes.arguments, "micro_batch_size": own.micro_batch_size, "schedule": own.schedule}
     if recipe.task == "pretrain":
         from oslo_models.recipes.pretraining import load_model
 

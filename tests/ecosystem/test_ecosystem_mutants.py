@@ -9,6 +9,7 @@ import torch
 
 from oslo_models.server.schema import CompletionRequest
 
+from support import pipelines
 from support.float64 import lifted_casts
 from support.mutants import Edit, assert_is_caught
 from support.pool import Pool
@@ -30,6 +31,8 @@ SHARDS = {"size": "tensor_parallel_size"}
 PICKLED = "test_pickling_a_parallel_model_is_refused"
 DAMAGED, OPTIONAL = "test_no_compressed_file_ends_quietly", "test_optional_outputs_of_the_main_class"
 AFMOE = {"model_type": "afmoe"}
+BUBBLE = "test_zero_bubble_holds_more_on_later_stages"
+LLAMA_CONFIG = pipelines.config("llama", architectures=["LlamaForCausalLM"])
 OTHER_SIZES = {"variant": "llama-one-kv", "saved": (2, 1), "loaded": (3, 1)}
 
 Row = tuple[str, str, str, str, dict[str, Any]]
@@ -84,6 +87,29 @@ FAST: dict[str, list[Row]] = {
 """One of each kind. By the file of the test."""
 
 SLOW: dict[str, list[Row]] = {
+    "planning/test_plan.py": [
+        ("planning.job:_construct", "job.schedule", "model.schedule", BUBBLE, {}),
+        ("layers.deferred_gradients:_is_deferrable", "and not x.is_meta", "", BUBBLE, {}),
+        (
+            "planning.serving:_run_batch",
+            "for own in limits_of_groups(limits, stages)",
+            "for own in [limits]",
+            "test_cache_of_a_server_is_what_it_reserves",
+            {"config": LLAMA_CONFIG, "tp": 1, "pp": 2},
+        ),
+    ],
+    "planning/test_verify.py": [
+        (
+            "planning.reference:blocks_that_fit",
+            "total <= limit",
+            "True",
+            "test_a_model_that_one_process_cannot_hold_is_truncated",
+            {},
+        ),
+    ],
+    "recipes/test_joining.py": [
+        ("recipes.joining:_per_machine", "times or 1", "1", "test_variables_of_a_task", {}),
+    ],
     "server/test_request_semantics.py": [
         (
             "server.generation_defaults:GenerationDefaults.settings",
@@ -585,6 +611,13 @@ SLOW: dict[str, list[Row]] = {
     ],
     "ecosystem/test_trl.py": [
         (
+            "integrations.trl.trainers:SFTTrainer.compute_loss",
+            ", **items",
+            "",
+            "test_supervised_fine_tuning_on_stages",
+            {"case": "alone"},
+        ),
+        (
             f"{TRL}.head:_score",
             "logit_scaling(model.config, temperature)",
             "logit_scaling(model.config, 2 * temperature)",
@@ -592,7 +625,7 @@ SLOW: dict[str, list[Row]] = {
             {"kind": "SFT"},
         ),
         (f"{TRL}.refusals:check_trl_arguments", "if given:", "if False:", REFUSES, {"what": "offloading"}),
-        (f"{TRL}.refusals:check_trl_arguments", "mesh.pp.size > 1", "False", REFUSES, {"what": "stages, SFT"}),
+        (f"{TRL}.refusals:check_trl_arguments", "mesh.pp.size > 1", "False", REFUSES, {"what": "stages, DPO"}),
         (
             f"{TRAINER}:ParallelTrainerMixin._check_class",
             "of_trl is not None",

@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from support import zoo
+from support import recipes, zoo
 from support.float64 import lifted_casts
 from support.ports import short_path
 from support.reference import TOLERANCE, differences, full_parameters, parallel_model, reference_model
@@ -100,3 +100,39 @@ def test_ray_train_trains_as_one_process(ray: Any, tmp_path: Path, seed: int) ->
                         name, dict(trained.named_parameters(remove_duplicate=False))[name], expected, TOLERANCE
                     )
                 assert not lines, "\n".join(lines)
+
+
+def train_recipe(given: dict[str, str]) -> None:
+    """Train a recipe on each of Ray's processes."""
+    import ray.train
+
+    torch.set_num_threads(1)
+    os.chdir(given["folder"])
+    recipes.run_on_rank("sft", [given["recipe"]])
+    ray.train.report({})
+
+
+def test_recipe_joins_the_processes_of_ray(
+    ray: Any, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl", reason="recipes are TRL's")
+    from datasets import load_dataset
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    monkeypatch.chdir(tmp_path)
+    recipes.write_model(tmp_path, seed)
+    recipe = recipes.write_recipe(tmp_path, "sft", seed)
+    recipes.run_trl("sft", recipe, tmp_path / "trl", load_dataset("json", data_files=str(tmp_path / "sft.jsonl")))
+    TorchTrainer(
+        train_recipe,
+        train_loop_config={"folder": str(tmp_path), "recipe": str(recipe)},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path / "ray")),
+    ).fit()
+    expected, found = (recipes.logged(tmp_path / name, 4) for name in ("trl", "out"))
+    assert len(found) == len(expected) == 4
+    for own, right in zip(found, expected, strict=True):
+        assert abs(own["loss"] - right["loss"]) <= TOLERANCE * max(1.0, abs(right["loss"])), (own, right)
+    assert "tensor_parallel_size: 2" in (tmp_path / "out/README.md").read_text()

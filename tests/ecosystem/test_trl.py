@@ -28,8 +28,8 @@ COLUMNS = {
 }
 
 
-def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, **settings: Any) -> None:
-    """Train on one process with the batches of all replicas, and on ``tp * dp`` ranks."""
+def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, pp: int = 1, **settings: Any) -> None:
+    """Train on one process with the batches of all replicas, and on ``tp * pp * dp`` ranks."""
     args, options = settings.get("args", {}), {**settings.get("options", {})}
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS[kind])
     args = {"output_dir": str(folder), **args}
@@ -41,7 +41,8 @@ def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, **
     if args.get("precompute_ref_log_probs"):
         options["rows_in"] = str(folder / "rows")
     run = trl_trainers.reference_run(kind, seed, total, rows, **options)
-    for lines in pool.run(tp * dp, trl_trainers.differences_on_ranks, run, kind, tp, args, rows, options, env=True):
+    train = trl_trainers.differences_on_ranks
+    for lines in pool.run(tp * pp * dp, train, run, kind, tp, args, rows, options, pp, env=True):
         assert not lines, "\n".join(lines[:30])
 
 
@@ -65,6 +66,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_tensor_parallel(pool: Pool, kind: str, tmp_path: Path, seed: int) -> None:
     name, args = KINDS[kind]
     compare(pool, name, 2, 1, seed, tmp_path, args=args)
+
+
+STAGES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "alone": (1, 1, {}),
+    "tp=2": (2, 1, {}),
+    "dp=2": (1, 2, {}),
+    "packed": (1, 1, {"packing": True}),
+    "evaluated": (1, 1, {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [each if each == "alone" else pytest.param(each, marks=pytest.mark.zoo) for each in STAGES]
+)
+def test_supervised_fine_tuning_on_stages(pool: Pool, case: str, tmp_path: Path, seed: int) -> None:
+    tp, dp, more = STAGES[case]
+    compare(pool, "SFTTrainer", tp, dp, seed, tmp_path, pp=2, args={"gradient_accumulation_steps": 2, **more})
 
 
 @pytest.mark.zoo
@@ -162,7 +180,12 @@ def test_evaluation(pool: Pool, kind: str, dp: int, tmp_path: Path, seed: int) -
 
 REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "replicas, CPO": ("CPOTrainer", 0, {}, "CPOTrainer scales its loss by the rows of one process, and 2 replicas"),
-    "stages, SFT": ("SFTTrainer", 2, {}, "pipeline_parallel_size=2 only the last.*integrations.Trainer trains stages"),
+    "stages, dft": (
+        "SFTTrainer",
+        2,
+        {"loss_type": "dft"},
+        "loss 'dft' .*_size=2 only .*loss_type='nll'",
+    ),
     "stages, DPO": ("DPOTrainer", 2, {}, "load the model with pipeline_parallel_size=1"),
     "offloading": ("SFTTrainer", 1, {"activation_offloading": True}, "activation_offloading=True.*checkpointing=True"),
     "Liger": ("SFTTrainer", 1, {"use_liger_kernel": True}, "use_liger_kernel=True.*fuse"),

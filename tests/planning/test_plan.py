@@ -5,22 +5,29 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3MoeConfig, T5Config
+from huggingface_hub import constants
+from transformers import LlamaConfig, MistralConfig, Qwen3MoeConfig, T5Config
 
 import oslo_models
+from benchmarks.consumer_gpus import config_of
 from oslo_models import registry
 from oslo_models.cli import main as cli
+from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
+from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.planning.dry_run import dry_run
 from oslo_models.planning.memory import make_job
 from oslo_models.planning.picture import COLORS, page
 from oslo_models.planning.sizes import choose_sizes, parse_devices
 
+from support.hub_server import hub_server, using_hub
 from support.pool import Pool
 
 SIZES: dict[str, Any] = {
@@ -72,10 +79,48 @@ def test_tasks_take_less_than_training_everything(task: str) -> None:
     full = oslo_models.estimate(LLAMA, "full", 2, 1, 4, 32).largest
     found = oslo_models.estimate(LLAMA, task, 2, 1, 4, 32, lora_rank=2).largest
     assert found.parts["gradients"] + found.parts["optimizer states"] < full.parts["optimizer states"]
-    if task == "serve":  # keys and values of 3 blocks, 4 rows, 32 tokens and one head of 8 in float32
-        assert found.parts["key-value cache"] == 2 * 3 * 4 * 32 * 8 * 4
+    if task == "serve":  # keys and values of 3 blocks, 4 rows and a prompt, 32 + 64 tokens, one head of 8 in float32
+        assert found.parts["key-value cache"] == 2 * 3 * 5 * 96 * 8 * 4
     if task == "qlora":
         assert found.parts["weights"] < full.parts["weights"]
+
+
+WINDOWED = MistralConfig(**SIZES, sliding_window=8, architectures=["MistralForCausalLM"])
+
+
+def _reserved(config: Any, tp: int, pp: int, rows: int, length: int) -> tuple[int, int, int]:
+    cls: Any = registry.find(config.architectures[0])
+    model = cls.from_config_with_parallel(config, tp, pp)
+    each = limits_of_groups(BatchLimits(rows, length), pp)
+    with torch.no_grad():
+        held = sum(StepRunner(model, own, keeps_logits=True).reserve() for own in each)
+    return model.mesh.pp.rank, model.mesh.tp.rank, held
+
+
+@pytest.mark.parametrize("config", [LLAMA, WINDOWED], ids=["llama", "windowed"])
+@pytest.mark.parametrize("tp, pp", [(3, 1), (1, 2), (2, 2)])
+def test_cache_of_a_server_is_what_it_reserves(pool: Pool, config: Any, tp: int, pp: int) -> None:
+    found = oslo_models.estimate(config, "serve", tp, pp, 5, 40)
+    planned = {
+        (rank.stage, tp_rank): rank.parts["key-value cache"] for rank in found.ranks for tp_rank in rank.tp_ranks
+    }
+    real = {(stage, rank): size for stage, rank, size in pool.run(tp * pp, _reserved, config, tp, pp, 5, 40)}
+    assert planned == real
+
+
+def test_zero_bubble_holds_more_on_later_stages() -> None:
+    """The first stage defers no weight gradients."""
+    first, later = (
+        [
+            oslo_models.estimate(LLAMA, "full", 1, 2, 8, 32, micro_batch_size=2, schedule=schedule).ranks[stage]
+            for schedule in ("1f1b", "zb-h1")
+        ]
+        for stage in (0, 1)
+    )
+    assert first[0].parts == first[1].parts
+    assert later[1].parts["activations"] > 1.2 * later[0].parts["activations"]
+    held = {name: [rank.parts[name] for rank in later] for name in ("weights", "optimizer states")}
+    assert all(one == other for one, other in held.values())
 
 
 def test_an_encoder_decoder_and_checkpointed_activations() -> None:
@@ -103,6 +148,24 @@ def test_sizes_are_chosen_for_the_devices(file: str, tmp_path: Path, capsys: pyt
     assert "2 replicas" in capsys.readouterr().out
     assert cli.main([*common, "--devices", "2x0.1MB"]) == 1
     assert "would fit: " in capsys.readouterr().out
+
+
+def test_only_the_configuration_is_downloaded(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    with hub_server() as hub, using_hub(hub.url):
+        hub.repos["some/model"] = {
+            "config.json": Path(file).read_bytes(),
+            "model.safetensors": b"",
+            "tokenizer.json": b"",
+        }
+        assert cli.main(["plan", "some/model", "--length", "16", "--task", "full"]) == 0
+    assert "LlamaForCausalLM, full, 1 x 16 tokens" in capsys.readouterr().out
+    assert [path.name for path in cache.rglob("*") if "snapshots" in path.parts and not path.is_dir()] == [
+        "config.json"
+    ]
 
 
 def test_shares_and_blocks_are_chosen_for_unequal_devices(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,6 +306,11 @@ BAD = {
     "experts": (["FILE", "--expert-parallel-size", "2"], "expert_parallel_size=2"),
     "type": (["FILE", "--dtype", "int3"], "int3"),
     "shares": (["FILE", "--tensor-parallel-size", "2", "--tensor-parallel-shares", "1,1,1"], "[1, 1, 1] has 3 shares"),
+    "schedule": (["FILE", "--schedule", "gpipe"], "schedule must be one of '1f1b', 'zb-h1', got 'gpipe'"),
+    "checkpointed schedule": (
+        ["FILE", "--task", "full", "--pipeline-parallel-size", "2", "--schedule", "zb-h1", "--gradient-checkpointing"],
+        'schedule="zb-h1" cannot be used with gradient checkpointing',
+    ),
     "ranks": (["FILE", "--dry-run", "7", "--tensor-parallel-size", "2"], "--dry-run 7"),
     "many ranks": (["FILE", "--dry-run", "2000"], "--dry-run 2000"),
 }
@@ -269,6 +337,21 @@ def test_dry_run_lists_groups_and_collectives_of_distinct_ranks() -> None:
     assert reduced[hidden] >= 4  # attention and MLP of a block, forward and backward
     assert [each.payload for each in first.collectives if each.axis == "dp"] == [4 * first.trainable]
     assert "dp of 256" in str(found)
+
+
+@pytest.mark.zoo
+def test_dry_run_of_a_large_job_takes_less_than_five_minutes() -> None:
+    """1,024 ranks of Llama 70B: 16 stages of 8 ranks, 8 replicas."""
+    start = time.process_time()
+    job = make_job(
+        config_of("70B"), task="full", tensor_parallel_size=8, pipeline_parallel_size=16, length=4096, batch=16
+    )
+    found = dry_run(job, 1024)
+    seconds = time.process_time() - start
+    assert seconds < 300, seconds
+    assert len(found.ranks) == 16 and all(tp_ranks == tuple(range(8)) for _, tp_ranks in found.ranks)
+    parameters = 8 * sum(run.parameters for run, _ in found.ranks)
+    assert 70e9 < parameters < 71e9 and found.job.data_parallel_size == 8
 
 
 def test_a_rank_of_a_process_group_cannot_plan(pool: Pool) -> None:

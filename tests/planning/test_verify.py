@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from oslo_models import registry
 from oslo_models.cli import main as cli
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.planning import certificate, certificate_rank
+from oslo_models.planning import certificate, certificate_rank, reference
 from oslo_models.planning.certificate import _merged
 from oslo_models.planning.certificate_rank import compare
 from oslo_models.planning.reference import compute_reference, truncate
@@ -183,6 +184,34 @@ def test_bad_input_is_answered_by_one_line(
     assert cli.main(["verify", str(tmp_path), *options]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("oslo-models")]
     assert len(lines) == 1 and named in lines[0], lines
+
+
+def test_a_model_that_one_process_cannot_hold_is_truncated(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With too little memory for the model, and enough for a block, the first blocks are compared."""
+    config = plain_model(NAME).config
+    cls: Any = registry.find(NAME)
+
+    def fit(available: int) -> int | None:
+        """Return the number of blocks that fit, 0 for none, or ``None`` for all."""
+        monkeypatch.setattr(reference, "free_memory", lambda device: available)
+        try:
+            return reference.blocks_that_fit(cls, config, torch.float32)
+        except ValueError:
+            return 0
+
+    depth = config.num_hidden_layers
+    sizes = range(1 << 12, 1 << 26, 1 << 10)
+    least = sizes[bisect.bisect_left(sizes, True, key=lambda size: fit(size) is None)]
+    assert fit(least - (1 << 10)) == depth - 1 and fit(1 << 10) == 0
+    with pytest.raises(ValueError, match=r"one block of Qwen3ForCausalLM .* needs more than the"):
+        reference.blocks_that_fit(cls, config, torch.float32)
+    plain_model(NAME).float().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(certificate, "_run_ranks", partial(_run_in_pool, pool))
+    fit(least - (1 << 10))
+    found = certificate.verify(tmp_path / "model", 2, length=16)
+    assert found.passed and f"only the first {depth - 1} blocks of each stack are compared" in str(found), str(found)
 
 
 def test_stacks_are_truncated() -> None:

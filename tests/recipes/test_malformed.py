@@ -78,7 +78,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"tensor_parallel_size": 2, "devices": 3},
         "tensor_parallel_size=2: .* does not divide the 3 processes of devices=3 .*; set devices to a multiple of 2",
     ),
-    "stages": ("sft", {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: .*; use tensor_parallel_size instead"),
+    "stages": (
+        "dpo",
+        {"pipeline_parallel_size": 2, "dataset_name": "pairs.jsonl"},
+        "pipeline_parallel_size=2: .*; use tensor_parallel_size instead",
+    ),
+    "micro-batches": (
+        "sft",
+        {"pipeline_parallel_size": 2, "micro_batch_size": 3, "per_device_train_batch_size": 4},
+        "micro_batch_size=3: it does not divide per_device_train_batch_size=4; change one of them",
+    ),
     "hosts without a place": ("sft", {"nnodes": 2}, "nnodes=2: .*add rdzv_endpoint: HOST:PORT"),
     "unknown host": (
         "sft",

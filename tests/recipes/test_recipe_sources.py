@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ pytest.importorskip("trl", reason="recipes are TRL's")
 
 from oslo_models import LlamaForCausalLM
 
-from support import recipes
+from support import pipelines, recipes
 from support.pool import Pool
 from support.reference import TOLERANCE
 from support.trl_trainers import sentences, tiny_config, tiny_tokenizer
@@ -77,6 +78,51 @@ def test_recipe_with_these_rows_trains_as_by_trl(
     exec(compile(code, "card", "exec"), {"print": lambda model: same_weights(model, tmp_path / "out")})
     program, *arguments = shlex.split(serve[1])
     assert program == "oslo-models" and arguments == ["serve", str(tmp_path / "out"), "--tensor-parallel-size", "2"]
+
+
+def test_recipe_with_experts_over_ranks(pool: Pool, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`expert_parallel_size` gives each rank some of the experts as a whole. TRL adds the loss of the routers."""
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    config = pipelines.config("mixtral", vocab_size=37, eos_token_id=1, bos_token_id=2, pad_token_id=0)
+    recipes.write_model(tmp_path, seed, "MixtralForCausalLM", config)
+    recipe = recipes.write_recipe(tmp_path, "sft", seed, expert_parallel_size=2, tensor_parallel_size=2)
+    splits = load_dataset("json", data_files=str(tmp_path / "sft.jsonl"))
+    recipes.run_trl("sft", recipes.without_sizes(recipe), tmp_path / "trl", splits)
+    same_losses(train(pool, tmp_path, "sft", recipe), recipes.logged(tmp_path / "trl", 4))
+    found, expected = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto").state_dict() for name in ("out", "trl")
+    )
+    assert found.keys() == expected.keys()
+    assert all((found[name] - tensor).abs().max() <= TOLERANCE for name, tensor in expected.items())
+
+
+@pytest.mark.zoo
+@pytest.mark.ray
+def test_a_tracker_gets_the_losses(pool: Pool, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard stands for the trackers of transformers. One rank writes its file."""
+    pytest.importorskip("tensorboardX", reason="it is installed beside Ray")
+    monkeypatch.chdir(tmp_path)
+    recipes.write_model(tmp_path, seed)
+    recipe = recipes.write_recipe(tmp_path, "sft", seed, report_to="tensorboard")
+    losses = [each["loss"] for each in train(pool, tmp_path, "sft", recipe)]
+    (file,) = (tmp_path / "out").rglob("events.out.tfevents.*")
+    assert scalars(file, "train/loss") == pytest.approx(losses, rel=1e-6)
+
+
+def scalars(file: Path, name: str) -> list[float]:
+    """Return the values of a tag in an event file of TensorBoard."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    data, found, at = file.read_bytes(), [], 0
+    while at < len(data):  # records: length, checksum, message, checksum
+        (size,) = struct.unpack_from("<Q", data, at)
+        event = Event.FromString(data[at + 12 : at + 12 + size])
+        found += [value.simple_value for value in event.summary.value if value.tag == name]
+        at += size + 16
+    return found
 
 
 def same_weights(model: Any, folder: Path) -> None:

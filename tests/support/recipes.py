@@ -31,9 +31,9 @@ SHORT = {
 }
 
 
-def write_model(folder: Path, seed: int) -> None:
-    """Save a tiny Llama in float64 with its tokenizer."""
-    model = reference_model(NAME, tiny_config(), seed).double()
+def write_model(folder: Path, seed: int, name: str = NAME, config: Any = None) -> None:
+    """Save a tiny model, by default a Llama, in float64 with its tokenizer."""
+    model = reference_model(name, config or tiny_config(), seed).double()
     model.config.dtype = torch.float64
     model.save_pretrained(folder / "model")
     tiny_tokenizer(model.config.vocab_size).save_pretrained(folder / "model")
@@ -48,6 +48,16 @@ def write_recipe(folder: Path, task: str, seed: int, **keys: Any) -> Path:
         Path(names["dataset_name"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / f"{task}.yaml"
     path.write_text(yaml.safe_dump({**names, "output_dir": str(folder / "out"), **SHORT, **keys}))
+    return path
+
+
+def without_sizes(recipe: Path) -> Path:
+    """Write a copy of a recipe without the keys that TRL lacks."""
+    from oslo_models.recipes.keys import ParallelArguments
+
+    keys = yaml.safe_load(recipe.read_text())
+    path = recipe.with_stem(f"{recipe.stem}-trl")
+    path.write_text(yaml.safe_dump({key: keys[key] for key in keys.keys() - vars(ParallelArguments()).keys()}))
     return path
 
 

@@ -254,20 +254,27 @@ def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **o
     return run
 
 
+OF_LOGITS = ("entropy", "mean_token_accuracy")
+"""Numbers that stages do not log."""
+
+
 def differences_on_ranks(
-    run: Run, kind: str, tp: int, args: Mapping[str, Any], rows: Rows, options: Mapping[str, Any]
+    run: Run, kind: str, tp: int, args: Mapping[str, Any], rows: Rows, options: Mapping[str, Any], pp: int = 1
 ) -> list[str]:
     """Train on the ranks; return a line for each logged number and parameter that differs from one process."""
     from oslo_models import integrations
 
     fresh_accelerate()
-    model = model_on_stages(run.name, run.config, run.weights, tp, 1)
+    model = model_on_stages(run.name, run.config, run.weights, tp, pp, **({"micro_batch_size": 2} if pp > 1 else {}))
     if run.teacher:
         options = {**options, "teacher_model": model_on_stages(run.name, run.config, run.teacher, tp, 1).eval()}
     trainer = exactly(make_trainer, getattr(integrations, kind), model, run.config, args, rows, **options)
     seen = watch(trainer, STEPS, parameters)
     exactly(trainer.train)
-    lines = log_differences(trainer.state.log_history, run.logs)
+    logs = run.logs
+    if pp > 1:
+        logs = [{key: value for key, value in each.items() if not key.endswith(OF_LOGITS)} for each in logs]
+    lines = log_differences(trainer.state.log_history, logs)
     for step, expected_parameters in run.parameters.items():
         if hasattr(trainer.model, "peft_config"):
             lines += adapters.compare(trainer.model, f"step {step}:", seen[step], expected_parameters)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.trainer.utils import FusedCausalLMOutput
 
 from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
@@ -71,10 +72,13 @@ def _fused_forward(
 ) -> FusedCausalLMOutput:
     """Compute TRL's fields for each token with a label. Other tokens get zeros."""
     kwargs["use_cache"] = False
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        kwargs.setdefault("output_router_logits", True)
     given = {**kwargs, "labels": labels} if shift_labels is None else {**kwargs, "shift_labels": shift_labels}
     model._compare(args, given)
     model._at("forward", steps=1)
-    hidden_BLD = model.base_model(*args, **kwargs).last_hidden_state
+    output = model.base_model(*args, **kwargs)
+    hidden_BLD = output.last_hidden_state
     if shift_labels is None:
         if labels is None:
             raise ValueError("fused_lm_head=True needs labels or shift_labels")
@@ -90,8 +94,20 @@ def _fused_forward(
         name: score.new_zeros(mask_BL.shape).masked_scatter(mask_BL, score) for name, score in scores._asdict().items()
     }
     items = mask_BL.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    loss = -fields["log_probs"].sum() / items
+    if kwargs.get("output_router_logits"):
+        fields["aux_loss"] = _router_loss(model, output.router_logits, kwargs.get("attention_mask"))
+        loss = loss + model.config.get_text_config().router_aux_loss_coef * fields["aux_loss"]
     model._at("after forward")
-    return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / items, label_mask=mask_BL, **fields)
+    return FusedCausalLMOutput(loss=loss, label_mask=mask_BL, **fields)
+
+
+def _router_loss(model: TransformersModel, router_logits: Any, mask_BL: Tensor | None) -> Tensor:
+    """Compute the load-balancing loss of a mixture of experts as TRL does: by Mixtral's function, for all families."""
+    text: Any = model.config.get_text_config()
+    count = getattr(text, "num_experts", None) or text.num_local_experts
+    loss: Tensor = load_balancing_loss_func(router_logits, count, text.num_experts_per_tok, mask_BL)
+    return loss
 
 
 def _score(model: TransformersModel, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> TokenStatistics:

@@ -13,6 +13,9 @@ _COMPARED = (
 )
 """Arguments that determine the number of steps and collectives, and their results. They must be equal on all ranks."""
 
+OF_MODELS = ("nll", "chunked_nll")
+"""Values of ``loss_type`` with the loss that a model computes itself."""
+
 
 def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
     """Check the arguments of a TRL trainer. A collective of all ranks.
@@ -27,16 +30,13 @@ def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
     assert model.mesh is not None
     mesh = model.mesh
     with agree(mesh.world, f"checking arguments of {trainer}"):
-        if mesh.pp.size > 1:
-            instead = (
-                "; oslo_models.integrations.Trainer trains stages on tokenized rows with labels by the same loss"
-                if trainer == "SFTTrainer"
-                else ""
-            )
+        loss = getattr(args, "loss_type", "nll")
+        if mesh.pp.size > 1 and (trainer != "SFTTrainer" or loss not in OF_MODELS):
+            instead = ", or loss_type='nll'" if trainer == "SFTTrainer" else ""
             raise ValueError(
-                f"TRL's {trainer} computes its loss from the logits itself, and with pipeline_parallel_size="
-                f"{mesh.pp.size} only the last stage has them: load the model with pipeline_parallel_size=1 and a "
-                f"larger tensor_parallel_size{instead}"
+                f"TRL's {trainer} computes its loss{f' {loss!r}' if instead else ''} from the logits itself, and with "
+                f"pipeline_parallel_size={mesh.pp.size} only the last stage has them: load the model with "
+                f"pipeline_parallel_size=1 and a larger tensor_parallel_size{instead}"
             )
         for what, (given, advice) in refused_options(args).items():
             if given:

@@ -4,19 +4,62 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from trl.trainer import dpo_trainer, grpo_trainer, reward_trainer, rloo_trainer, sft_trainer
 
+from oslo_models.integrations.training_arguments import divides_loss_by_items
 from oslo_models.integrations.trl.mixins import ReferencedMixin, RewardedMixin, TRLMixin, with_names
 
 
 class SFTTrainer(TRLMixin, sft_trainer.SFTTrainer):  # type: ignore[misc]
     """TRL's ``SFTTrainer`` for models of this library on several ranks. Batch sizes are per replica.
 
+    On pipeline stages, the model computes the same loss for each micro-batch. Only the last stage has logits, so
+    entropy and token accuracy are not logged.
+
     Raises:
-        ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
+        ValueError: an argument does not work with a sharded model or with stages; on every rank.
     """
 
     trl_class = sft_trainer.SFTTrainer
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model = self._staged
+        if model is None:
+            return
+        if getattr(self, "aux_loss_enabled", False):
+            raise ValueError(
+                f"router_aux_loss_coef={self.router_aux_loss_coef}: on pipeline stages, the auxiliary loss would be of "
+                "micro-batches; set router_aux_loss_coef=0.0, or load the model with pipeline_parallel_size=1"
+            )
+        if not divides_loss_by_items(type(model)):
+            raise ValueError(
+                f"{type(model).__name__} on pipeline stages computes a mean over its own batch, and TRL's SFTTrainer "
+                "divides by the tokens of all batches of a step: load the model with pipeline_parallel_size=1"
+            )
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Train on a batch. On stages, count its tokens, which TRL counts in `compute_loss`."""
+        if self._staged is not None:
+            ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+            own = ids.new_tensor(ids.numel()) if mask is None else mask.sum()
+            self._total_train_tokens += self.accelerator.gather_for_metrics(own).sum().item()
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute TRL's loss. On stages, the model computes it: the negative log-likelihood of the labels."""
+        if self._staged is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        items = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        outputs = model(**{**inputs, "use_cache": False}, **items)
+        loss = outputs["loss"]
+        if items and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
 
 
 class DPOTrainer(ReferencedMixin, dpo_trainer.DPOTrainer):  # type: ignore[misc]
