@@ -86,7 +86,9 @@ def _tests() -> Iterator[Case]:
     limits = {"fused_decoding": 360}  # some twenty compilations
     for name in ("ceilings", "single_rank", "two_ranks", "from_pretrained", "fused_decoding"):
         yield Case("tests", name, f"{HERE}.checks:{name}", limits.get(name, 120), quick=name == "two_ranks")
-    yield Case("tests", "split_files", f"{HERE}.checks:split_files", 120)
+    for name in ("sequence_parallel", "split_files"):
+        yield Case("tests", name, f"{HERE}.checks:{name}", 120)
+    yield Case("tests", "exact_rollouts", f"{HERE}.fine_tuning:exact_rollouts", 180, 24)
     for path in gpu_tests():
         yield Case("tests", path, f"{HERE}.checks:pytest_file", 420, 6, {"path": path}, quick="ngrams" in path)
     for name in ("threaded_streamer", "sampling", "head_sizes", "experts", "deterministic", "capture_beside_queries",
@@ -144,6 +146,11 @@ def _training() -> Iterator[Case]:
             )
 
 
+    lora = {"use_peft": True, "lora_r": 16, "learning_rate": 1e-4}
+    for name, keys in {"LoRA": lora, "QLoRA": {**lora, "load_in_4bit": True}}.items():
+        yield Case("training", f"recipe, {name}", f"{HERE}.fine_tuning:recipes", 240, 40, {"keys": keys})
+
+
 def _decoding() -> Iterator[Case]:
     def case(model: str, peer: str, batch: int, beams: int = 1, gigabytes: float = 12) -> Case:
         name = f"{model}, batch {batch}{f', {beams} beams' if beams > 1 else ''} / {peer}"
@@ -176,6 +183,9 @@ def _decoding() -> Iterator[Case]:
     yield Case("decoding", "running batch, tokens", f"{HERE}.running_batch:tokens", 180, 4)
     yield Case("decoding", "running batch, llama-1b", f"{HERE}.running_batch:speeds", 300, 24)
     yield Case("decoding", "served", f"{HERE}.running_batch:served", 240, 24)
+    for peer in ("oslo_models running batch", fused, default):
+        yield Case("decoding", f"rollouts, llama-1b / {peer}", f"{HERE}.fine_tuning:rollouts", 120, 24, {"peer": peer},
+                   quick=peer == "oslo_models running batch")  # fmt: skip
 
 
 def _nccl() -> Iterator[Case]:
