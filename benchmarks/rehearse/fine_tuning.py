@@ -8,7 +8,6 @@ import random
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -156,50 +155,29 @@ def recipes(bench: Bench, keys: dict[str, Any]) -> None:
 def _train(bench: Bench, peer: str, folder: Path, keys: dict[str, Any]) -> None:
     import yaml
 
-    output, steps, batch, length = folder / peer, bench.pick(12, 2), bench.pick(8, 2), 256
+    output, batch, length, between = folder / peer, bench.pick(8, 2), 256, bench.pick(10, 1)
     recipe = {
         **{"model_name_or_path": str(folder / "model"), "dataset_name": str(folder / "rows"), "dtype": "bfloat16"},
-        **{"output_dir": str(output), "max_steps": steps, "per_device_train_batch_size": batch, "max_length": length},
-        **{"bf16": not bench.dry, "use_cpu": bench.dry, "save_strategy": "no", "report_to": "none"},
+        **{"output_dir": str(output), "max_steps": 3 * between, "save_steps": between, "max_length": length},
+        **{"bf16": not bench.dry, "use_cpu": bench.dry, "per_device_train_batch_size": batch, "report_to": "none"},
         **{"logging_steps": 1, **keys},
     }
     file, log = folder / "recipe.yaml", folder / "log"
     file.write_text(yaml.safe_dump(recipe))
     module, *words = _COMMANDS[peer]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    free = [torch.cuda.mem_get_info()[0]] if not bench.dry else [0]
+    free, began = [0 if bench.dry else torch.cuda.mem_get_info()[0]], time.perf_counter()
     with log.open("w") as out:
         started = subprocess.Popen(python_module(module, *words, str(file)), stdout=out, stderr=out, env=environment)
-        thread = threading.Thread(target=_watch, args=(bench, started, free))
-        thread.start()
-        code = started.wait()
-        thread.join()
-    text = log.read_text()
-    if code:
-        raise RuntimeError(f"{peer} ended with {code}:\n{text[-3000:]}")
-    losses, seconds = _logged(output, text)
-    bench.row(peer, "training", steps * batch * length / seconds, "tokens/s")
+        while started.poll() is None:
+            free.append(0 if bench.dry else torch.cuda.mem_get_info()[0])
+            time.sleep(0.02)
+    if started.returncode:
+        raise RuntimeError(f"{peer} ended with {started.returncode}:\n{log.read_text()[-3000:]}")
+    states = [output / f"checkpoint-{number * between}" / "trainer_state.json" for number in (1, 2, 3)]
+    seconds = min(later.stat().st_mtime - file.stat().st_mtime for file, later in zip(states, states[1:], strict=False))
+    losses = [each["loss"] for each in json.loads(states[-1].read_text())["log_history"] if "loss" in each]
+    bench.row(peer, "training, with a checkpoint", between * batch * length / seconds, "tokens/s")
+    bench.row(peer, "whole command", time.perf_counter() - began, "s")
     bench.row(peer, "memory of the device", (free[0] - min(free)) / 1e6, "MB")
     bench.row(peer, "last loss", losses[-1], "")
-
-
-def _watch(bench: Bench, started: subprocess.Popen[bytes], free: list[int]) -> None:
-    while started.poll() is None:
-        if not bench.dry:
-            free.append(torch.cuda.mem_get_info()[0])
-        time.sleep(0.05)
-
-
-def _logged(output: Path, text: str) -> tuple[list[float], float]:
-    """Return the losses and the seconds of the training, from the saved state or from the log."""
-    state = output / "trainer_state.json"
-    if state.is_file():
-        logged = json.loads(state.read_text())["log_history"]
-    else:
-        import ast
-
-        found = [line[line.index("{") : line.rindex("}") + 1] for line in text.splitlines() if "'loss'" in line or
-                 "'train_runtime'" in line]  # fmt: skip
-        logged = [{name: float(value) for name, value in ast.literal_eval(each).items()} for each in found]
-    losses = [float(each["loss"]) for each in logged if "loss" in each]
-    return losses, next(float(each["train_runtime"]) for each in logged if "train_runtime" in each)
