@@ -27,7 +27,7 @@ from oslo_models.starting import python_module
 OURS = "oslo_models"
 _DRAWN = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
 _SIZES: dict[str, Any] = {
-    **{"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    **{"vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048, "eos_token_id": 0},
 }
 _TINY = {**_SIZES, "vocab_size": 67, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
