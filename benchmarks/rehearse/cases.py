@@ -53,6 +53,7 @@ FIRST = (
     *("tests/ceilings", "tests/fused_decoding", "tests/single_rank", "tests/from_pretrained", "tests/two_ranks"),
     *(
         "tests/split_files",
+        "tests/exact_rollouts",
         "tests/threaded_streamer",
         "tests/sampling",
         "tests/head_sizes",
@@ -63,6 +64,7 @@ FIRST = (
     # how fast are models
     *("decoding/llama-1b, batch 8 /", "training/llama-1b / oslo_models fused", "training/llama-1b / transformers"),
     *("training/llama-1b / Liger", "decoding/llama-1b, batch 32 /", "decoding/running batch", "decoding/served"),
+    *("training/recipe", "decoding/rollouts"),
     # and operations
     *("kernels/head and loss, V=128256", "kernels/rmsnorm", "kernels/add-rmsnorm", "kernels/swiglu", "kernels/rotary"),
     *("kernels/float8", "kernels/launch", "tests/large", "tests/loading", "tests/kept_caches"),
@@ -148,7 +150,8 @@ def _training() -> Iterator[Case]:
 
     lora = {"use_peft": True, "lora_r": 16, "learning_rate": 1e-4}
     for name, keys in {"LoRA": lora, "QLoRA": {**lora, "load_in_4bit": True}}.items():
-        yield Case("training", f"recipe, {name}", f"{HERE}.fine_tuning:recipes", 240, 40, {"keys": keys})
+        yield Case("training", f"recipe, {name}", f"{HERE}.fine_tuning:recipes", 240, 40, {"keys": keys},
+                   larger=name == "QLoRA")  # fmt: skip
 
 
 def _decoding() -> Iterator[Case]:
@@ -185,7 +188,7 @@ def _decoding() -> Iterator[Case]:
     yield Case("decoding", "served", f"{HERE}.running_batch:served", 240, 24)
     for peer in ("oslo_models running batch", fused, default):
         yield Case("decoding", f"rollouts, llama-1b / {peer}", f"{HERE}.fine_tuning:rollouts", 120, 24, {"peer": peer},
-                   quick=peer == "oslo_models running batch")  # fmt: skip
+                   quick=peer.endswith("batch"), larger=not peer.endswith("batch"))  # fmt: skip
 
 
 def _nccl() -> Iterator[Case]:
