@@ -21,11 +21,12 @@ Legend:
     L: queries.
     S: keys.
     V: vocabulary, or this rank's shard of it.
+    E: experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -184,12 +185,61 @@ class _Product(torch.autograd.Function):
         return grad_x, grad_w, grad_b, None, None, None
 
 
-def root_mean_square_norm(x: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Compute the norm of Llama, ``[..., D]``."""
+def normalized(
+    x: Tensor, epsilon: float, terms: int, axis: Axis | None = None, owned: Sequence[Any] = (slice(None),)
+) -> Tensor:
+    """Divide each row by its root mean square. Returns float32, ``[..., D]``.
+
+    Args:
+        terms: the number of elements of a full row.
+        axis: the ranks over which rows are sharded. They all-reduce the sums of squares.
+        owned: indices of the local elements that count on this rank.
+    """
     x_32 = x.float()
-    integers, scale = to_integers(x_32, bits_of(x.shape[-1]))
-    variance = integers.square_().sum(-1, keepdim=True) * scale.square() / x.shape[-1]
-    return weight_D * (x_32 * (variance + epsilon).sqrt().reciprocal().float()).to(x.dtype)
+    integers, scale = to_integers(x_32, bits_of(terms), _most(x_32, axis))
+    squares = integers.square_()
+    sums = squares.new_zeros(scale.shape)
+    for index in owned:
+        sums += squares[..., index].sum(-1, keepdim=True)
+    if axis is not None and axis.size > 1:
+        sums = all_reduce(axis, sums)
+    variance = sums * scale.square() / terms
+    return x_32 * (variance + epsilon).sqrt().reciprocal().float()
+
+
+def probabilities(scores_NE: Tensor) -> Tensor:
+    """Compute the softmax of each row, [N, E], in float32."""
+    scores_NE = scores_NE.to(torch.float64)
+    shares_NE = lanewise(torch.exp, scores_NE - scores_NE.amax(-1, keepdim=True)).mul_(2.0**FRACTION).round_()
+    return (shares_NE / shares_NE.sum(-1, keepdim=True)).float()
+
+
+def products_of_experts(
+    x_ND: Tensor,
+    weight_EOD: Tensor,
+    expert_N: Tensor,
+    kept: RoundedWeight,
+    terms: int,
+    axis: Axis | None = None,
+) -> Tensor:
+    """Multiply each row with the weight of its expert. Returns [N, O].
+
+    Args:
+        terms: the number of terms of a full sum.
+        axis: the ranks over which the terms are sharded. They all-reduce the sums.
+    """
+    weight_EOD, bits = local_tensor(weight_EOD), bits_of(terms)
+    count, outputs, _ = weight_EOD.shape
+    integers, scale = kept.get(weight_EOD.flatten(0, 1), bits, axis)
+    w_EOD, w_scale_EO = integers.unflatten(0, (count, outputs)), scale.view(count, outputs)
+    integers_ND, scale_N1 = to_integers(x_ND, bits, _most(x_ND, axis))
+    sums_NO = integers_ND.new_zeros(len(x_ND), outputs)
+    for expert in range(count):
+        rows = (expert_N == expert).nonzero()[:, 0]
+        sums_NO[rows] = integers_ND[rows] @ w_EOD[expert].t()
+    if axis is not None and axis.size > 1:
+        sums_NO = all_reduce(axis, sums_NO)
+    return sums_NO.mul_(scale_N1).mul_(w_scale_EO[expert_N]).to(x_ND.dtype)
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -209,7 +259,15 @@ def rounded_states(keys: Tensor, values: Tensor, most: int) -> tuple[Tensor, Ten
     return integers.mul_(scale), torch.cat(to_integers(values, bits_of(most)), -1)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, shown: Tensor | None, scaling: float, most: int) -> Tensor:
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shown: Tensor | None,
+    scaling: float,
+    most: int,
+    softcap: float | None = None,
+) -> Tensor:
     """Compute attention of each query to the keys that its mask shows.
 
     Args:
@@ -217,6 +275,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, shown: Tensor | None, s
         key, value: ``[B, K, S, D]``, or the results of `rounded_states`.
         shown: boolean, ``[B or 1, 1, L, S]``; ``None``: each query sees the keys up to its own position.
         most: maximum number of keys of a query.
+        softcap: bound of the scores.
 
     Returns:
         ``[B, L, H, D]``.
@@ -230,19 +289,23 @@ def attention(query: Tensor, key: Tensor, value: Tensor, shown: Tensor | None, s
         shown = (places <= places[-length:, None])[None, None]
     size = max(1, MOST_SCORES // (heads * length * keys))
     if rows <= size:
-        return _attention(query, key, value, shown, scaling, most)
+        return _attention(query, key, value, shown, scaling, most, softcap)
     shown = shown.expand(rows, -1, -1, -1)
     parts = zip(*(each.split(size) for each in (query, key, value, shown)), strict=True)
-    return torch.cat([_attention(q, k, v, mask, scaling, most) for q, k, v, mask in parts])
+    return torch.cat([_attention(q, k, v, mask, scaling, most, softcap) for q, k, v, mask in parts])
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, shown: Tensor, scaling: float, most: int) -> Tensor:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, shown: Tensor, scaling: float, most: int, softcap: float | None
+) -> Tensor:
     rows, heads, length, width = query.shape
     groups, keys = key.shape[1], key.shape[2]
     integers, scale = to_integers(query, bits_of(width))
     by_groups = (rows, groups, -1)
     scores = integers.reshape(*by_groups, width) @ key.transpose(-1, -2)
     scores = scores.mul_(scale.reshape(*by_groups, 1)).mul_(scaling).view(rows, heads, length, keys)
+    if softcap is not None:
+        scores = lanewise(torch.tanh, scores.div_(softcap)).mul_(softcap)
     scores.masked_fill_(~shown, -torch.inf)
     largest = scores.amax(-1, keepdim=True)
     scores -= largest.masked_fill(largest == -torch.inf, 0.0)

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
 from typing_extensions import Self
 
-from oslo_models.distributed.sharded_tensor import layer_context
-from oslo_models.layers.blockwise_attention import blockwise_attention
-from oslo_models.layers.invariant_sums import (
-    RoundedWeight,
-    WithValue,
-    attention,
-    lanewise,
-    log_probabilities,
-    product,
-    root_mean_square_norm,
+from oslo_models.distributed.object_exchange import agree
+from oslo_models.layers.experts import ParallelExperts
+from oslo_models.layers.function_overrides import FunctionOverrides
+from oslo_models.layers.invariant_sums import WithValue, log_probabilities, product
+from oslo_models.layers.vocab_parallel import VocabParallelLogits
+from oslo_models.modeling.invariant_layers import (
+    HEADS,
+    INVARIANT,
+    LINEARS,
+    is_invariant,
+    replace,
+    rounded_weights,
+    tanh,
 )
-from oslo_models.layers.linear import ColumnParallelLinear, RowParallelLinear, add_bias
-from oslo_models.layers.vocab_parallel import VocabParallelHead, VocabParallelLogits
 
-TYPES = ("llama", "mistral", "qwen2", "qwen3")
+TYPES = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"),
+    *("glm4", "granite", "olmo2", "phi3", "smollm3"),
+)
 """Model types with the layers that are replaced here."""
-INVARIANT = "oslo_models_invariant"
-"""The name of `invariant_attention` among transformers' attention functions."""
-_POSITIONS = 256
-"""Positions of a block of rotary angles. Each angle is computed in a block of this shape."""
 
 
 class ExactRollouts(PreTrainedModel):
@@ -56,20 +53,26 @@ class ExactRollouts(PreTrainedModel):
         `token_log_probabilities` of its logits. The settings of ``generate`` may change the temperature only, because
         training knows no other setting.
 
-        Products, norms, attention and softmax add integers in float64, whose sums are exact; see
+        On pipeline stages, only the last stage has logits: set a ``loss_function`` that calls
+        `token_log_probabilities`, and pass the log-probabilities of the rollout to the model beside the labels.
+
+        Products, norms, attention, softmax and the choice of experts add integers in float64, whose sums are exact; see
         `oslo_models.layers.invariant_sums`. Gradients are the ordinary ones. Forwards take two to three times as long.
         Outputs differ from the model's former ones by rounding.
 
-        Call it again after LoRA adapters were added.
+        Call it again after LoRA adapters were added. The trainers of `oslo_models.integrations` do so.
 
         Raises:
-            ValueError: the model type, device or number type is not supported; or the model is fused, or has
-                adapters other than LoRA, or fewer key-value heads than tensor-parallel ranks. On every rank.
+            ValueError: the model type, device or number type is not supported; or the model is a full one, is fused,
+                has dropout, sequence parallelism or experts on different ranks, or has adapters other than LoRA. On
+                every rank.
         """
-        if (reason := _reason_against(self)) is not None:
-            raise ValueError(f"use_exact_rollouts does not support this {type(self).__name__}: {reason}")
+        mesh: Any = getattr(self, "mesh", None)
+        with nullcontext() if mesh is None else agree(mesh.model, "checking the layers of use_exact_rollouts"):
+            if (reason := _reason_against(self)) is not None:
+                raise ValueError(f"use_exact_rollouts does not support this {type(self).__name__}: {reason}")
         for module in self.modules():
-            _replace(module)
+            replace(module)
         self.set_attn_implementation(INVARIANT)
         self.has_exact_rollouts = True
         return self
@@ -97,11 +100,29 @@ class ExactRollouts(PreTrainedModel):
         found: Tensor = WithValue.apply(plain.view(target.shape), value)
         return found
 
+    def _local_logits(self, hidden: Tensor) -> Tensor:
+        """Compute the logits as `forward` does, without gradients: ``[..., local vocabulary]``."""
+        head: Any = self.get_output_embeddings()
+        config = self.config.get_text_config()
+        logits = product(hidden, head.weight, head.bias, head.rounded, head.in_features)
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / divisor
+        if (softcap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits = tanh(logits / softcap) * softcap
+        return logits
+
+    def _invariant_functions(self) -> Any:
+        """Return a context for transformers' forward. It replaces functions that no layer contains."""
+        if not self.has_exact_rollouts:
+            return nullcontext()
+        softcap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
+        return nullcontext() if softcap is None else FunctionOverrides({torch.tanh: tanh})
+
     @contextmanager
     def _keeping_rounded_weights(self) -> Iterator[None]:
         """Context in which products keep the rounded weights. Their memory is free afterwards."""
         modules = self.modules() if self.has_exact_rollouts else ()
-        kept: list[RoundedWeight] = [vars(module)["rounded"] for module in modules if "rounded" in vars(module)]
+        kept = [each for module in modules for each in rounded_weights(module)]
         for each in kept:
             each.keeps = True
         try:
@@ -115,178 +136,53 @@ def _reason_against(model: Any) -> str | None:
     kind, types = model.config.model_type, {param.dtype for param in model.parameters()}
     if kind not in TYPES:
         return f"its type {kind} is none of {', '.join(TYPES)}"
+    if getattr(model, "mesh", None) is None:
+        return "it is a full model; load it by from_pretrained_with_parallel, also for one process"
     if getattr(model, "_fusion", None) is not None:
         return "it is fused, and fused kernels sum in other orders; call it before fuse(), or not at all"
-    if not types <= {torch.float32, torch.bfloat16} or len(types) != 1:
+    if getattr(model, "token_parts", None) is not None:
+        return "it was loaded with sequence_parallel=True; leave it out"
+    if not types <= {torch.float32, torch.bfloat16}:
         return f"its weights are {', '.join(sorted(map(str, types)))}; load it with dtype=torch.float32 or bfloat16"
     if model.device.type not in ("cpu", "cuda"):
         return f"it is on {model.device.type}, where this was not tested; load it on a CPU or a GPU"
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        return f"its rotary positions depend on the longest sequence of a batch (rope_type {rope['rope_type']})"
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not _is_invariant(module) and type(module) not in (*_LINEARS, *_HEADS):
-            advice = "quantised weights and fewer key-value heads than tensor-parallel ranks are not supported"
-            return f"{name} is a {type(module).__name__}: {advice}"
-        bases = {base.__name__ for base in type(module).__mro__}
-        if "BaseTunerLayer" in bases and ("LoraLayer" not in bases or any(module.use_dora.values())):
-            return f"{name} is a {type(module).__name__}: adapters other than LoRA are not supported"
+    if getattr(model.config, "use_bidirectional_attention", False):
+        return "use_bidirectional_attention=True: its tokens see later ones"
+    if (jitter := getattr(model.config, "router_jitter_noise", 0.0)) > 0:
+        return f"its router adds noise in training (router_jitter_noise={jitter}); set it to 0"
+    if (reason := _reason_of_positions(model.config)) is not None:
+        return reason
+    reasons = (_reason_of_module(name, module) for name, module in model.named_modules())
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _reason_of_positions(config: Any) -> str | None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(each for each in rope.values() if isinstance(each, dict))):  # Gemma 3 has two kinds
+        if each.get("rope_type") in ("dynamic", "longrope"):
+            return f"its rotary positions depend on the longest sequence of a batch (rope_type {each['rope_type']})"
+    return None
+
+
+def _reason_of_module(name: str, module: nn.Module) -> str | None:
+    kind, bases = type(module).__name__, {base.__name__ for base in type(module).__mro__}
+    if isinstance(module, nn.Linear) and not is_invariant(module) and type(module) not in (*LINEARS, *HEADS):
+        return f"{name} is a {kind}: quantised weights are not supported"
+    if isinstance(module, nn.Dropout) and module.p > 0:
+        return f"{name} drops activations in training (p={module.p}); set the rate to 0"
+    if isinstance(module, ParallelExperts) and (module.over_ranks or module.mesh.has_experts_over_replicas):
+        return f"the ranks have different experts of {name}; load it with expert_parallel_size=1"
+    is_plain_lora = (
+        "LoraLayer" in bases and "ParamWrapper" not in bases and not any(getattr(module, "use_dora", {}).values())
+    )
+    if "BaseTunerLayer" in bases and not is_plain_lora:
+        return f"{name} is a {kind}: adapters other than LoRA of linear layers are not supported"
     return None
 
 
 def reason_of_layers(model: nn.Module) -> str | None:
     """Return which layer was added after `use_exact_rollouts`; ``None`` for no layer."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not _is_invariant(module):
+        if isinstance(module, nn.Linear) and not is_invariant(module):
             return f"{name} was added after use_exact_rollouts: call it again"
     return None
-
-
-# Layers ---------------------------------------------------------------------------------------------------------------
-
-
-def _replace(module: nn.Module) -> None:
-    """Replace the computation of a module, if the results depend on the shape of its input."""
-    own: Any = module
-    if _is_invariant(module):
-        return
-    if type(module) in _HEADS:
-        own.rounded = RoundedWeight()
-        own.product = _InvariantProduct(own.rounded, own.in_features)
-    elif type(module) in _LINEARS:
-        own.rounded = RoundedWeight()
-        module.__class__ = _LINEARS[type(module)]
-    elif (mixin := _mixin(module)) is not None:
-        module.__class__ = _joined(mixin, type(module))  # type: ignore[arg-type]
-
-
-def _is_invariant(module: nn.Module) -> bool:
-    return "rounded" in vars(module) or isinstance(module, (_InvariantNorm, _InvariantAngles, _InvariantActivation))
-
-
-def _mixin(module: nn.Module) -> type[nn.Module] | None:
-    name = type(module).__name__
-    if name.endswith("RMSNorm"):
-        return _InvariantNorm
-    if name.endswith("RotaryEmbedding"):
-        return _InvariantAngles
-    return _InvariantActivation if type(module).__module__ in _ACTIVATIONS else None
-
-
-_ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
-
-
-@cache
-def _joined(mixin: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-
-
-class _InvariantProduct:
-    """``product(x, weight, bias)`` of a layer with all terms of its sums."""
-
-    def __init__(self, kept: RoundedWeight, terms: int) -> None:
-        self._kept, self._terms = kept, terms
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return product(x, weight, bias, self._kept, self._terms)
-
-
-class _InvariantLinear(nn.Linear):
-    rounded: RoundedWeight
-
-    def forward(self, input: Tensor) -> Tensor:
-        return product(input, self.weight, self.bias, self.rounded, self.in_features)
-
-
-class _InvariantRowParallelLinear(RowParallelLinear):
-    rounded: RoundedWeight
-
-    def forward(self, x: Tensor) -> Tensor:
-        terms = self.layouts["weight"].shape[1]
-        with layer_context(self.weight):
-            return add_bias(product(self.leave_region(x), self.weight, None, self.rounded, terms, self.tp), self.bias)
-
-
-_HEADS = (ColumnParallelLinear, VocabParallelHead)
-"""Layers with a replaceable product."""
-_LINEARS: dict[type, type] = {nn.Linear: _InvariantLinear, RowParallelLinear: _InvariantRowParallelLinear}
-"""Layers with another class afterwards."""
-
-
-class _InvariantNorm(nn.Module):
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        with torch.no_grad():
-            value = root_mean_square_norm(hidden_states, self.weight, self.variance_epsilon)
-        return _with_gradient(super().forward, hidden_states, value)
-
-
-class _InvariantActivation(nn.Module):
-    def forward(self, input: Tensor) -> Tensor:
-        with torch.no_grad():
-            value = lanewise(super().forward, input)
-        return _with_gradient(super().forward, input, value)
-
-
-def _with_gradient(plain: Callable[[Tensor], Tensor], x: Tensor, value: Tensor) -> Tensor:
-    """Return a value with the gradient of ``plain(x)``."""
-    return WithValue.apply(plain(x), value) if torch.is_grad_enabled() else value
-
-
-class _InvariantAngles(nn.Module):
-    """Rotary angles, looked up in blocks of fixed shape.
-
-    Attributes:
-        tables: sines and cosines by data type, grown as needed.
-    """
-
-    tables: dict[torch.dtype, list[tuple[Tensor, Tensor]]]
-
-    @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = vars(self).setdefault("tables", {}).setdefault(x.dtype, [])
-        while len(blocks) * _POSITIONS <= int(position_ids.max()):
-            first = len(blocks) * _POSITIONS
-            places = torch.arange(first, first + _POSITIONS, device=position_ids.device)[None]
-            blocks.append(super().forward(x, places))
-        cos, sin = (torch.cat(parts, 1)[0] for parts in zip(*blocks, strict=True))
-        return cos[position_ids], sin[position_ids]
-
-
-def invariant_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Transformers' ``sdpa_attention_forward`` with sums that do not depend on the shapes of the call.
-
-    Args:
-        query: ``[batch, heads, queries, width]``.
-        key, value: ``[batch, key heads, keys, width]``, or rounded by the running batch.
-        attention_mask: ``[batch or 1, 1, queries, keys]``, boolean.
-
-    Raises:
-        ValueError: dropout.
-    """
-    if dropout:
-        raise ValueError(f"attention_dropout={dropout} with exact rollouts: set it to 0, or call eval()")
-    config: Any = module.config
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    shown = attention_mask if attention_mask is None or attention_mask.dtype is torch.bool else attention_mask == 0
-    with torch.no_grad():
-        output = attention(query, key, value, shown, scale, config.max_position_embeddings)
-    if torch.is_grad_enabled():
-        plain, _ = blockwise_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        output = WithValue.apply(plain, output)
-    return output, None
-
-
-AttentionInterface.register(INVARIANT, invariant_attention)
-AttentionMaskInterface.register(INVARIANT, sdpa_mask)

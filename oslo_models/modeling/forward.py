@@ -66,7 +66,8 @@ def _run(forward: Any, model: ParallelModelInternals, args: tuple[Any, ...], kwa
     if mode is ForwardMode.PIPELINE:
         return model.pipeline(args, kwargs)
     if mode is ForwardMode.DIRECT:
-        return forward(model, *args, **kwargs)
+        with model._invariant_functions():
+            return forward(model, *args, **kwargs)
     return _gathered_forward(forward, model, args, kwargs)
 
 
@@ -147,7 +148,7 @@ def _gathered_forward(
     if as_tuple:  # output names tell which outputs are sharded
         kwargs["return_dict"] = True
     model._at("forward" if torch.is_grad_enabled() else "forward without gradients", steps=1)
-    with within_model(model):
+    with within_model(model), model._invariant_functions():
         output = gathered(forward(model, *args, **kwargs))
     if not isinstance(output, ModelOutput):
         return output
@@ -199,7 +200,7 @@ def with_full_stage_outputs(forward: Any) -> Any:
         model.use_lazy_logits()
         stage = model.stage
         assert stage is not None
-        with within_model(model), stage.reading_own_layers(model):
+        with within_model(model), stage.reading_own_layers(model), model._invariant_functions():
             output = gathered(forward(model, **kwargs))
         if not isinstance(output, ModelOutput):
             return output

@@ -38,6 +38,15 @@ def test_case_runs_and_records_results(warm_launchers: None) -> None:
     )
 
 
+@pytest.mark.zoo
+def test_exact_rollouts_are_measured(warm_launchers: None) -> None:
+    command = [sys.executable, "-m", "benchmarks.exact_rollouts", "--smoke"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| exact")]
+    assert [(row[:2], row[-2:]) for row in rows] == [(["exact", ranks], ["100.0 %"] * 2) for ranks in ("1", "2")]
+
+
 def measure(case: str, peer: str, folder: Path) -> Result:
     return CASES[case].run(PEERS[peer], folder, smoke=True)
 

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("trl", reason="TRL's trainers need trl")
 
 from support import trl_trainers
+from support.mutants import Edit, MutantPool
 from support.pool import Pool
 
 ZOO = pytest.mark.zoo
@@ -237,3 +238,37 @@ def test_exact_rollouts_have_the_log_probabilities_of_the_trained_head(pool: Poo
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 6, ("prompt",))
     prompts = [[int(word[1:]) for word in row["prompt"].split()] for row in rows]
     pool.run(2, trl_trainers.compare_exact_rollouts, prompts, 0.7)
+
+
+RATIOS: dict[str, tuple[int, int, dict[str, Any], str]] = {
+    "tp=2": (2, 1, {"temperature": 0.7}, "float32"),
+    "tp=2, LoRA": (2, 1, {"temperature": 1.3}, "float32"),
+    "bfloat16, LoRA": (2, 1, {"temperature": 0.9}, "bfloat16"),
+    "one process": (1, 1, {}, "float32"),
+    "autocast": (2, 1, {"bf16": True, "gradient_checkpointing": True}, "float32"),
+    "dp=2": (1, 2, {"temperature": 0.7}, "float32"),
+    "continuous batching": (2, 1, {"use_transformers_continuous_batching": True}, "float32"),
+}
+
+
+@pytest.mark.parametrize("what", [each if each == "tp=2" else pytest.param(each, marks=ZOO) for each in RATIOS])
+def test_importance_ratio_of_the_first_update_is_one(pool: Pool, what: str, tmp_path: Path, seed: int) -> None:
+    """Each rollout is used for two updates: in the second one, the weights have changed."""
+    tp, dp, more, dtype = RATIOS[what]
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS["GRPOTrainer"])
+    args = {**SAMPLED, "output_dir": str(tmp_path), "num_iterations": 2, "seed": seed % 2**31, "max_steps": 4, **more}
+    options: dict[str, Any] = {}
+    if "LoRA" in what:
+        peft = pytest.importorskip("peft")
+        options["peft_config"] = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    for shares in pool.run(tp * dp, trl_trainers.importance_ratios, args, rows, tp, options, dtype, env=True):
+        assert shares[::2] == [1.0, 1.0] and max(shares[1::2]) < 1.0
+
+
+def test_mutants_change_the_importance_ratio(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """Positions that count padding round differently."""
+    edit = Edit("integrations.trl.head:_fused_forward", "model.has_exact_rollouts and kwargs", "False and kwargs")
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS["GRPOTrainer"])
+    args = {**SAMPLED, "output_dir": str(tmp_path), "num_iterations": 2, "seed": seed % 2**31, "max_steps": 1}
+    for shares in MutantPool(pool, edit).run(2, trl_trainers.importance_ratios, args, rows, 2, {}, "float32", env=True):
+        assert shares[0] < 1.0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from oslo_models import registry
 from oslo_models.layers import invariant_sums
 from oslo_models.modeling.exact_rollouts import TYPES
 
@@ -25,13 +26,22 @@ Rollouts = list[tuple[list[int], list[int], list[float]]]
 """Prompts, new tokens and their log-probabilities."""
 
 
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"final_logit_softcapping": 3.0},
+    "mixtral": {"intermediate_size": 32},  # grouped products take rows of 16 bytes
+    "qwen3_moe": {"moe_intermediate_size": 32},
+}
+"""Settings beside the zoo's: bounds that change the logits."""
+
+
 def case(variant: str, seed: int) -> Case:
-    name, config = zoo.lm_head(variant), zoo.config(variant)
+    name, config = zoo.lm_head(variant), zoo.config(variant, **CHANGES.get(variant, {}))
     return name, config, full_parameters(reference_model(name, config, seed))
 
 
-def on_ranks(given: Case, tp: int, pp: int = 1, dtype: torch.dtype = torch.float32) -> Any:
-    return model_on_stages(*given, tp, pp, dtype)
+def on_ranks(given: Case, tp: int, pp: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return model_on_stages(*given, tp, pp, dtype, **options)
 
 
 def drawn_prompts(vocabulary: int, seed: int, count: int, longest: int = 12) -> list[list[int]]:
@@ -50,31 +60,43 @@ def roll_out(model: Any, prompts: list[list[int]], temperature: float, **options
     return [(each.prompt_ids, each.generated_tokens, each.logprobs) for each in outputs.values()]
 
 
+def padded(rollouts: Rollouts, side: str, more: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the arguments of a forward, and the log-probabilities of new tokens; NaN for other positions."""
+    longest = max(len(prompt + new) for prompt, new, _ in rollouts) + more
+    ids_BL, mask_BL = torch.zeros(2, len(rollouts), longest, dtype=torch.long)
+    logprobs_BL = torch.full((len(rollouts), longest), float("nan"))
+    for row, (prompt, new, logprobs) in enumerate(rollouts):
+        stop = longest if side == "left" else len(prompt + new)
+        ids_BL[row, stop - len(prompt + new) : stop] = torch.tensor(prompt + new)
+        mask_BL[row, stop - len(prompt + new) : stop] = 1
+        logprobs_BL[row, stop - len(new) : stop] = torch.tensor(logprobs)
+    positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": ids_BL, "attention_mask": mask_BL, "position_ids": positions_BL}, logprobs_BL
+
+
 def trained(model: Any, rollouts: Rollouts, temperature: float, side: str, more: int) -> list[list[float]]:
     """Return the log-probabilities of a padded training forward."""
-    rows = [prompt + new for prompt, new, _ in rollouts]
-    longest = max(map(len, rows)) + more
-    before = [(longest - len(row)) * (side == "left") for row in rows]
-    ids_BL, mask_BL = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest)
-    for index, row in enumerate(rows):
-        ids_BL[index, before[index] : before[index] + len(row)] = torch.tensor(row)
-        mask_BL[index, before[index] : before[index] + len(row)] = 1
-    positions_BL = (mask_BL.cumsum(-1) - 1).clamp(min=0).long()
-    logits = model(ids_BL, attention_mask=mask_BL.long(), position_ids=positions_BL).logits
-    found_BL = model.token_log_probabilities(logits[:, :-1], ids_BL[:, 1:], temperature)
+    batch, logprobs_BL = padded(rollouts, side, more)
+    logits = model(**batch).logits
+    found_BL = model.token_log_probabilities(logits[:, :-1], batch["input_ids"][:, 1:], temperature)
     found_BL.sum().backward()
-    first = [start + len(prompt) - 1 for start, (prompt, _, _) in zip(before, rollouts, strict=True)]
     return [
-        found_BL[index, start : start + len(new)].tolist()
-        for index, (start, (_, new, _)) in enumerate(zip(first, rollouts, strict=True))
+        found_L[~logprobs_L.isnan()].tolist() for found_L, logprobs_L in zip(found_BL, logprobs_BL[:, 1:], strict=True)
     ]
 
 
 def check_rollouts(
-    given: Case, tp: int, prompts: list[list[int]], seed: int, new: int = 8, dtype: torch.dtype = torch.float32
+    given: Case,
+    tp: int,
+    prompts: list[list[int]],
+    seed: int,
+    new: int = 8,
+    dtype: torch.dtype = torch.float32,
+    adapted: bool = False,
 ) -> Rollouts:
     """Compare every token. Return the rollouts."""
-    model: Any = on_ranks(given, tp, dtype=dtype).use_exact_rollouts().train()
+    model: Any = on_ranks(given, tp, dtype=dtype)
+    model = (with_adapters(model, seed) if adapted else model.use_exact_rollouts()).train()
     draw, temperature = random.Random(seed), 1.3
     rollouts = roll_out(model, prompts, temperature, max_batch_size=draw.choice([3, 7, None]), max_new_tokens=new)
     rest = [*rollouts]
@@ -86,13 +108,30 @@ def check_rollouts(
     return rollouts
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3"])
-def test_training_computes_the_log_probabilities_of_the_rollout(pool: Pool, variant: str, seed: int) -> None:
-    """The same bits in one process and on two ranks."""
+def with_adapters(model: Any, seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    targets = ["q_proj", "k_proj", "o_proj", "down_proj"]
+    adapted = get_peft_model(model, LoraConfig(target_modules=targets, lora_alpha=64, init_lora_weights=False))
+    model.use_exact_rollouts()
+    return adapted
+
+
+QUICK = [("llama", 2), ("llama", 3), ("qwen3", 2)]
+SIZES = [*QUICK, ("llama-one-kv", 2), ("llama-one-kv", 3), ("llama-9-heads", 2), ("qwen2", 3), ("qwen3_moe", 3)]
+"""Variants and ranks: unequal shares of heads and widths, and heads that several ranks share."""
+
+
+@pytest.mark.parametrize(
+    ("variant", "tp"), [each if each in QUICK else pytest.param(*each, marks=pytest.mark.zoo) for each in SIZES]
+)
+def test_training_computes_the_log_probabilities_of_the_rollout(pool: Pool, variant: str, tp: int, seed: int) -> None:
+    """The same bits in one process and on several ranks."""
     given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 14)
     (alone,) = pool.run(1, check_rollouts, given, 1, prompts, seed)
-    for rollouts in pool.run(2, check_rollouts, given, 2, prompts, seed):
+    for rollouts in pool.run(tp, check_rollouts, given, tp, prompts, seed):
         assert rollouts == alone
 
 
@@ -102,36 +141,121 @@ def test_training_computes_the_log_probabilities_of_the_rollout(pool: Pool, vari
 def test_every_supported_type(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None:
     given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 10)
-    pool.run(2, check_rollouts, given, 2, prompts, seed, 8, dtype)
+    (alone,) = pool.run(1, check_rollouts, given, 1, prompts, seed, 8, dtype)
+    for rollouts in pool.run(2, check_rollouts, given, 2, prompts, seed, 8, dtype):
+        assert rollouts == alone
+
+
+def step(model: Any, rollouts: Rollouts, temperature: float) -> list[Tensor]:
+    """Return log-probabilities and gradients."""
+    model.zero_grad()
+    batch, logprobs_BL = padded(rollouts, "left", 1)
+    logits = model(**batch).logits
+    found_BL = model.token_log_probabilities(logits[:, :-1], batch["input_ids"][:, 1:], temperature)
+    found = found_BL[~logprobs_BL[:, 1:].isnan()]
+    found.sum().backward()
+    grads = (param.grad for param in model.parameters() if param.grad is not None)
+    return [found.detach(), *(grad.detach().clone().as_subclass(Tensor) for grad in grads)]
+
+
+def check_values(given: Case, tp: int, prompts: list[list[int]]) -> None:
+    """Compare values and gradients with the model before `use_exact_rollouts`."""
+    model: Any = on_ranks(given, tp).train()
+    rollouts = roll_out(model, prompts, 0.9)
+    ordinary, exact = step(model, rollouts, 0.9), step(model.use_exact_rollouts(), rollouts, 0.9)
+    torch.testing.assert_close(exact, ordinary, rtol=1e-3, atol=1e-4)
+    assert not torch.equal(exact[0], ordinary[0])
 
 
 @pytest.mark.zoo
-def test_ten_thousand_tokens(pool: Pool, seed: int) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("variant", TYPES)
+def test_values_and_gradients_are_the_ones_of_the_ordinary_model(pool: Pool, variant: str, tp: int, seed: int) -> None:
+    given = case(variant, seed)
+    pool.run(tp, check_values, given, tp, drawn_prompts(given[1].vocab_size, seed, 8))
+
+
+# Stages ---------------------------------------------------------------------------------------------------------------
+
+
+def check_stages(given: Case, tp: int, pp: int, prompts: list[list[int]], seed: int, dtype: torch.dtype) -> Rollouts:
+    """Compare every token on the last stage. Return the rollouts."""
+    model: Any = on_ranks(given, tp, pp, dtype, micro_batch_size=2).use_exact_rollouts().train()
+    temperature, ratios = 1.3, list[Tensor]()
+    rollouts = roll_out(model, prompts, temperature, max_batch_size=3)
+
+    def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, old: Any = None, **kwargs: Any) -> Tensor:
+        new = model.token_log_probabilities(logits[:, :-1], labels[:, 1:], temperature)
+        is_new = ~old[:, 1:].isnan()
+        ratio: Tensor = (new - old[:, 1:])[is_new].exp()
+        ratios.append(ratio.detach())
+        return ratio.sum()
+
+    model.loss_function = loss_function
+    for side in ("left", "right"):
+        batch, logprobs_BL = padded(rollouts, side, seed % 3)
+        for output in model(**batch, labels=batch["input_ids"], old=logprobs_BL):
+            output.loss.backward()
+    assert all(param.grad is not None and param.grad.isfinite().all() for param in model.parameters())
+    found = torch.cat(ratios) if model.stage.is_last else torch.ones(2 * sum(len(new) for _, new, _ in rollouts))
+    assert len(found) == 2 * sum(len(new) for _, new, _ in rollouts)
+    assert torch.equal(found, torch.ones_like(found))
+    return rollouts
+
+
+STAGES = [("llama", 1, torch.float32), ("llama", 2, torch.float32), ("qwen3", 1, torch.bfloat16)]
+STAGES += [("gemma2", 1, torch.float32), ("mixtral", 2, torch.float32), ("granite", 1, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "tp", "dtype"),
+    [each if each[:2] == ("llama", 1) else pytest.param(*each, marks=pytest.mark.zoo) for each in STAGES],
+)
+def test_pipeline_stages(pool: Pool, variant: str, tp: int, dtype: torch.dtype, seed: int) -> None:
+    """A loss of the last stage has the log-probabilities of the rollout, with the bits of one process."""
+    given = case(variant, seed)
+    prompts = drawn_prompts(given[1].vocab_size, seed, 8)
+    found = pool.run(2 * tp, check_stages, given, tp, 2, prompts, seed, dtype)
+    (alone,) = pool.run(1, rollouts_alone, given, prompts, dtype)
+    assert all(rollouts == alone for rollouts in found)
+
+
+def rollouts_alone(given: Case, prompts: list[list[int]], dtype: torch.dtype) -> Rollouts:
+    model: Any = on_ranks(given, 1, dtype=dtype).use_exact_rollouts().train()
+    return roll_out(model, prompts, 1.3, max_batch_size=3)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("adapted", [False, True])
+def test_ten_thousand_tokens(pool: Pool, adapted: bool, seed: int) -> None:
     given = case("llama", seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 700)
-    rollouts = pool.run(2, check_rollouts, given, 2, prompts, seed, 20)[0]
+    rollouts = pool.run(2, check_rollouts, given, 2, prompts, seed, 20, torch.float32, adapted)[0]
     assert sum(len(new) for _, new, _ in rollouts) >= 10_000
 
 
-def check_adapters(given: Case, prompts: list[list[int]], seed: int) -> None:
+def check_adapters(given: Case, tp: int, prompts: list[list[int]], seed: int) -> None:
     from peft import LoraConfig, get_peft_model
 
-    model: Any = on_ranks(given, 2).use_exact_rollouts()
-    torch.manual_seed(seed)
-    config = LoraConfig(target_modules=["q_proj", "o_proj", "down_proj"], lora_alpha=64, init_lora_weights=False)
-    adapted: Any = get_peft_model(model, config)
+    model: Any = on_ranks(given, tp).use_exact_rollouts()
+    adapted: Any = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"lora_A.* was added after use_exact_rollouts: call it again"):
         roll_out(adapted, prompts, 0.7)
-    model.use_exact_rollouts()
+    adapted = with_adapters(on_ranks(given, tp), seed)
+    model = adapted.base_model.model
     rollouts = roll_out(adapted.train(), prompts, 0.7)
     assert trained(adapted, rollouts, 0.7, "left", 2) == [logprobs for _, _, logprobs in rollouts]
     with adapted.disable_adapter():
         assert trained(model.requires_grad_(), rollouts, 0.7, "left", 2) != [logprobs for _, _, logprobs in rollouts]
+    dropping = LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+    with pytest.raises(ValueError, match=r"lora_dropout.default drops activations in training \(p=0\.1\)"):
+        get_peft_model(on_ranks(given, tp), dropping).base_model.model.use_exact_rollouts()  # type: ignore[operator]
 
 
-def test_adapters_stay_active(pool: Pool, seed: int) -> None:
+@pytest.mark.parametrize("tp", [2, pytest.param(3, marks=pytest.mark.zoo)])
+def test_adapters_stay_active(pool: Pool, tp: int, seed: int) -> None:
     given = case("llama", seed)
-    pool.run(2, check_adapters, given, drawn_prompts(given[1].vocab_size, seed, 9), seed)
+    pool.run(tp, check_adapters, given, tp, drawn_prompts(given[1].vocab_size, seed, 9), seed)
 
 
 # Sums -----------------------------------------------------------------------------------------------------------------
@@ -205,7 +329,7 @@ def test_attention_does_not_depend_on_padding(seed: int) -> None:
 # Refusals and mutants -------------------------------------------------------------------------------------------------
 
 
-def check_refusals(given: Case, other: Case) -> None:
+def check_refusals(given: Case, other: Case, mixture: Case, dropping: Case) -> None:
     model: Any = on_ranks(given, 2).use_exact_rollouts()
     assert model.use_exact_rollouts() is model
     with pytest.raises(ValueError, match="fuse replaces layers that use_exact_rollouts needs"):
@@ -216,29 +340,58 @@ def check_refusals(given: Case, other: Case) -> None:
         on_ranks(other, 2).use_exact_rollouts()
     with pytest.raises(ValueError, match=r"its weights are torch\.float64; load it with dtype"):
         on_ranks(given, 2, dtype=torch.float64).use_exact_rollouts()
+    with pytest.raises(ValueError, match=r"the ranks have different experts of .*experts; .*expert_parallel_size=1"):
+        on_ranks(mixture, 2, expert_parallel_size=2).use_exact_rollouts()
+    with pytest.raises(ValueError, match=r"resid_attn_dropout drops activations in training \(p=0\.2\)"):
+        on_ranks(dropping, 2).use_exact_rollouts()
+    with pytest.raises(ValueError, match="it was loaded with sequence_parallel=True"):
+        on_ranks(given, 2, sequence_parallel=True).use_exact_rollouts()
+    with pytest.raises(ValueError, match="it is a full model; load it by from_pretrained_with_parallel"):
+        registry.find(given[0])(given[1]).use_exact_rollouts()  # type: ignore[operator]
 
 
 def test_unsupported_models_are_refused(pool: Pool, seed: int) -> None:
-    pool.run(2, check_refusals, case("llama", seed), case("gpt2", seed))
+    dropping = ("Phi3ForCausalLM", zoo.config("phi3", dropout=0.2), case("phi3", seed)[2])
+    pool.run(2, check_refusals, case("llama", seed), case("gpt2", seed), case("mixtral", seed), dropping)
 
 
-SUMS = "layers.invariant_sums"
+SUMS, LAYERS = "layers.invariant_sums", "modeling.invariant_layers"
+_ROWS = "layout.shape[0], self.tp, owned"
 MUTANTS = {
-    "product": Edit(f"{SUMS}:_Product.forward", "x_ND @ w_OD.t()", "(x_ND.float() @ w_OD.t().float()).double()"),
-    "weights of attention": Edit(f"{SUMS}:_attention", "to_integers(weights, bits_of(most))", "weights, scale * 0 + 1"),
-    "partial sums": Edit(f"{SUMS}:_most", "axis.size == 1", "True"),
+    "product": (
+        "llama",
+        Edit(f"{SUMS}:_Product.forward", "x_ND @ w_OD.t()", "(x_ND.float() @ w_OD.t().float()).double()"),
+    ),
+    "weights of attention": (
+        "llama",
+        Edit(f"{SUMS}:_attention", "to_integers(weights, bits_of(most))", "weights, scale * 0 + 1"),
+    ),
+    "partial sums": ("llama", Edit(f"{SUMS}:_most", "axis.size == 1", "True")),
+    "terms": (
+        "llama",
+        Edit(f"{LAYERS}:_InvariantRowParallelLinear.forward", 'self.layouts["weight"].shape[1]', "x.shape[-1]"),
+    ),
+    "norm over all heads": (
+        "olmo2",
+        Edit(f"{LAYERS}:_InvariantNorm._value", _ROWS, "layout.shape[0], self.tp, [slice(None)][self.tp.rank :]"),
+    ),
+    "products of experts": (
+        "qwen3_moe",
+        Edit(f"{SUMS}:products_of_experts", "to_integers(x_ND, bits, _most(x_ND, axis))", "to_integers(x_ND, bits)"),
+    ),
 }
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(pool: Pool, name: str, seed: int) -> None:
-    given = case("llama", seed)
+    variant, edit = MUTANTS[name]
+    given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 14)
     expected = pool.run(1, check_rollouts, given, 1, prompts, seed)[0]
 
     def check() -> None:
-        for rollouts in MutantPool(pool, MUTANTS[name]).run(2, check_rollouts, given, 2, prompts, seed):
+        for rollouts in MutantPool(pool, edit).run(2, check_rollouts, given, 2, prompts, seed):
             assert rollouts == expected
 
     with pytest.raises((AssertionError, WorkerError), match=r""):

@@ -394,6 +394,37 @@ def compare_exact_rollouts(prompts: list[list[int]], temperature: float) -> None
         assert found[0, len(each.prompt_ids) - 1 :].tolist() == each.logprobs
 
 
+def importance_ratios(
+    args: Mapping[str, Any], rows: Rows, tp: int, options: Mapping[str, Any], name: str
+) -> list[float]:
+    """Train by GRPO with exact rollouts. Return the share of tokens with a ratio of exactly 1, by step."""
+    from oslo_models import integrations
+
+    fresh_accelerate()
+    shares: list[float] = []
+
+    class Watched(integrations.GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *given: Any, **more: Any) -> Any:
+            found = super()._get_per_token_logps_and_entropies(*given, **more)
+            self.newest = found[0].detach()
+            return found
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            loss = super()._compute_loss(model, inputs)
+            old, mask = inputs["old_per_token_logps"], inputs["completion_mask"].bool()
+            assert torch.equal(old[mask], inputs["sampling_per_token_logps"][mask]) and bool((old[mask] < 0).all())
+            shares.append(float(((self.newest - old)[mask].exp() == 1).float().mean()))
+            return loss
+
+    config = tiny_config()
+    dtype = getattr(torch, name)
+    weights = full_parameters(reference_model(NAME, config, args["seed"]))
+    model = model_on_stages(NAME, config, weights, tp, 1, dtype).use_exact_rollouts()
+    trainer = make_trainer(Watched, model, config, args, rows, **options)
+    trainer.train()
+    return shares
+
+
 def use_fused_head_of_trl() -> None:
     """On each rank, check that a model refuses TRL's fused head outside of our trainers."""
     from trl.trainer.utils import add_fused_lm_head

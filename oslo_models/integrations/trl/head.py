@@ -12,13 +12,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.trainer.utils import FusedCausalLMOutput
 
 from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.integrations.accelerator import find_parallel_model
 from oslo_models.layers.cross_entropy import VocabShard
 from oslo_models.layers.invariant_sums import WithValue, log_probabilities
 from oslo_models.layers.token_statistics import LogitScaling, TokenStatistics, token_statistics
@@ -29,26 +28,34 @@ IGNORED = -100
 
 
 def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
-    """Make a parallel model compute TRL's fused LM head from shards. Models without that head do not change.
+    """Make a parallel model compute TRL's fused LM head from shards, or for `use_exact_rollouts`.
+
+    Models without that head do not change.
 
     Args:
         module: the model, with or without wrappers.
         temperature: TRL's divisor of the logits.
     """
-    model = find_parallel_model(module)
+    model = find_on_mesh(module)
     of_trl = None if model is None else vars(model).get("forward")
     if model is None or of_trl is None or hasattr(of_trl, "is_sharded"):
         return
 
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if fused_lm_head and vocabulary(self) is not None:
+        if fused_lm_head and (vocabulary(self) is not None or self.has_exact_rollouts):
             return _fused_forward(self, args, temperature, **kwargs)
         return of_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     marked: Any = forward
     marked.is_sharded = True
     model.forward = MethodType(marked, model)
+
+
+def find_on_mesh(module: Any) -> ParallelModel | None:
+    """Return the first `ParallelModel` inside ``module`` with a mesh, also of one rank."""
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    return next((each for each in modules if isinstance(each, ParallelModel) and each.mesh is not None), None)
 
 
 def vocabulary(model: TransformersModel) -> VocabShard | None:
@@ -72,6 +79,10 @@ def _fused_forward(
 ) -> FusedCausalLMOutput:
     """Compute TRL's fields for each token with a label. Other tokens get zeros."""
     kwargs["use_cache"] = False
+    mask_BL = kwargs.get("attention_mask")
+    if model.has_exact_rollouts and kwargs.get("position_ids") is None and mask_BL is not None:
+        # TRL counts padding on the left; rotary angles of other positions round differently
+        kwargs["position_ids"] = (mask_BL.long().cumsum(-1) - 1).clamp(min=0)
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     given = {**kwargs, "labels": labels} if shift_labels is None else {**kwargs, "shift_labels": shift_labels}
@@ -110,17 +121,17 @@ def _router_loss(model: TransformersModel, router_logits: Any, mask_BL: Tensor |
     return loss
 
 
-def _score(model: TransformersModel, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> TokenStatistics:
+def _score(model: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> TokenStatistics:
     head, shard = model.get_output_embeddings(), vocabulary(model)
-    assert shard is not None
     weight, bias = head.weight, head.bias
-    scaling = logit_scaling(model.config, temperature)
+    if shard is None:
+        shard = VocabShard(model.mesh.tp, (0, weight.shape[0]), weight.shape[0])
     with without_override():
-        found = token_statistics(hidden_ND, weight, bias, target_N, shard, scaling)
-    if not getattr(model, "has_exact_rollouts", False):
+        found = token_statistics(hidden_ND, weight, bias, target_N, shard, logit_scaling(model.config, temperature))
+    if not model.has_exact_rollouts:
         return found
     with torch.no_grad(), without_override():
-        scores_NV = scaling.apply(head.product(hidden_ND, weight, bias).float())
+        scores_NV = model._local_logits(hidden_ND).float() / temperature
         value_N = log_probabilities(scores_NV, target_N, shard.axis, shard.local[0])
     return found._replace(log_probs=WithValue.apply(found.log_probs, value_N))
 

@@ -20,7 +20,7 @@ from oslo_models.distributed.object_exchange import broadcast_object, gather_obj
 from oslo_models.distributed.rng import stable_hash
 from oslo_models.integrations.accelerator import find_parallel_model
 from oslo_models.integrations.trainer import ParallelTrainerMixin
-from oslo_models.integrations.trl.head import use_sharded_head
+from oslo_models.integrations.trl.head import find_on_mesh, use_sharded_head
 from oslo_models.integrations.trl.refusals import check_trl_arguments
 from oslo_models.integrations.trl.rollouts import generating_in_batch
 from oslo_models.modeling.base import ParallelModel
@@ -39,6 +39,9 @@ class TRLMixin(ParallelTrainerMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        model = find_on_mesh(self.model)
+        if model is not None and model.has_exact_rollouts:
+            model.use_exact_rollouts()  # TRL may have added adapters
         self._use_sharded_heads()
 
     def _check_class(self) -> None:
@@ -103,7 +106,13 @@ class ReferencedMixin(TRLMixin):
 
 
 class GeneratingMixin(TRLMixin):
-    """Common base of the trainers that generate completions."""
+    """Common base of the trainers that generate completions.
+
+    Attributes:
+        keeps_logprobs: whether TRL's trainer reads the log-probabilities of the rollout.
+    """
+
+    keeps_logprobs: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,8 +121,13 @@ class GeneratingMixin(TRLMixin):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """Generate completions, in the running batch where possible."""
-        with generating_in_batch(self.model):
-            return super()._generate_single_turn(*args, **kwargs)
+        with generating_in_batch(self.model, self.keeps_logprobs) as logprobs:
+            generated = super()._generate_single_turn(*args, **kwargs)
+        if not logprobs:
+            return generated
+        completions, *rest = generated
+        own = [row[: len(completion)] for row, completion in zip(logprobs, completions, strict=True)]
+        return (completions, own, *rest[1:])
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate completions. All ranks of a replica get the completions of its first rank."""

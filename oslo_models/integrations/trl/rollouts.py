@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,33 +21,51 @@ from oslo_models.deploy.running_batch.penalties import Penalty
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.row import rows_of_prompt
 from oslo_models.integrations.accelerator import find_parallel_model
+from oslo_models.integrations.trl.head import find_on_mesh
 from oslo_models.modeling.base import ParallelModel
 
 
 @contextmanager
-def generating_in_batch(module: Any) -> Iterator[None]:
+def generating_in_batch(module: Any, keeps_logprobs: bool = False) -> Iterator[list[list[float]]]:
     """Context in which ``generate`` of a sharded model uses the running batch for calls with the same result.
 
     Args:
         module: the model, with or without wrappers.
+        keeps_logprobs: of a model with `use_exact_rollouts`, use the running batch for all calls, and record the
+            log-probabilities of the tokens.
+
+    Yields:
+        The recorded log-probabilities of each completion.
     """
-    model = find_parallel_model(module)
-    if model is None or "generate" in vars(model):  # another library, or the caller, has replaced generate
-        yield
+    model, logprobs = find_on_mesh(module), list[list[float]]()
+    keeps_logprobs = keeps_logprobs and model is not None and model.has_exact_rollouts
+    # without several ranks, generate is transformers' own; another library, or the caller, may have replaced it
+    if model is None or "generate" in vars(model) or not (keeps_logprobs or find_parallel_model(module) is not None):
+        yield logprobs
         return
-    is_training, own = model.training, model.generate
+    is_training, own, own_batch = model.training, model.generate, model.generate_batch
 
     def generate(input_ids: Any = None, attention_mask: Any = None, generation_config: Any = None, **rest: Any) -> Any:
-        if not rest and joins_batch(model, input_ids, attention_mask, generation_config):
-            return _generate(model, input_ids, attention_mask, generation_config)
+        joins = not rest and joins_batch(model, input_ids, attention_mask, generation_config)
+        if joins or keeps_logprobs:
+            return _generate(model, input_ids, attention_mask, generation_config, joins, **rest)
         return own(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **rest)
+
+    def generate_batch(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs["continuous_batching_config"] = SimpleNamespace(return_logprobs=True)
+        outputs = own_batch(inputs, *args, **kwargs)
+        logprobs.extend(each.logprobs for each in outputs.values())
+        return outputs
 
     changed: Any = model
     changed.generate = generate
+    if keeps_logprobs:
+        changed.generate_batch = generate_batch
     try:
-        yield
+        yield logprobs
     finally:
         del changed.generate
+        vars(changed).pop("generate_batch", None)
         if model.training != is_training:  # TRL ends its own continuous batching in training mode
             model.train(is_training)
 
@@ -94,9 +113,13 @@ def _prompts(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:
     return [ids_L[mask_L.bool()].tolist() for ids_L, mask_L in zip(ids_BL, mask_BL, strict=False)]
 
 
-def _generate(model: ParallelModel, ids_BL: Tensor, mask_BL: Tensor, config: Any) -> Tensor:
-    """Return prompts and new tokens, padded as by ``generate``."""
-    outputs = model.generate_batch(_prompts(ids_BL, mask_BL), config, common_draws=True)
+def _generate(model: ParallelModel, ids_BL: Tensor, mask_BL: Tensor, config: Any, common: bool, **rest: Any) -> Tensor:
+    """Return prompts and new tokens, padded as by ``generate``.
+
+    Args:
+        common: draw the tokens as ``generate`` does.
+    """
+    outputs = model.generate_batch(_prompts(ids_BL, mask_BL), config, common_draws=common, **rest)
     new = [torch.tensor(each.generated_tokens, dtype=ids_BL.dtype) for each in outputs.values()]
     pad = settings_of({"generation_config": config}, model.generation_config)("pad_token_id")
     new_BL = nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=0 if pad is None else pad)

@@ -8,6 +8,7 @@ from torch import Tensor
 from trl.trainer import dpo_trainer, grpo_trainer, reward_trainer, rloo_trainer, sft_trainer
 
 from oslo_models.integrations.training_arguments import divides_loss_by_items
+from oslo_models.integrations.trl.head import find_on_mesh
 from oslo_models.integrations.trl.mixins import ReferencedMixin, RewardedMixin, TRLMixin, with_names
 
 
@@ -91,11 +92,24 @@ class GRPOTrainer(RewardedMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc
     times the number of replicas. All ranks of a replica train on the completions and rewards of its first rank. Without
     adapters, the reference model for ``beta`` is a copy of the model on the same ranks.
 
+    After ``model.use_exact_rollouts()``, the importance ratio compares each token with its log-probability in the
+    rollout. It is exactly 1 in the first update.
+
     Raises:
         ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
     """
 
     trl_class = grpo_trainer.GRPOTrainer
+    keeps_logprobs = True
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate and score. With exact rollouts, TRL's old log-probabilities are the ones of the rollout."""
+        batch = super()._generate_and_score_completions(*args, **kwargs)
+        model = find_on_mesh(self.model)
+        sampled = batch.get("sampling_per_token_logps")
+        if model is not None and model.has_exact_rollouts and sampled is not None:
+            batch["old_per_token_logps"] = sampled
+        return batch
 
 
 class RLOOTrainer(RewardedMixin, rloo_trainer.RLOOTrainer):  # type: ignore[misc]
