@@ -39,6 +39,7 @@ from oslo_models.layers.invariant_sums import (
 from oslo_models.layers.linear import ColumnParallelLinear, KeyValueParallelLinear, RowParallelLinear, add_bias
 from oslo_models.layers.norm import WidthParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelHead, VocabParallelLogits
+from oslo_models.pipeline.placeholders import Placeholder
 
 INVARIANT = "oslo_models_invariant"
 """The name of `invariant_attention` among transformers' attention functions."""
@@ -65,8 +66,9 @@ def replace(module: nn.Module) -> None:
 
 
 def is_invariant(module: nn.Module) -> bool:
-    """Return whether `replace` has replaced the module."""
-    return "rounded" in vars(module) or isinstance(module, (_InvariantNorm, _InvariantAngles, _InvariantActivation))
+    """Return whether `replace` has replaced the module, or another pipeline stage computes it."""
+    kinds = (_InvariantNorm, _InvariantAngles, _InvariantActivation, Placeholder)
+    return "rounded" in vars(module) or isinstance(module, kinds)
 
 
 def rounded_weights(module: nn.Module) -> list[RoundedWeight]:

@@ -74,12 +74,14 @@ def padded(rollouts: Rollouts, side: str, more: int) -> tuple[dict[str, Tensor],
     return {"input_ids": ids_BL, "attention_mask": mask_BL, "position_ids": positions_BL}, logprobs_BL
 
 
-def trained(model: Any, rollouts: Rollouts, temperature: float, side: str, more: int) -> list[list[float]]:
-    """Return the log-probabilities of a padded training forward."""
+def trained(
+    model: Any, rollouts: Rollouts, temperature: float, side: str, more: int, only_new: bool = False
+) -> list[list[float]]:
+    """Return the log-probabilities of a padded training forward. Train on them, or on all tokens."""
     batch, logprobs_BL = padded(rollouts, side, more)
     logits = model(**batch).logits
     found_BL = model.token_log_probabilities(logits[:, :-1], batch["input_ids"][:, 1:], temperature)
-    found_BL.sum().backward()
+    (found_BL[~logprobs_BL[:, 1:].isnan()] if only_new else found_BL).sum().backward()
     return [
         found_L[~logprobs_L.isnan()].tolist() for found_L, logprobs_L in zip(found_BL, logprobs_BL[:, 1:], strict=True)
     ]
@@ -178,8 +180,10 @@ def test_values_and_gradients_are_the_ones_of_the_ordinary_model(pool: Pool, var
 # Stages ---------------------------------------------------------------------------------------------------------------
 
 
-def check_stages(given: Case, tp: int, pp: int, prompts: list[list[int]], seed: int, dtype: torch.dtype) -> Rollouts:
-    """Compare every token on the last stage. Return the rollouts."""
+def check_stages(
+    given: Case, tp: int, pp: int, prompts: list[list[int]], seed: int, dtype: torch.dtype
+) -> tuple[Rollouts, float]:
+    """Compare every token on the last stage. Return the rollouts and the norm of the gradients."""
     model: Any = on_ranks(given, tp, pp, dtype, micro_batch_size=2).use_exact_rollouts().train()
     temperature, ratios = 1.3, list[Tensor]()
     rollouts = roll_out(model, prompts, temperature, max_batch_size=3)
@@ -196,11 +200,10 @@ def check_stages(given: Case, tp: int, pp: int, prompts: list[list[int]], seed: 
         batch, logprobs_BL = padded(rollouts, side, seed % 3)
         for output in model(**batch, labels=batch["input_ids"], old=logprobs_BL):
             output.loss.backward()
-    assert all(param.grad is not None and param.grad.isfinite().all() for param in model.parameters())
     found = torch.cat(ratios) if model.stage.is_last else torch.ones(2 * sum(len(new) for _, new, _ in rollouts))
     assert len(found) == 2 * sum(len(new) for _, new, _ in rollouts)
     assert torch.equal(found, torch.ones_like(found))
-    return rollouts
+    return rollouts, float(model.clip_grad_norm_(1e9))
 
 
 STAGES = [("llama", 1, torch.float32), ("llama", 2, torch.float32), ("qwen3", 1, torch.bfloat16)]
@@ -216,13 +219,18 @@ def test_pipeline_stages(pool: Pool, variant: str, tp: int, dtype: torch.dtype, 
     given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 8)
     found = pool.run(2 * tp, check_stages, given, tp, 2, prompts, seed, dtype)
-    (alone,) = pool.run(1, rollouts_alone, given, prompts, dtype)
-    assert all(rollouts == alone for rollouts in found)
+    ((alone, norm),) = pool.run(1, rollouts_alone, given, prompts, dtype)
+    for rollouts, own in found:
+        assert rollouts == alone
+        assert own == pytest.approx(norm, rel=1e-4 if dtype is torch.float32 else 0.05)
 
 
-def rollouts_alone(given: Case, prompts: list[list[int]], dtype: torch.dtype) -> Rollouts:
+def rollouts_alone(given: Case, prompts: list[list[int]], dtype: torch.dtype) -> tuple[Rollouts, float]:
     model: Any = on_ranks(given, 1, dtype=dtype).use_exact_rollouts().train()
-    return roll_out(model, prompts, 1.3, max_batch_size=3)
+    rollouts = roll_out(model, prompts, 1.3, max_batch_size=3)
+    for side in ("left", "right"):  # a ratio of 1 has the gradient of the log-probability
+        trained(model, rollouts, 1.3, side, 0, only_new=True)
+    return rollouts, float(model.clip_grad_norm_(1e9))
 
 
 @pytest.mark.zoo
