@@ -244,7 +244,7 @@ RATIOS: dict[str, tuple[int, int, dict[str, Any], str]] = {
     "tp=2": (2, 1, {"temperature": 0.7}, "float32"),
     "tp=2, LoRA": (2, 1, {"temperature": 1.3}, "float32"),
     "bfloat16, LoRA": (2, 1, {"temperature": 0.9}, "bfloat16"),
-    "one process": (1, 1, {}, "float32"),
+    "one process": (1, 1, {"beta": 0.0}, "float32"),  # TRL would load a reference model from the hub
     "autocast": (2, 1, {"bf16": True, "gradient_checkpointing": True}, "float32"),
     "dp=2": (1, 2, {"temperature": 0.7}, "float32"),
     "continuous batching": (2, 1, {"use_transformers_continuous_batching": True}, "float32"),

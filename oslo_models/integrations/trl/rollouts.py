@@ -46,9 +46,10 @@ def generating_in_batch(module: Any, keeps_logprobs: bool = False) -> Iterator[l
     is_training, own, own_batch = model.training, model.generate, model.generate_batch
 
     def generate(input_ids: Any = None, attention_mask: Any = None, generation_config: Any = None, **rest: Any) -> Any:
+        # the batch itself calls generate with further arguments
         joins = not rest and joins_batch(model, input_ids, attention_mask, generation_config)
-        if joins or keeps_logprobs:
-            return _generate(model, input_ids, attention_mask, generation_config, joins, **rest)
+        if joins or (keeps_logprobs and not rest):
+            return _generate(model, input_ids, attention_mask, generation_config, joins)
         return own(input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config, **rest)
 
     def generate_batch(inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,13 +114,13 @@ def _prompts(ids_BL: Tensor, mask_BL: Tensor) -> list[list[int]]:
     return [ids_L[mask_L.bool()].tolist() for ids_L, mask_L in zip(ids_BL, mask_BL, strict=False)]
 
 
-def _generate(model: ParallelModel, ids_BL: Tensor, mask_BL: Tensor, config: Any, common: bool, **rest: Any) -> Tensor:
+def _generate(model: ParallelModel, ids_BL: Tensor, mask_BL: Tensor, config: Any, common: bool) -> Tensor:
     """Return prompts and new tokens, padded as by ``generate``.
 
     Args:
         common: draw the tokens as ``generate`` does.
     """
-    outputs = model.generate_batch(_prompts(ids_BL, mask_BL), config, common_draws=common, **rest)
+    outputs = model.generate_batch(_prompts(ids_BL, mask_BL), config, common_draws=common)
     new = [torch.tensor(each.generated_tokens, dtype=ids_BL.dtype) for each in outputs.values()]
     pad = settings_of({"generation_config": config}, model.generation_config)("pad_token_id")
     new_BL = nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=0 if pad is None else pad)
