@@ -176,7 +176,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight_OD = ctx.saved_tensors[0], local_tensor(ctx.saved_tensors[1])
+        x, weight = ctx.saved_tensors  # read once, as activation checkpointing requires
+        weight_OD = local_tensor(weight)
         grad_NO, x_ND = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         needs = ctx.needs_input_grad
         grad_x = (grad_NO @ weight_OD).view(x.shape) if needs[0] else None

@@ -251,24 +251,39 @@ RATIOS: dict[str, tuple[int, int, dict[str, Any], str]] = {
 }
 
 
+def ratios(pool: Pool, folder: Path, seed: int, tp: int, dp: int, dtype: str = "float32", **settings: Any) -> Any:
+    """Return the shares of ratios of exactly 1, by rank and step. Each generation pads prompts on the left."""
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS["GRPOTrainer"])
+    rows = [{"prompt": "w3"} if number % 2 else row for number, row in enumerate(rows)]
+    args = {**SAMPLED, "output_dir": str(folder), "num_iterations": 2, "seed": seed % 2**31, "max_steps": 4}
+    given = {**args, **settings.get("args", {})}, rows, tp, settings.get("options", {}), dtype
+    return pool.run(tp * dp, trl_trainers.importance_ratios, *given, env=True)
+
+
 @pytest.mark.parametrize("what", [each if each == "tp=2" else pytest.param(each, marks=ZOO) for each in RATIOS])
 def test_importance_ratio_of_the_first_update_is_one(pool: Pool, what: str, tmp_path: Path, seed: int) -> None:
     """Each rollout is used for two updates: in the second one, the weights have changed."""
     tp, dp, more, dtype = RATIOS[what]
-    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS["GRPOTrainer"])
-    args = {**SAMPLED, "output_dir": str(tmp_path), "num_iterations": 2, "seed": seed % 2**31, "max_steps": 4, **more}
     options: dict[str, Any] = {}
     if "LoRA" in what:
         peft = pytest.importorskip("peft")
         options["peft_config"] = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    for shares in pool.run(tp * dp, trl_trainers.importance_ratios, args, rows, tp, options, dtype, env=True):
+    for shares in ratios(pool, tmp_path, seed, tp, dp, dtype, args=more, options=options):
         assert shares[::2] == [1.0, 1.0] and max(shares[1::2]) < 1.0
 
 
-def test_mutants_change_the_importance_ratio(pool: Pool, tmp_path: Path, seed: int) -> None:
-    """Positions that count padding round differently."""
-    edit = Edit("integrations.trl.head:_fused_forward", "model.has_exact_rollouts and kwargs", "False and kwargs")
-    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS["GRPOTrainer"])
-    args = {**SAMPLED, "output_dir": str(tmp_path), "num_iterations": 2, "seed": seed % 2**31, "max_steps": 1}
-    for shares in MutantPool(pool, edit).run(2, trl_trainers.importance_ratios, args, rows, 2, {}, "float32", env=True):
-        assert shares[0] < 1.0
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(
+    ("function", "old", "new"),
+    [
+        ("_fused_forward", "model.has_exact_rollouts and kwargs", "False and kwargs"),
+        ("_score", "WithValue.apply(found.log_probs, value_N)", "found.log_probs"),
+    ],
+    ids=["positions", "head"],
+)
+def test_mutants_change_the_importance_ratio(
+    pool: Pool, function: str, old: str, new: str, tmp_path: Path, seed: int
+) -> None:
+    edit: Any = MutantPool(pool, Edit(f"integrations.trl.head:{function}", old, new))
+    for shares in ratios(edit, tmp_path, seed, 2, 1):
+        assert min(shares[::2]) < 1.0
