@@ -36,7 +36,7 @@ from oslo_models.layers.invariant_sums import (
     product,
     products_of_experts,
 )
-from oslo_models.layers.linear import ColumnParallelLinear, KeyValueParallelLinear, RowParallelLinear, add_bias
+from oslo_models.layers.linear import ColumnParallelLinear, KeyValueParallelLinear, RowParallelLinear
 from oslo_models.layers.norm import WidthParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelHead, VocabParallelLogits
 from oslo_models.pipeline.placeholders import Placeholder
@@ -126,7 +126,8 @@ class _InvariantRowParallelLinear(RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         terms = self.layouts["weight"].shape[1]
         with layer_context(self.weight):
-            return add_bias(product(self.leave_region(x), self.weight, None, self.rounded, terms, self.tp), self.bias)
+            y = product(self.leave_region(x), self.weight, None, self.rounded, terms, self.tp)
+            return y if self.bias is None else y + self.bias  # the product is a view, which must not change
 
 
 HEADS = (ColumnParallelLinear, KeyValueParallelLinear, VocabParallelHead)

@@ -170,8 +170,7 @@ def check_values(given: Case, tp: int, prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("variant", TYPES)
+@pytest.mark.parametrize(("variant", "tp"), [*((variant, tp) for variant in TYPES for tp in (1, 2)), *SIZES[3:]])
 def test_values_and_gradients_are_the_ones_of_the_ordinary_model(pool: Pool, variant: str, tp: int, seed: int) -> None:
     given = case(variant, seed)
     pool.run(tp, check_values, given, tp, drawn_prompts(given[1].vocab_size, seed, 8))
@@ -394,6 +393,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(pool: Pool, name: str, seed: int) -> None:
     variant, edit = MUTANTS[name]
+    assert edit.old in edit.source()
     given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 14)
     expected = pool.run(1, check_rollouts, given, 1, prompts, seed)[0]
