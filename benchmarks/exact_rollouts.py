@@ -1,6 +1,6 @@
 """Measure exact rollouts beside the ordinary mode, and write ``benchmarks/exact_rollouts.csv``.
 
-A Llama of 100M parameters in float32 samples completions, and computes their log-probabilities again in a padded
+A Llama of 20M parameters in float32 samples completions, and computes their log-probabilities again in a padded
 training forward. Each mode and each number of tensor-parallel ranks runs in new processes with one thread each. Seconds
 are CPU time of the busiest rank, with its waits for other ranks. Prints the table of docs/guides/generation.md.
 """
@@ -31,8 +31,8 @@ COLUMNS = ("date", "commit", "machine", "versions", "mode", "ranks", *TIMES, *SH
 MODES = ("ordinary", "exact")
 RANKS = (1, 2, 3, 4)
 SIZES: dict[str, Any] = {
-    **{"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8},
-    **{"num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 512},
+    **{"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512},
 }
 TINY: dict[str, Any] = {
     **{"vocab_size": 101, "hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2},
