@@ -272,18 +272,16 @@ def test_importance_ratio_of_the_first_update_is_one(pool: Pool, what: str, tmp_
         assert shares[::2] == [1.0, 1.0] and max(shares[1::2]) < 1.0
 
 
+HEAD = "integrations.trl.head"
+MUTANTS = {
+    "positions": Edit(f"{HEAD}:_fused_forward", "model.has_exact_rollouts and kwargs", "False and kwargs"),
+    "head": Edit(f"{HEAD}:_score", "WithValue.apply(found.log_probs, value_N)", "found.log_probs"),
+}
+
+
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize(
-    ("function", "old", "new"),
-    [
-        ("_fused_forward", "model.has_exact_rollouts and kwargs", "False and kwargs"),
-        ("_score", "WithValue.apply(found.log_probs, value_N)", "found.log_probs"),
-    ],
-    ids=["positions", "head"],
-)
-def test_mutants_change_the_importance_ratio(
-    pool: Pool, function: str, old: str, new: str, tmp_path: Path, seed: int
-) -> None:
-    edit: Any = MutantPool(pool, Edit(f"integrations.trl.head:{function}", old, new))
-    for shares in ratios(edit, tmp_path, seed, 2, 1):
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_change_the_importance_ratio(pool: Pool, name: str, tmp_path: Path, seed: int) -> None:
+    edited: Any = MutantPool(pool, MUTANTS[name])
+    for shares in ratios(edited, tmp_path, seed, 2, 1):
         assert min(shares[::2]) < 1.0

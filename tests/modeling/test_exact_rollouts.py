@@ -393,7 +393,6 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(pool: Pool, name: str, seed: int) -> None:
     variant, edit = MUTANTS[name]
-    assert edit.old in edit.source()
     given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed, 14)
     expected = pool.run(1, check_rollouts, given, 1, prompts, seed)[0]
