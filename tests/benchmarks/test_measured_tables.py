@@ -7,11 +7,11 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import fine_tuning, optimizer_states
+from benchmarks import exact_rollouts, fine_tuning, optimizer_states
 
 from support import ROOT
 
-PAGES = {"fine-tune": fine_tuning, "consumer-gpus": optimizer_states}
+PAGES = {"fine-tune": fine_tuning, "consumer-gpus": optimizer_states, "generation": exact_rollouts}
 
 
 @pytest.mark.parametrize("page", PAGES)
