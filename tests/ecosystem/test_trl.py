@@ -234,10 +234,21 @@ def test_head_of_trl_outside_of_our_trainers_is_refused(pool: Pool) -> None:
     pool.run(2, trl_trainers.use_fused_head_of_trl)
 
 
-def test_exact_rollouts_have_the_log_probabilities_of_the_trained_head(pool: Pool, seed: int) -> None:
+HEADS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "llama": ("llama", "float32", 2, {}),
+    "one rank": ("llama", "bfloat16", 1, {}),
+    "bounded": ("gemma2", "float32", 2, {"final_logit_softcapping": 0.5}),
+    "bounded, bfloat16": ("gemma2", "bfloat16", 2, {"final_logit_softcapping": 0.5}),
+    "divided, bfloat16": ("granite", "bfloat16", 2, {"logits_scaling": 3.0}),
+}
+
+
+@pytest.mark.parametrize("what", [each if each == "llama" else pytest.param(each, marks=ZOO) for each in HEADS])
+def test_exact_rollouts_have_the_log_probabilities_of_the_trained_head(pool: Pool, what: str, seed: int) -> None:
+    variant, dtype, tp, bounds = HEADS[what]
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 6, ("prompt",))
     prompts = [[int(word[1:]) for word in row["prompt"].split()] for row in rows]
-    pool.run(2, trl_trainers.compare_exact_rollouts, prompts, 0.7)
+    pool.run(tp, trl_trainers.compare_exact_rollouts, prompts, 0.7, variant, dtype, tp, bounds)
 
 
 RATIOS: dict[str, tuple[int, int, dict[str, Any], str]] = {

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedConfig
 
-from support import adapters, pipelines
+from support import adapters, pipelines, zoo
 from support.pipelines import model_on_stages, stage_differences, stage_parameters
 from support.reference import TOLERANCE, full_parameters, reference_model
 from support.trainers import SHORT, Run, fresh_accelerate, in_float64, log_differences, watch
@@ -372,14 +372,18 @@ def refuse_bare_mixin(args: Mapping[str, Any], rows: Rows) -> None:
             make_trainer(cls, model, config, args, rows).train()
 
 
-def compare_exact_rollouts(prompts: list[list[int]], temperature: float) -> None:
+def compare_exact_rollouts(
+    prompts: list[list[int]], temperature: float, variant: str, name: str, tp: int, bounds: Mapping[str, Any]
+) -> None:
     """On each rank, compare log-probabilities of a rollout with those of TRL's fused head in training."""
     from trl.trainer.utils import add_fused_lm_head
 
-    from oslo_models import LlamaForCausalLM
+    from oslo_models import registry
     from oslo_models.integrations.trl.head import use_sharded_head
 
-    model: Any = LlamaForCausalLM.from_config_with_parallel(tiny_config(), 2, seed=0).use_exact_rollouts()
+    cls: Any = registry.find(zoo.lm_head(variant))
+    config, dtype = pipelines.config(variant, vocab_size=37, **bounds), getattr(torch, name)
+    model: Any = cls.from_config_with_parallel(config, tp, seed=0, dtype=dtype).use_exact_rollouts()
     options = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": 8, "pad_token_id": 0}
     outputs = model.generate_batch(prompts, None, SimpleNamespace(return_logprobs=True), **options)
     add_fused_lm_head(model, temperature=temperature)
