@@ -58,6 +58,8 @@ def check_values(recipe: Recipe) -> None:
     if keys["fuse"] and (keys["load_in_4bit"] or keys["load_in_8bit"]):
         raise ValueError("fuse=true: quantised weights cannot be fused; leave fuse out")
     _check_stages(recipe.task, keys)
+    if keys["sequence_parallel"]:
+        _check_sequence_parallel(keys)
     if keys["nnodes"] > 1 and not keys["rdzv_endpoint"] and "RANK" not in os.environ:
         raise ValueError(f"nnodes={keys['nnodes']}: the machines need a place to meet; add rdzv_endpoint: HOST:PORT")
     for name in ("deepspeed", "fsdp", "parallelism_config"):
@@ -87,6 +89,15 @@ def _check_stages(task: str, keys: dict[str, Any]) -> None:
         raise ValueError(f"schedule={schedule}: it is for pipeline stages; add pipeline_parallel_size, or leave it out")
     if schedule == ZERO_BUBBLE and keys["gradient_checkpointing"]:
         raise ValueError(f"schedule={schedule}: it does not work with gradient_checkpointing; leave one of them out")
+
+
+def _check_sequence_parallel(keys: dict[str, Any]) -> None:
+    """Refuse keys that do not work with divided tokens. `sizes.check_sizes` checks the model."""
+    for name in ("fuse", "load_in_4bit", "load_in_8bit"):
+        if keys[name]:
+            raise ValueError(f"sequence_parallel=true: it does not work with {name}=true; leave one of them out")
+    if (schedule := keys["schedule"]) != ONE_F_ONE_B:
+        raise ValueError(f"sequence_parallel=true: it does not work with schedule={schedule}; leave one of them out")
 
 
 def check_training(recipe: Recipe) -> None:
