@@ -250,7 +250,7 @@ def _begins_region(layer: Any, x: ShardedActivation, local: Tensor) -> bool:
 
 def _autocast(x: Tensor) -> Tensor:
     """Cast hidden states as autocast does, before they are gathered and saved."""
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 

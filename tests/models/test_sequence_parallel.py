@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from support.reference import (
     full_gradients,
     full_parameters,
     make_optimizer,
+    own_part,
     parallel_model,
     reference_model,
     reference_step,
@@ -39,7 +41,9 @@ from support.reference import (
 )
 from support.token_counts import counting
 
-TYPES = sorted(registry.SEQUENCE_PARALLEL)
+TYPES = [kind for kind in registry.ARCHITECTURES if kind not in registry.NO_SEQUENCE_PARALLEL]
+WITHOUT_BLOCKS: frozenset[str] = frozenset()
+"""Classes without blocks of the plan."""
 OPTIONS: dict[str, Any] = {"sequence_parallel": True, "gather_logits": True}
 
 
@@ -55,6 +59,7 @@ def shortened(batch: dict[str, Any], length: int) -> dict[str, Any]:
 def check_step(step: Step, n: int, divides: bool = True, options: Mapping[str, Any] = OPTIONS) -> None:
     model = parallel_model(step.name, step.config, step.weights, n, **{**OPTIONS, **options}).train()
     for _ in range(2):
+        torch.manual_seed(0)  # Wav2Vec2 samples its targets
         with counting() as counts:
             lines = step_differences(model, step)
         assert not lines, "\n".join(lines)
@@ -77,12 +82,12 @@ def drawn_step(name: str, model_type: str, seed: int, n: int, length: int | None
     pytest.fail(f"transformers can do none of the drawn configurations of {name}")
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(36)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n: int, seed: int) -> None:
     """Left padding; five and four tokens of a row on two ranks, three each or three, three and two on three."""
-    name = zoo.lm_head(model_type)
+    name = zoo.main_head(model_type)
     step, options, text = drawn_step(name, model_type, seed + n, n, None if n == 2 or seed % 2 else 8)
     try:
         pool.run(n, check_step, step, n, True, options)
@@ -90,15 +95,26 @@ def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n
         raise AssertionError(text) from error
 
 
-@pytest.mark.drawn(20)
-@pytest.mark.parametrize("name", [name for kind in TYPES for name in registry.model_classes(kind)])
-def test_every_class_matches_transformers(pool: Pool, name: str, seed: int) -> None:
-    model_type = next(kind for kind in TYPES if name in registry.model_classes(kind))
-    step, options, text = drawn_step(name, model_type, seed, 2, None)
+def check_class(pool: Pool, name: str, model_type: str, n: int, seed: int) -> None:
+    step, options, text = drawn_step(name, model_type, seed, n, None)
     try:
-        pool.run(2, check_step, step, 2, True, options)
+        pool.run(n, check_step, step, n, True, options)
     except Exception as error:
         raise AssertionError(text) from error
+
+
+@pytest.mark.drawn(18)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_drawn_class_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
+    draw = random.Random(f"{model_type} {seed}")
+    names = sorted(set(registry.model_classes(model_type)) - WITHOUT_BLOCKS)
+    check_class(pool, draw.choice(names), model_type, draw.choice((2, 3)), seed)
+
+
+@pytest.mark.drawn(4)
+@pytest.mark.parametrize("name", [name for kind in zoo.FOUNDING for name in registry.model_classes(kind)])
+def test_every_class_of_the_founding_types_matches_transformers(pool: Pool, name: str, seed: int) -> None:
+    check_class(pool, name, next(kind for kind in zoo.FOUNDING if name in registry.model_classes(kind)), 2, seed)
 
 
 @pytest.mark.parametrize(
@@ -110,12 +126,8 @@ def test_every_class_matches_transformers(pool: Pool, name: str, seed: int) -> N
 )
 def test_four_ranks_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
     """Three, two, two and two tokens of a row."""
-    name = zoo.lm_head(model_type)
-    step, options, text = drawn_step(name, model_type, seed, 4, None)
-    try:
-        pool.run(4, check_step, step, 4, True, options)
-    except Exception as error:
-        raise AssertionError(text) from error
+    name = zoo.main_head(model_type)
+    check_class(pool, name, model_type, 4, seed)
 
 
 @pytest.mark.parametrize(("n", "length"), [(2, 1), (2, 2), (2, 3), (3, 2), (3, 4)])
@@ -190,31 +202,32 @@ def test_step_with_checkpointing_equals_one_without(pool: Pool, variant: str, se
     pool.run(2, check_checkpointing, name, config, weights, zoo.batch(name, config, seed, torch.float32))
 
 
-def check_bfloat16(name: str, config: Any, weights: Any, batch: Any, autocasts: bool) -> None:
+def check_bfloat16(step: Step, autocasts: bool) -> None:
     """The sums of two ranks are rounded alike, so the loss is equal. Norms sum gradients in another order."""
-    results = []
+    losses, errors = [], []
     for divides in (False, True):
         dtype = torch.float32 if autocasts else torch.bfloat16
-        model = parallel_model(name, config, weights, 2, dtype, sequence_parallel=divides).train()
+        model = parallel_model(step.name, step.config, step.weights, 2, dtype, sequence_parallel=divides).train()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocasts), counting() as counts:
-            loss = model(**batch).loss
+            loss = model(**step.batch).loss
         loss.backward()
         assert bool(counts["reduce_scatter"]) == divides
-        results.append((loss.detach(), {key: param.grad for key, param in model.named_parameters()}))
-    (loss, gradients), (own_loss, own_gradients) = results
-    lines = differences("loss", own_loss, loss, 0)
-    for key, gradient in gradients.items():
-        lines += differences(f"gradient of {key}", own_gradients[key], gradient, 2**-6 * float(gradient.abs().max()))
-    assert not lines, "\n".join(lines)
+        losses.append(loss.detach())
+        gradients = {name: param.grad for name, param in model.named_parameters()}
+        rights = {name: own_part(model, name, step.gradients[name]) for name in gradients}  # type: ignore[arg-type]
+        errors.append(sum(float((gradients[name] - right).square().sum()) for name, right in rights.items()) ** 0.5)
+    assert torch.equal(*losses)
+    assert 0 < errors[1] <= 1.1 * errors[0], errors
 
 
 @pytest.mark.parametrize("autocasts", [False, True], ids=["weights", "autocast"])
 @pytest.mark.parametrize("variant", ["llama-untied", "gpt2"])
-def test_step_in_bfloat16_equals_whole_hidden_states(pool: Pool, variant: str, autocasts: bool, seed: int) -> None:
+def test_step_in_bfloat16_is_as_exact_as_with_whole_hidden_states(
+    pool: Pool, variant: str, autocasts: bool, seed: int
+) -> None:
+    """The gradients of both differ from float64 alike."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
-    weights = full_parameters(reference_model(name, config, seed, torch.float32))
-    batch = zoo.batch(name, config, seed, torch.float32)
-    pool.run(2, check_bfloat16, name, config, weights, batch, autocasts)
+    pool.run(2, check_bfloat16, reference_step(name, config, seed), autocasts)
 
 
 def check_replicas(step: Step, batches: list[dict[str, Any]]) -> None:
@@ -406,8 +419,8 @@ def construct(name: str, config: Any, sizes: tuple[int, ...], options: dict[str,
         ("llama", (2,), {"sequence_parallel": "yes"}, "must be True or False, got 'yes'"),
         ("llama", (2,), {"deploy": True}, "together with deploy=True"),
         ("llama", (1, 2), {"schedule": "zb-h1"}, "tensor_parallel_size is 1"),
-        ("jetmoe", (2,), {}, "does not support JetMoeForCausalLM, which is of the model type 'jetmoe'"),
-        ("mamba", (2,), {}, "does not support MambaForCausalLM"),
+        ("gemma3n_text", (2,), {}, "does not support Gemma3nForCausalLM: its blocks read several hidden states; leave"),
+        ("deepseek_v4", (2,), {}, "does not support DeepseekV4ForCausalLM: its blocks read several hidden states"),
         ("llama", (2,), {"plan": "derive"}, "together with plan"),
     ],
 )

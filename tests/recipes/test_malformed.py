@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MambaConfig
+from transformers import Gemma3nTextConfig
 
 pytest.importorskip("trl", reason="recipes are TRL's")
 
@@ -152,8 +152,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "tokens of another model": (
         "sft",
-        {"sequence_parallel": True, "tensor_parallel_size": 2, "model_name_or_path": "recurrent"},
-        "sequence_parallel=True does not support MambaForCausalLM",
+        {"sequence_parallel": True, "tensor_parallel_size": 2, "model_name_or_path": "streams"},
+        "sequence_parallel=True does not support Gemma3nForCausalLM: its blocks read several hidden states; leave it out",
     ),
     "tokens of fused modules": (
         "dpo",
@@ -202,7 +202,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model/config.json").write_text(json.dumps(model))
     (folder / "strange").mkdir()
     (folder / "strange/config.json").write_text(json.dumps(strange))
-    MambaConfig(architectures=["MambaForCausalLM"], num_hidden_layers=1).save_pretrained(folder / "recurrent")
+    Gemma3nTextConfig(architectures=["Gemma3nForCausalLM"]).save_pretrained(folder / "streams")
     (folder / "empty").mkdir()
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "w3", "completion": " w4"}) + "\n")
     (folder / "pairs.jsonl").write_text(json.dumps({"prompt": "w3", "chosen": " w4", "rejected": " w5"}) + "\n")
