@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,6 +25,10 @@ from benchmarks.definitions import Step
 RANKS = 2
 
 
+def _redistributed(given: Placement, wanted: Placement) -> ParallelStyle:
+    return PrepareModuleInput(input_layouts=(given,), desired_input_layouts=(wanted,), use_local_output=True)
+
+
 def _plan() -> dict[str, ParallelStyle]:
     """Tokens are divided at the entry of the first block, since transformers reads the length off the embeddings."""
     parts, whole = Shard(1), Replicate()
@@ -32,17 +36,19 @@ def _plan() -> dict[str, ParallelStyle]:
     norm = SequenceParallel(use_local_output=True)
     block: dict[str, ParallelStyle] = {
         "input_layernorm": norm,
-        "self_attn": PrepareModuleInput(input_kwarg_layouts=hidden[0], desired_input_kwarg_layouts=hidden[1]),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts=hidden[0], desired_input_kwarg_layouts=hidden[1], use_local_output=True
+        ),
         **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
         "self_attn.o_proj": RowwiseParallel(output_layouts=parts),
         "post_attention_layernorm": norm,
-        "mlp": PrepareModuleInput(input_layouts=(parts,), desired_input_layouts=(whole,)),
+        "mlp": _redistributed(parts, whole),
         **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
         "mlp.down_proj": RowwiseParallel(output_layouts=parts),
     }
     return {
         "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=whole),
-        "model.layers.0": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(parts,)),
+        "model.layers.0": _redistributed(whole, parts),
         **{f"model.layers.*.{name}": style for name, style in block.items()},
         "model.norm": norm,
         "lm_head": ColwiseParallel(input_layouts=parts, output_layouts=Shard(-1), use_local_output=False),
