@@ -54,8 +54,8 @@ def _row(model_type: str) -> list[str]:
         which = [name for name, own in reasons.items() if own == reason]
         notes += f" No stages{_of_classes(which, names)}: {reason}."
     notes += _changes(changes, names)
-    if (reason := registry.NO_SEQUENCE_PARALLEL.get(model_type)) is not None:
-        notes += f" No sequence parallelism: {reason}."
+    if model_type in registry.NO_SEQUENCE_PARALLEL:
+        notes += f" No sequence parallelism: {registry.NO_SEQUENCE_PARALLEL[model_type]}."
     kinds = {effect.kind for effect in changes}
     may_split = (
         "stages" in kinds or len(reasons) < len(names) or all(each.startswith("with ") for each in reasons.values())

@@ -153,7 +153,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "tokens of another model": (
         "sft",
         {"sequence_parallel": True, "tensor_parallel_size": 2, "model_name_or_path": "streams"},
-        "sequence_parallel=True does not support Gemma3nForCausalLM: its blocks read several hidden states; leave it out",
+        "sequence_parallel=True does not support Gemma3nForCausalLM: its blocks read several hidden states; leave it",
     ),
     "tokens of fused modules": (
         "dpo",
