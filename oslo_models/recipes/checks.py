@@ -52,14 +52,14 @@ def check_values(recipe: Recipe) -> None:
         for name in ("load_in_4bit", "load_in_8bit"):
             if keys[name]:
                 raise ValueError(f"merge_adapter=true: {name}=true {NO_MERGING}")
+    if keys["sequence_parallel"]:
+        _check_sequence_parallel(keys)
     for name, package in PACKAGES.items():
         if keys[name] and importlib.util.find_spec(package) is None:
             raise ImportError(f"{name}=true: it needs {package}; run pip install {package}")
     if keys["fuse"] and (keys["load_in_4bit"] or keys["load_in_8bit"]):
         raise ValueError("fuse=true: quantised weights cannot be fused; leave fuse out")
     _check_stages(recipe.task, keys)
-    if keys["sequence_parallel"]:
-        _check_sequence_parallel(keys)
     if keys["nnodes"] > 1 and not keys["rdzv_endpoint"] and "RANK" not in os.environ:
         raise ValueError(f"nnodes={keys['nnodes']}: the machines need a place to meet; add rdzv_endpoint: HOST:PORT")
     for name in ("deepspeed", "fsdp", "parallelism_config"):

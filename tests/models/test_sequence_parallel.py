@@ -42,6 +42,8 @@ from support.reference import (
 from support.token_counts import counting
 
 TYPES = [kind for kind in registry.ARCHITECTURES if kind not in registry.NO_SEQUENCE_PARALLEL]
+OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "labels", "decoder_input_ids", "decoder_attention_mask"}
+"""Inputs that have a value for each token."""
 WITHOUT_BLOCKS: frozenset[str] = frozenset()
 """Classes without blocks of the plan."""
 OPTIONS: dict[str, Any] = {"sequence_parallel": True, "gather_logits": True}
@@ -70,10 +72,13 @@ def check_step(step: Step, n: int, divides: bool = True, options: Mapping[str, A
 def drawn_step(name: str, model_type: str, seed: int, n: int, length: int | None) -> tuple[Step, dict[str, Any], str]:
     """Return the step of transformers' class with a drawn configuration that it can run, and that has enough heads."""
     for drawn in draws.draws(name, model_type, seed):
-        if (registry.find(name).plan(drawn.config).max_ranks() or n) < n:  # type: ignore[attr-defined]
+        plan = registry.find(name).plan(drawn.config)  # type: ignore[attr-defined]
+        if plan.single_rank_reason or (plan.max_ranks() or n) < n:
             continue
         batch = zoo.batch(name, drawn.config, seed)
-        batch = shortened(draws.kind_of_labels(name, drawn.config, batch, seed), length or batch["input_ids"].shape[-1])
+        batch = draws.kind_of_labels(name, drawn.config, batch, seed)
+        if length is not None and batch.keys() <= OF_TEXT:
+            batch = shortened(batch, length)
         options = {key: value for key, value in drawn.options.items() if key == "attn_implementation"}
         with contextlib.suppress(Exception):  # whatever transformers raises
             step = reference_step(name, drawn.config, seed, batch=batch, **options)
