@@ -21,6 +21,7 @@ OUR_BATCH, OUR_FUSED_BATCH = "oslo_models-tp2-batch", "oslo_models-tp2-fused-bat
 OUR_DRAFTS, LOOKUP = "oslo_models-tp2-drafts", "transformers-lookup"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
+OURS_DIVIDED, TORCH_DIVIDED = "oslo_models-tp2-sequence", "torch-sequence-tp2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
 SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
@@ -32,6 +33,7 @@ OWN = (
     OURS_FUSED,
     OUR_DRAFTS,
     OUR_BATCH,
+    OURS_DIVIDED,
     OURS,
     OUR_EXPERTS,
     OUR_STAGES,
@@ -325,6 +327,14 @@ CASES = {
             baseline=TORCH_1F1B,
             options={"seconds": 0.1, "number": 16, "timed": 3},
             smoke={"seconds": 0.005, "number": 8, "timed": 1},
+        ),
+        Case(
+            *("llama-100m-sequence", "Llama 100M, train, 4 x 512 tokens, tp=2", measure.train_divided, "llama-100m"),
+            peers=(OURS, OURS_DIVIDED, NATIVE, TORCH_DIVIDED),
+            baseline=OURS,
+            tolerance=1e-3,
+            options={"batch": 4, "length": 512, "timed": 3},
+            smoke={"batch": 2, "length": 8, "timed": 1},
         ),
         Case(
             *("llama-100m-lora", "Llama 100M, train LoRA of rank 16, 4 x 256 tokens", measure.train_lora),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -87,7 +89,7 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # decomposed into operations on plain tensors, which are dispatched here again
         name = func.__name__.split(".")[0].strip("_")
-        ours = func.namespace == "oslo" and name in ("all_reduce", "all_gather")
+        ours = func.namespace == "oslo" and name in ("all_reduce", "all_gather", "reduce_scatter")
         if ours or ("c10d" in func.namespace and name not in ("wait_tensor", "wrap_tensor_autograd")):
             if name.replace("_", "").startswith("allreduce"):
                 self.all_reduces += 1
@@ -101,3 +103,37 @@ class Collectives(TorchDispatchMode):
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def saved_in_second_block(blocks: Iterable[nn.Module], compute: Callable[[], Any]) -> int:
+    """Bytes that the second block of a model saves for its backward pass.
+
+    Parameters do not count, and neither do tensors that the first block has saved, such as masks and positions.
+
+    Args:
+        compute: runs the forward pass of the model once.
+    """
+    of_block: list[dict[int, int]] = [{}]
+
+    def storage(x: Tensor) -> torch.UntypedStorage:
+        x = x._local_tensor if isinstance(x, DTensor) else x
+        x = x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.untyped_storage()
+
+    def pack(x: Tensor) -> Tensor:
+        saved = storage(x)
+        of_block[-1][saved.data_ptr()] = saved.nbytes()
+        return x
+
+    modules = list(blocks)
+    weights = {storage(param).data_ptr() for block in modules for param in block.parameters()}
+    hooks = [block.register_forward_hook(lambda *_: of_block.append({})) for block in modules]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    known = weights | of_block[0].keys()
+    return sum(size for pointer, size in of_block[1].items() if pointer not in known)

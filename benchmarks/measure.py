@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.definitions import BY_MEMORY, BY_PRODUCTS, UNITS, Peer, Result
+from benchmarks.definitions import BY_MEMORY, BY_PRODUCTS, UNITS, Peer, Result, Step
 
 # Only the measuring processes import torch. The process that reads the registry does not need it.
 
@@ -207,23 +207,47 @@ def train_lora(
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from benchmarks.instruments import PeakMemory
-
     def load(cls: str, checkpoint: Path) -> Any:
         base = peer.load(cls, checkpoint)
         torch.manual_seed(0)
         return get_peft_model(base, LoraConfig(r=rank, target_modules="all-linear"))
 
-    model, step = peer.trainer(load, cls, tiny)
-    step(tokens(model, batch, 8))
-    del model, step
-    memory = PeakMemory()
-    model, step = peer.trainer(load, cls, checkpoint)
+    model, step, memory = _trainer_after_tiny(peer, load, cls, checkpoint, tiny, batch)
     ids = tokens(model, batch, length)
     seconds, losses = _steps(step, ids, timed)
     with memory.watched():
         step(ids)
     return Result({"training step": statistics.median(seconds), **memory.growth}, losses[:2])
+
+
+def _trainer_after_tiny(
+    peer: Peer, load: Callable[..., Any], cls: str, checkpoint: Path, tiny: Path, batch: int
+) -> tuple[Any, Step, Any]:
+    """A model and its step, and the memory of this process since it has trained a tiny model."""
+    from benchmarks.instruments import PeakMemory
+
+    model, step = peer.trainer(load, cls, tiny)
+    step(tokens(model, batch, 8))
+    del model, step
+    memory = PeakMemory()
+    return *peer.trainer(load, cls, checkpoint), memory
+
+
+def train_divided(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int) -> Result:
+    """As `train`, with the peak memory of one more step, and the bytes that a block saves for its backward pass.
+
+    Memory counts from a process that has trained a tiny model.
+    """
+    from benchmarks.instruments import saved_in_second_block
+
+    model, step, memory = _trainer_after_tiny(peer, peer.load, cls, checkpoint, tiny, batch)
+    ids = tokens(model, batch, length)
+    seconds, losses = _steps(step, ids, timed)
+    with memory.watched():
+        step(ids)
+    saved = saved_in_second_block(model.model.layers, lambda: step(ids)) / 1e6
+    step_seconds, peak = statistics.median(seconds), memory.growth["peak anonymous memory"]
+    return Result({"training step": step_seconds, "saved by a block": saved, "peak anonymous memory": peak}, losses[:2])
 
 
 def idle_time(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, seconds: float, number: int, timed: int) -> Result:
@@ -252,13 +276,7 @@ def train_in_stages(
 
     Memory counts from a process that has trained a tiny model: weights, gradients, AdamW's state and activations.
     """
-    from benchmarks.instruments import PeakMemory
-
-    model, step = peer.trainer(peer.load, cls, tiny)
-    step(tokens(model, batch, 8))
-    del model, step
-    memory = PeakMemory()
-    model, step = peer.trainer(peer.load, cls, checkpoint)
+    model, step, memory = _trainer_after_tiny(peer, peer.load, cls, checkpoint, tiny, batch)
     ids = tokens(model, batch, length)
     seconds, losses = _steps(step, ids, timed)
     with memory.watched():

@@ -56,6 +56,10 @@ def _ours_fused(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return _ours(cls, checkpoint, **kwargs).fuse()
 
 
+def _ours_divided(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    return _ours(cls, checkpoint, sequence_parallel=True, **kwargs)
+
+
 def _our_experts(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return _ours(cls, checkpoint, expert_parallel_size=2, **kwargs)
 
@@ -145,6 +149,12 @@ def _schedule_of_torch(load: Callable[..., Any], cls: str, checkpoint: Path) -> 
     return trainer(load, cls, checkpoint)
 
 
+def _divided_by_torch(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
+    from benchmarks.divided_tokens import trainer
+
+    return trainer(load, cls, checkpoint)
+
+
 def _slept(name: str) -> Callable[..., Any]:
     def load(*args: Any) -> Any:
         from benchmarks.schedules import SCHEDULES
@@ -190,6 +200,8 @@ PEERS = {
         Peer("oslo_models-tp2-drafts", 2, 1, _ours),
         Peer("oslo_models-tp2-fused-batch", 2, 1, _ours_fused),
         Peer("oslo_models-tp2", 2, 1, _ours),
+        Peer("oslo_models-tp2-sequence", 2, 1, _ours_divided),
+        Peer("torch-sequence-tp2", 2, 1, _alone, _divided_by_torch),
         Peer("oslo_models-ep2", 2, 1, _our_experts),
         Peer("oslo_models-tp2-fused", 2, 1, _ours_fused, _fused_adamw),
         Peer("oslo_models-deploy", 1, 2, _deployed, environment={"OMP_WAIT_POLICY": "PASSIVE"}),

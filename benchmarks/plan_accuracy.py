@@ -72,6 +72,9 @@ CASES: dict[str, Case] = {
     "Llama, bfloat16": Case("LlamaForCausalLM", WIDE, options={"dtype": "bfloat16"}),
     "Llama, checkpointing": Case("LlamaForCausalLM", WIDE, checkpoints=True),
     "Llama, zb-h1": Case("LlamaForCausalLM", WIDE, sizes=((1, 2),), options={"dtype": "float32", "schedule": "zb-h1"}),
+    "Llama, sequence parallel": Case(
+        "LlamaForCausalLM", LLAMA, sizes=((2, 1),), options={"dtype": "float32", "sequence_parallel": True}
+    ),
     "Llama, LoRA": Case("LlamaForCausalLM", WIDE, "lora", ((8, 256), (16, 64))),
     "Llama, QLoRA": Case("LlamaForCausalLM", WIDE, "qlora", ((8, 256),)),
     "Llama, served": Case("LlamaForCausalLM", WIDE, "serve", ((16, 512), (32, 128))),

@@ -276,18 +276,16 @@ _ALL = {
     "zamba2": "Zamba2",
     "zaya": "Zaya",
 }
-SEQUENCE_PARALLEL = frozenset(
-    (
-        *("apertus", "arcee", "bart", "bert", "biogpt", "bloom", "camembert", "codegen", "cohere", "cohere2"),
-        *("deepseek_v3", "electra", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm"),
-        *("glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "helium"),
-        *("hunyuan_v1_dense", "llama", "marian", "mbart", "ministral", "mistral", "mixtral", "mpt", "mt5"),
-        *("nemotron", "olmo", "olmo2", "olmo3", "opt", "pegasus", "persimmon", "phi", "phi3", "qwen2"),
-        *("qwen2_moe", "qwen3", "qwen3_moe", "roberta", "seed_oss", "smollm3", "stablelm", "starcoder2", "t5"),
-        *("xglm", "xlm-roberta"),
-    )
-)
-"""Model types that ``sequence_parallel=True`` supports."""
+NO_SEQUENCE_PARALLEL = {
+    "convbert": "its attention is replicated, and reads all tokens",
+    **dict.fromkeys(("convnext", "convnextv2"), "its hidden states are images"),
+    **dict.fromkeys(("deepseek_v4", "gemma3n_text", "hy_v4", "hy_v4_vl_text"), "its blocks read several hidden states"),
+    "ibert": "its blocks compute with integers and scales of whole tensors",
+    "luke": "its blocks read hidden states of words and of entities",
+    "reformer": "its blocks read two hidden states, of which each changes the other",
+    "squeezebert": "its blocks read channels before tokens",
+}
+"""Model types that ``sequence_parallel=True`` does not support, with the reason."""
 
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
@@ -322,6 +320,12 @@ def needed_release(model_type: str) -> str:
         return ""
     release = ".".join(map(str, _SINCE[model_type]))
     return f"{model_type} needs transformers {release} or newer, and {_VERSION} is installed"
+
+
+def model_type_of(cls: type) -> str | None:
+    """Return the model type of a class of the zoo or of its subclass. ``None`` for other classes."""
+    by_module = {f"{__package__}.models.{kind.replace('-', '_')}": kind for kind in ARCHITECTURES}
+    return next((by_module[base.__module__] for base in cls.__mro__ if base.__module__ in by_module), None)
 
 
 def load(model_type: str) -> ModuleType:

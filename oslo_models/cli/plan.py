@@ -58,6 +58,8 @@ def add_arguments(
     orders = "order of the micro-batches of stages: 1f1b or zb-h1 (default: %(default)s)"
     add("--schedule", metavar="NAME", default="1f1b", help=orders)
     add("--expert-parallel-size", **numbers, default=1, help="groups of ranks that divide experts (default: 1)")
+    tokens = "divide the tokens of hidden states over the ranks of each layer"
+    add("--sequence-parallel", action="store_true", help=tokens)
     add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as the configuration says)")
     add("--lora-rank", **numbers, default=16, help="rank of the adapters (default: %(default)s)")
     targets = "modules with adapters, separated by commas (default: all linear layers)"
@@ -83,11 +85,12 @@ def run(args: argparse.Namespace) -> int:
     devices = None if args.devices is None else sizes.parse_devices(args.devices)
     given = (args.tensor_parallel_size, args.pipeline_parallel_size, args.tensor_parallel_shares, args.blocks_per_stage)
     targets = args.lora_targets
+    least = 2 if args.sequence_parallel and devices is not None else 1
     with chatter_to_stderr():
         job = memory.make_job(
             args.model,
             task=args.task,
-            tensor_parallel_size=given[0] or 1,
+            tensor_parallel_size=given[0] or least,
             pipeline_parallel_size=given[1] or 1,
             expert_parallel_size=args.expert_parallel_size,
             batch=args.batch,
@@ -101,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
             tensor_parallel_shares=args.tensor_parallel_shares,
             blocks_per_stage=args.blocks_per_stage,
             schedule=args.schedule,
+            sequence_parallel=args.sequence_parallel,
         )
         found = None if args.dry_run is None else dry_run.dry_run(job, args.dry_run)
         if found is None:
@@ -128,6 +132,7 @@ def _print(estimate: Any, choice: Any, fits: bool, devices: Any) -> None:
         f"{job.cls.__name__}, {job.task}, {job.batch} x {job.length} tokens, {str(job.dtype).removeprefix('torch.')}: "
         f"tensor_parallel_size={job.tensor_parallel_size} pipeline_parallel_size={job.pipeline_parallel_size}"
         + "".join(f" {name}={','.join(map(str, getattr(job, name)))}" for name in UNEQUAL if getattr(job, name))
+        + (" sequence_parallel=True" if job.sequence_parallel else "")
         + (f", {job.data_parallel_size} replicas" if job.data_parallel_size > 1 else "")
     )
     print(estimate)

@@ -14,7 +14,7 @@ from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.layers.entries import ColumnParallel, Plan, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
-COLUMNS = ("model type", "classes", "tp", "pp", "ep", "fused", "kind of model, and what stays replicated")
+COLUMNS = ("model type", "classes", "tp", "pp", "ep", "sp", "fused", "kind of model, and what stays replicated")
 DEPTHS = {
     *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
     *("encoder_layers", "decoder_layers", "l_layers", "r_layers", "x_layers"),
@@ -54,6 +54,8 @@ def _row(model_type: str) -> list[str]:
         which = [name for name, own in reasons.items() if own == reason]
         notes += f" No stages{_of_classes(which, names)}: {reason}."
     notes += _changes(changes, names)
+    if model_type in registry.NO_SEQUENCE_PARALLEL:
+        notes += f" No sequence parallelism: {registry.NO_SEQUENCE_PARALLEL[model_type]}."
     kinds = {effect.kind for effect in changes}
     may_split = (
         "stages" in kinds or len(reasons) < len(names) or all(each.startswith("with ") for each in reasons.values())
@@ -65,6 +67,7 @@ def _row(model_type: str) -> list[str]:
         _tensor_parallel(next(iter(plans.values()))) + (" or 1" if "one rank" in kinds else ""),
         pp,
         "experts" if any(plan.has_experts() for plan in plans.values()) else "-",
+        "-" if model_type in registry.NO_SEQUENCE_PARALLEL else "tokens",
         ", ".join(_fused_operations(first)) or "-",
         notes,
     ]

@@ -15,7 +15,7 @@ from oslo_models.checkpoint.quantized.weight import missing_library
 from oslo_models.config.sources import HUB_ARGUMENTS
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
-from oslo_models.registry import SEQUENCE_PARALLEL, did_you_mean
+from oslo_models.registry import NO_SEQUENCE_PARALLEL, did_you_mean, model_type_of
 from oslo_models.sharding.pipeline_rules import ONE_F_ONE_B, SCHEDULES
 from oslo_models.sharding.plan import Plan
 
@@ -212,12 +212,11 @@ class Arguments:
 
 def check_sequence_parallel(cls: type[Any], config: PreTrainedConfig, is_quantized: bool) -> None:
     """Raise ``ValueError`` if ``sequence_parallel=True`` does not support a model."""
-    name = "sequence_parallel=True"
-    if config.model_type not in SEQUENCE_PARALLEL or getattr(cls, "made_from", None) is not None:
-        raise ValueError(
-            f"{name} does not support {cls.__name__}, which is of the model type {config.model_type!r}: leave it out. "
-            f"It supports {', '.join(sorted(SEQUENCE_PARALLEL))}"
-        )
+    name, has_own_plan = "sequence_parallel=True", getattr(cls, "made_from", None) is not None
+    model_type = None if has_own_plan else model_type_of(cls)
+    reason = "it has a plan of your own" if model_type is None else NO_SEQUENCE_PARALLEL.get(model_type)
+    if reason is not None:
+        raise ValueError(f"{name} does not support {cls.__name__}: {reason}; leave it out")
     if is_quantized:
         raise ValueError(f"{name} does not support quantised weights: pass dequantize=True, or leave it out")
 

@@ -241,14 +241,16 @@ def product_of_whole(layer: Any, x: ShardedActivation, bias: Tensor | None) -> T
 
 
 def _begins_region(layer: Any, x: ShardedActivation, local: Tensor) -> bool:
-    if not torch.is_grad_enabled() or not local.requires_grad or has_dispatch_mode():
+    if not torch.is_grad_enabled() or not local.requires_grad:
+        return False
+    if has_dispatch_mode() and not local.is_meta:  # a plan on the meta device counts what a region saves
         return False
     return getattr(x, "_oslo_whole", None) is None and is_supported(layer, local)
 
 
 def _autocast(x: Tensor) -> Tensor:
     """Cast hidden states as autocast does, before they are gathered and saved."""
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 

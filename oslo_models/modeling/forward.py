@@ -187,6 +187,14 @@ def _within_both(outer: Any, inner: Any) -> Iterator[None]:
         yield
 
 
+def call_base_model(model: ParallelModelInternals, *args: Any, **kwargs: Any) -> Any:
+    """Call the base model of a task model whose forward is replaced. Hidden states are divided and gathered."""
+    if model.token_parts is not None and torch.is_grad_enabled():
+        check_wrappers(model)
+    with within_model(model):
+        return gathered(model.base_model(*args, **kwargs))
+
+
 def with_full_stage_outputs(forward: Any) -> Any:
     """Wrap ``forward`` of a pipeline stage to gather its sharded outputs."""
 

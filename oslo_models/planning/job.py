@@ -70,6 +70,7 @@ class Job:
     tensor_parallel_shares: Sequence[int] | None = None
     blocks_per_stage: Sequence[int] | None = None
     schedule: str = ONE_F_ONE_B
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -86,9 +87,14 @@ class Job:
             tensor_parallel_shares=self.tensor_parallel_shares,
             blocks_per_stage=self.blocks_per_stage,
             schedule=self.schedule,
+            sequence_parallel=self.sequence_parallel,
         )
         arguments.check({})
         arguments.check_config(self.cls, self.config)
+        if self.sequence_parallel and self.task in ("qlora", "serve"):
+            raise ValueError(
+                f"sequence_parallel=True cannot be used together with task={self.task!r}: leave one of them out"
+            )
         if self.batch % self.micro_batch_size:
             raise ValueError(f"batch={self.batch} is not a multiple of micro_batch_size={self.micro_batch_size}")
         if self.expert_parallel_size > self.tensor_parallel_size:
@@ -213,7 +219,7 @@ def run_rank(job: Job, stage: int, tp_rank: int) -> RankRun:
 
 
 def _construct(job: Job, mesh: ParallelMesh) -> Any:
-    own = {"init_seed": 0, "blocks_per_stage": job.blocks_per_stage}
+    own = {"init_seed": 0, "blocks_per_stage": job.blocks_per_stage, "sequence_parallel": job.sequence_parallel}
     with meta_device(), checking(job.config.name_or_path or job.cls.__name__):
         model = job.cls._from_config(copy.deepcopy(job.config), dtype=job.dtype, mesh=mesh, **own)
     model.micro_batch_size, model.schedule = job.micro_batch_size, job.schedule

@@ -90,6 +90,7 @@ def describe(job: Job) -> dict[str, Any]:
     names = (
         *("task", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_parallel_size"),
         *("batch", "length", "micro_batch_size", "lora_rank", "gradient_checkpointing", "schedule"),
+        "sequence_parallel",
     )
     unequal = {
         name: list(value)
@@ -130,6 +131,7 @@ def estimate(
     tensor_parallel_shares: Sequence[int] | None = None,
     blocks_per_stage: Sequence[int] | None = None,
     schedule: str = ONE_F_ONE_B,
+    sequence_parallel: bool = False,
 ) -> Estimate:
     """Return the memory of each rank of a job. Starts no process and reads no weights.
 
@@ -154,7 +156,7 @@ def estimate(
         lora_targets: ``target_modules`` of ``peft.LoraConfig``.
         gradient_checkpointing: compute each block again in the backward pass.
         device_type: ``"cuda"`` or ``"cpu"``. Attention with dropout holds its scores on a CPU.
-        tensor_parallel_shares, blocks_per_stage, schedule: as in the constructors.
+        tensor_parallel_shares, blocks_per_stage, schedule, sequence_parallel: as in the constructors.
 
     Returns:
         The bytes of each part at the moment of the highest total. The context of CUDA, NCCL's own buffers and the
@@ -183,6 +185,7 @@ def estimate(
         tensor_parallel_shares=tensor_parallel_shares,
         blocks_per_stage=blocks_per_stage,
         schedule=schedule,
+        sequence_parallel=sequence_parallel,
     )
     return estimate_job(job)
 

@@ -211,6 +211,16 @@ class MetaRun(TorchDispatchMode):
         self._see(gathered)
         return gathered
 
+    def _reduce_scatter(self, x: Tensor, handle: int, dim: int, sizes: list[int]) -> Tensor:
+        axis, shape = axis_of_handle(handle), (*x.shape[:dim], max(sizes), *x.shape[dim + 1 :])
+        padded = x.new_empty(len(sizes), *shape)
+        payload = padded.numel() * padded.itemsize
+        self.collectives[CollectiveKind(axis.name, axis.size, "reduce-scatter", payload)] += 1
+        self.count([padded], COMMUNICATION)
+        own = x.new_empty(*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :])
+        self._see(own)
+        return own
+
 
 def _kind_of(func: Any) -> str:
     """Return whether an operation returns new tensors, changes its first argument, or neither."""
@@ -258,6 +268,7 @@ def _description(result: Any) -> Any:
 _OWN_COLLECTIVES: Mapping[str, Callable[..., Tensor]] = {
     "oslo::all_reduce": MetaRun._all_reduce,
     "oslo::all_gather": MetaRun._all_gather,
+    "oslo::reduce_scatter": MetaRun._reduce_scatter,
 }
 _OPERATIONS = {
     **{"allreduce": "all-reduce", "allgather": "all-gather", "_allgather_base": "all-gather", "recv": "receive"},

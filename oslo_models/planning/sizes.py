@@ -137,6 +137,8 @@ def choose_sizes(job: Job, devices: Devices, stages: bool = True) -> Choice:
             if devices.fits(found):
                 return Choice(found, True, _reason(found, tried, devices), tuple(tried))
     if not estimates:
+        if job.sequence_parallel and devices.count == 1:
+            raise ValueError(f"sequence_parallel=True divides tokens over ranks, and --devices has one: {devices}")
         raise ValueError(
             f"--devices: none of the sizes of {devices.count} devices fits the heads and blocks of {job.cls.__name__}: "
             "use fewer devices"
@@ -279,7 +281,8 @@ def sizes_of(job: Job) -> str:
     """Return the parallel sizes as text."""
     sizes = [f"tensor_parallel_size={job.tensor_parallel_size}", f"pipeline_parallel_size={job.pipeline_parallel_size}"]
     unequal = [f"{name}={list(getattr(job, name))}" for name in UNEQUAL if getattr(job, name) is not None]
-    *first, last = sizes + unequal
+    flags = ["sequence_parallel=True"] if job.sequence_parallel else []
+    *first, last = sizes + unequal + flags
     return f"{', '.join(first)} and {last}"
 
 

@@ -52,6 +52,8 @@ def check_values(recipe: Recipe) -> None:
         for name in ("load_in_4bit", "load_in_8bit"):
             if keys[name]:
                 raise ValueError(f"merge_adapter=true: {name}=true {NO_MERGING}")
+    if keys["sequence_parallel"]:
+        _check_sequence_parallel(keys)
     for name, package in PACKAGES.items():
         if keys[name] and importlib.util.find_spec(package) is None:
             raise ImportError(f"{name}=true: it needs {package}; run pip install {package}")
@@ -87,6 +89,15 @@ def _check_stages(task: str, keys: dict[str, Any]) -> None:
         raise ValueError(f"schedule={schedule}: it is for pipeline stages; add pipeline_parallel_size, or leave it out")
     if schedule == ZERO_BUBBLE and keys["gradient_checkpointing"]:
         raise ValueError(f"schedule={schedule}: it does not work with gradient_checkpointing; leave one of them out")
+
+
+def _check_sequence_parallel(keys: dict[str, Any]) -> None:
+    """Refuse keys that do not work with divided tokens. `sizes.check_sizes` checks the model."""
+    for name in ("fuse", "load_in_4bit", "load_in_8bit"):
+        if keys[name]:
+            raise ValueError(f"sequence_parallel=true: it does not work with {name}=true; leave one of them out")
+    if (schedule := keys["schedule"]) != ONE_F_ONE_B:
+        raise ValueError(f"sequence_parallel=true: it does not work with schedule={schedule}; leave one of them out")
 
 
 def check_training(recipe: Recipe) -> None:

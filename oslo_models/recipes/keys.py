@@ -27,6 +27,9 @@ class ParallelArguments:
     micro_batch_size: int = field(default=1, metadata={"help": "Rows of a micro-batch of pipeline stages."})
     schedule: str = field(default="1f1b", metadata={"help": "Schedule of pipeline stages: 1f1b or zb-h1."})
     expert_parallel_size: int = field(default=1, metadata={"help": "Groups of ranks that divide the experts."})
+    sequence_parallel: bool = field(
+        default=False, metadata={"help": "Divide the tokens of hidden states over the ranks of each layer."}
+    )
     fuse: bool = field(default=False, metadata={"help": "Replace modules by fused ones where they are faster."})
     merge_adapter: bool = field(
         default=False, metadata={"help": "Also write the model with the merged adapter, to output_dir/merged."}

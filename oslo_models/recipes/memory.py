@@ -76,6 +76,8 @@ def plan_sizes(recipe: Recipe, sizes: Sizes, cls: Any, config: Any, devices: Dev
     given = recipe.parallel
     try:
         job = job_of(recipe, cls, config)
+        if sizes.sequence_parallel:  # one rank cannot divide tokens
+            job = replace(job, tensor_parallel_size=sizes.tensor, sequence_parallel=True)
         is_given = given.tensor_parallel_size or given.tensor_parallel_shares or sizes.pipeline > 1 or sizes.expert > 1
         own = {**sizes.arguments, "schedule": vars(recipe.namespace).get("schedule", job.schedule)}
         found = estimate_job(replace(job, **own, data_parallel_size=sizes.replicas)) if is_given else None

@@ -11,7 +11,11 @@ from oslo_models.recipes.keys import ParallelArguments
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parallel sizes, the processes on each machine and the machines. Shares and blocks are empty by default."""
+    """Parallel sizes, the processes on each machine and the machines. Shares and blocks are empty by default.
+
+    Attributes:
+        sequence_parallel: whether the ranks of a layer divide the tokens of hidden states, too.
+    """
 
     tensor: int
     pipeline: int
@@ -20,6 +24,7 @@ class Sizes:
     nnodes: int
     shares: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
+    sequence_parallel: bool = False
 
     @property
     def replicas(self) -> int:
@@ -33,6 +38,7 @@ class Sizes:
             "tensor_parallel_size": self.tensor,
             "pipeline_parallel_size": self.pipeline,
             "expert_parallel_size": self.expert,
+            "sequence_parallel": self.sequence_parallel,
         }
         unequal = {"tensor_parallel_shares": self.shares, "blocks_per_stage": self.blocks}
         return {**sizes, **{name: list(value) for name, value in unequal.items() if value}}
@@ -67,7 +73,9 @@ def choose_sizes(given: ParallelArguments, cls: Any, config: Any, gpus: int) -> 
             f"the {devices * nnodes} processes of devices={devices} and nnodes={nnodes}; set devices to a multiple of "
             f"{tensor * pipeline}"
         )
-    sizes = Sizes(tensor, pipeline, given.expert_parallel_size, devices, nnodes, shares, blocks)
+    sizes = Sizes(
+        tensor, pipeline, given.expert_parallel_size, devices, nnodes, shares, blocks, given.sequence_parallel
+    )
     check_sizes(sizes, cls, config)
     return sizes
 

@@ -32,6 +32,7 @@ PICKLED = "test_pickling_a_parallel_model_is_refused"
 DAMAGED, OPTIONAL = "test_no_compressed_file_ends_quietly", "test_optional_outputs_of_the_main_class"
 AFMOE = {"model_type": "afmoe"}
 BUBBLE = "test_zero_bubble_holds_more_on_later_stages"
+DIVIDED = "test_divided_tokens_take_less_activations"
 LLAMA_CONFIG = pipelines.config("llama", architectures=["LlamaForCausalLM"])
 OTHER_SIZES = {"variant": "llama-one-kv", "saved": (2, 1), "loaded": (3, 1)}
 
@@ -90,6 +91,8 @@ SLOW: dict[str, list[Row]] = {
     "planning/test_plan.py": [
         ("planning.job:_construct", "job.schedule", "model.schedule", BUBBLE, {}),
         ("layers.deferred_gradients:_is_deferrable", "and not x.is_meta", "", BUBBLE, {}),
+        ("layers.token_parts:_begins_region", "and not local.is_meta", "", DIVIDED, {}),
+        ("planning.job:_construct", '"sequence_parallel": job.sequence_parallel', "", DIVIDED, {}),
         (
             "planning.serving:_run_batch",
             "for own in limits_of_groups(limits, stages)",
@@ -105,6 +108,15 @@ SLOW: dict[str, list[Row]] = {
             "True",
             "test_a_model_that_one_process_cannot_hold_is_truncated",
             {},
+        ),
+    ],
+    "recipes/test_recipes.py": [
+        (
+            "modeling.forward:call_base_model",
+            "within_model(model)",
+            "nullcontext()",
+            "test_divided_tokens_do_not_change_a_recipe",
+            {"case": "sft"},
         ),
     ],
     "recipes/test_joining.py": [

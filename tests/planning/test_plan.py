@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import time
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,33 @@ def test_zero_bubble_holds_more_on_later_stages() -> None:
     assert later[1].parts["activations"] > 1.2 * later[0].parts["activations"]
     held = {name: [rank.parts[name] for rank in later] for name in ("weights", "optimizer states")}
     assert all(one == other for one, other in held.values())
+
+
+def test_divided_tokens_take_less_activations(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, divided = (oslo_models.estimate(LLAMA, "full", 2, 1, 4, 64, sequence_parallel=on) for on in (False, True))
+    parts, own_parts = whole.largest.parts, divided.largest.parts
+    assert all(own_parts[name] == parts[name] for name in ("weights", "optimizer states"))
+    assert own_parts["activations"] < 0.9 * parts["activations"] and divided.largest.total < whole.largest.total
+    devices = f"2x{divided.largest.total / 0.92 / (1 << 20) * 1.01:.4f}MB"
+    common = ["plan", file, "--task", "full", "--batch", "4", "--length", "64", "--devices", devices]
+    assert cli.main([*common, "--tensor-parallel-size", "2"]) == 1
+    assert cli.main([*common, "--tensor-parallel-size", "2", "--sequence-parallel"]) == 0
+    assert "tensor_parallel_size=2 pipeline_parallel_size=1 sequence_parallel=True" in capsys.readouterr().out
+    assert cli.main([*common, "--sequence-parallel"]) == 0  # one rank is no candidate
+    assert "tensor_parallel_size=2 pipeline_parallel_size=1 sequence_parallel=True" in capsys.readouterr().out
+
+
+def test_dry_run_lists_the_collectives_of_divided_tokens() -> None:
+    """In the forward pass, a block gathers twice and reduce-scatters twice; no sum of hidden states remains."""
+    job = make_job(LLAMA, task="full", tensor_parallel_size=2, length=16, sequence_parallel=True)
+    ((run, _),) = dry_run(job, 2).ranks
+    calls = Counter[tuple[str, int]]()
+    for each, count in run.collectives.items():
+        calls[each.operation, each.payload] += count
+    blocks, hidden = LLAMA.num_hidden_layers, 16 * LLAMA.hidden_size * 4
+    assert calls["reduce-scatter", hidden] == 2 * blocks + 2 * blocks + 1
+    assert calls["all-gather", hidden // 2] == 2 * blocks + 1 + 4 * blocks + 2
+    assert calls["all-reduce", hidden] <= 1  # the embedding
 
 
 def test_an_encoder_decoder_and_checkpointed_activations() -> None:
@@ -306,6 +334,15 @@ BAD = {
     "type": (["FILE", "--dtype", "int3"], "int3"),
     "shares": (["FILE", "--tensor-parallel-size", "2", "--tensor-parallel-shares", "1,1,1"], "[1, 1, 1] has 3 shares"),
     "schedule": (["FILE", "--schedule", "gpipe"], "schedule must be one of '1f1b', 'zb-h1', got 'gpipe'"),
+    "tokens of one rank": (["FILE", "--sequence-parallel"], "tensor_parallel_size is 1: set it"),
+    "tokens of one device": (
+        ["FILE", "--task", "full", "--sequence-parallel", "--devices", "24GB"],
+        "sequence_parallel=True divides tokens over ranks, and --devices has one",
+    ),
+    "tokens of a server": (
+        ["FILE", "--task", "serve", "--sequence-parallel", "--tensor-parallel-size", "2"],
+        "sequence_parallel=True cannot be used together with task='serve'",
+    ),
     "checkpointed schedule": (
         ["FILE", "--task", "full", "--pipeline-parallel-size", "2", "--schedule", "zb-h1", "--gradient-checkpointing"],
         'schedule="zb-h1" cannot be used with gradient checkpointing',

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma3nTextConfig
 
 pytest.importorskip("trl", reason="recipes are TRL's")
 
@@ -144,6 +145,31 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"schedule": "zb-h1", "pipeline_parallel_size": 2, "gradient_checkpointing": True},
         "schedule=zb-h1: it does not work with gradient_checkpointing; leave one of them out",
     ),
+    "tokens on one rank": (
+        "sft",
+        {"sequence_parallel": True, "tensor_parallel_size": 1},
+        "sequence_parallel=True divides tokens over tensor-parallel ranks, and tensor_parallel_size is 1: set it",
+    ),
+    "tokens of another model": (
+        "sft",
+        {"sequence_parallel": True, "tensor_parallel_size": 2, "model_name_or_path": "streams"},
+        "sequence_parallel=True does not support Gemma3nForCausalLM: its blocks read several hidden states; leave it",
+    ),
+    "tokens of fused modules": (
+        "dpo",
+        {"sequence_parallel": True, "tensor_parallel_size": 2, "fuse": True},
+        "sequence_parallel=true: it does not work with fuse=true; leave one of them out",
+    ),
+    "tokens of four bits": (
+        "sft",
+        {"sequence_parallel": True, "tensor_parallel_size": 2, "use_peft": True, "load_in_4bit": True},
+        "sequence_parallel=true: it does not work with load_in_4bit=true; leave one of them out",
+    ),
+    "tokens of deferred gradients": (
+        "pretrain",
+        {"sequence_parallel": True, "pipeline_parallel_size": 2, "schedule": "zb-h1"},
+        "sequence_parallel=true: it does not work with schedule=zb-h1; leave one of them out",
+    ),
     "no data": ("pretrain", NONE, "data: it is missing; give datasets of `oslo-models preprocess`"),
     "data not there": ("pretrain", {"data": ["gone"]}, "data=gone: there is no file gone.bin; `oslo-models"),
     "two models": ("pretrain", {"config_name": "model"}, "config_name=model: .*leave one out"),
@@ -176,6 +202,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model/config.json").write_text(json.dumps(model))
     (folder / "strange").mkdir()
     (folder / "strange/config.json").write_text(json.dumps(strange))
+    Gemma3nTextConfig(architectures=["Gemma3nForCausalLM"]).save_pretrained(folder / "streams")
     (folder / "empty").mkdir()
     (folder / "rows.jsonl").write_text(json.dumps({"prompt": "w3", "completion": " w4"}) + "\n")
     (folder / "pairs.jsonl").write_text(json.dumps({"prompt": "w3", "chosen": " w4", "rejected": " w5"}) + "\n")

@@ -43,3 +43,17 @@ def test_sizes_that_fit_are_chosen_and_others_refused(tmp_path: Path, seed: int)
         _planned(recipe, (even, even), "--tensor_parallel_size", "1")
     with pytest.raises(ValueError, match=r"does not fit: .* would$"):
         _planned(recipe, (1000, 1000))
+
+
+def test_divided_tokens_are_planned(tmp_path: Path, seed: int) -> None:
+    """Devices that are too small for whole hidden states, and large enough for the tokens of each rank."""
+    write_model(tmp_path, seed)
+    recipe = write_recipe(tmp_path, "sft", seed, max_length=32)
+    parsed = parse("sft", [str(recipe)])
+    _, config = model_class(parsed)
+    small = _device(oslo_models.estimate(config, "full", 2, 1, 4, 32, sequence_parallel=True))
+    with pytest.raises(ValueError, match=r"per_device_train_batch_size=4 does not fit"):
+        _planned(recipe, (small, small), "--tensor_parallel_size", "2")
+    for size in ([], ["--tensor_parallel_size", "2"]):
+        found = _planned(recipe, (small, small), "--sequence_parallel", "true", *size)
+        assert found.tensor == 2 and found.sequence_parallel

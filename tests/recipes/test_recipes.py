@@ -172,6 +172,43 @@ def test_pretraining_equals_transformers(
     assert_equal(recipes.saved(tmp_path / "out"), recipes.saved(tmp_path / "plain"), TOLERANCE)
 
 
+DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: RECIPES[name] for name in ("sft", "dpo", "grpo", "sft, LoRA", "sft, packed")},
+    "sft, checkpointing": ("sft", {"gradient_checkpointing": True, "dtype": "float32", "optim": "sgd"}),
+    "pretrain": ("pretrain", {"max_length": 9}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [each if each in ("sft", "pretrain") else pytest.param(each, marks=pytest.mark.zoo) for each in DIVIDED]
+)
+def test_divided_tokens_do_not_change_a_recipe(
+    case: str, pool: Pool, tmp_path: Path, seed: int, monkeypatch: Any
+) -> None:
+    """Losses, gradient norms and saved weights equal those without ``sequence_parallel: true``."""
+    task, keys = DIVIDED[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_rewards.py").write_text("from support.trl_trainers import unlike_words as unlike\n")
+    recipes.write_model(tmp_path, seed)
+    if task == "pretrain":
+        keys = {**keys, "data": recipes.write_datasets(tmp_path, seed)}
+    folders = {divides: tmp_path / f"divided-{divides}".lower() for divides in (False, True)}
+    for divides, folder in folders.items():
+        own = {"tensor_parallel_size": 2, "sequence_parallel": divides, "output_dir": str(folder)}
+        recipe = recipes.write_recipe(tmp_path, task, seed, **keys, **own)
+        for count in pool.run(2, recipes.run_counting, task, [str(recipe)], env=True):
+            assert bool(count) == divides
+    tolerance = 1e-5 if "checkpointing" in case else TOLERANCE  # recomputation would leave float64
+    expected, found = (recipes.logged(folder, 4) for folder in folders.values())
+    assert len(expected) == len(found) == 4
+    for own, right in zip(found, expected, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert abs(own[key] - right[key]) <= tolerance * max(1.0, abs(right[key])), (key, own, right)
+    saved = [recipes.saved(folder) for folder in folders.values()]
+    assert_equal(saved[1], saved[0], tolerance)
+    assert "sequence_parallel: true" in (folders[True] / "README.md").read_text()
+
+
 def test_first_failure_is_named() -> None:
     """Ranks that lost their connection, or that the launcher has ended, are not the cause."""
     launching = pytest.importorskip("oslo_models.recipes.launching")

@@ -173,6 +173,7 @@ def reference_step(
     model = reference_model(name, config, seed, dtype, **options)
     weights = {**model.state_dict(), **full_parameters(model)}  # buffers too, such as the logits bias of BART
     batch = zoo.batch(name, config, seed + 1, dtype) if batch is None else batch
+    torch.manual_seed(0)  # Wav2Vec2 samples its targets
     outputs, value, input_gradients = take_step(model, batch, objective, lift=dtype == torch.float64)
     return Step(
         name, config, batch, weights, outputs, value, full_gradients(model), input_gradients, objective=objective

@@ -22,6 +22,7 @@ from oslo_models.layers.cross_entropy import VocabShard
 from oslo_models.layers.invariant_sums import WithValue, log_probabilities
 from oslo_models.layers.token_statistics import LogitScaling, TokenStatistics, token_statistics
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.forward import call_base_model
 from oslo_models.sharding.model_protocol import TransformersModel
 
 IGNORED = -100
@@ -88,7 +89,7 @@ def _fused_forward(
     given = {**kwargs, "labels": labels} if shift_labels is None else {**kwargs, "shift_labels": shift_labels}
     model._compare(args, given)
     model._at("forward", steps=1)
-    output = model.base_model(*args, **kwargs)
+    output = call_base_model(model, *args, **kwargs)
     hidden_BLD = output.last_hidden_state
     if shift_labels is None:
         if labels is None:
