@@ -3,7 +3,7 @@
 from transformers import LasrCTCConfig, LasrEncoderConfig
 from transformers.models.lasr import modeling_lasr as hf
 
-from oslo_models.layers.entries import Entries, Replicated
+from oslo_models.layers.entries import Entries, Norm, Replicated
 from oslo_models.models.parakeet_ctc import ParakeetParallel
 from oslo_models.sharding.layout import EvenSplit
 
@@ -12,7 +12,7 @@ class LasrParallel(ParakeetParallel):
     """Sharding plan of the LASR family."""
 
     subsampling = "subsampler"
-    final_norms = ("out_norm",)
+    head = {"out_norm": Norm()}
 
     @classmethod
     def positions(cls, heads: EvenSplit) -> Entries:

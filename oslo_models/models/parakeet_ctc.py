@@ -24,11 +24,11 @@ class ParakeetParallel(ParallelModel):
 
     Attributes:
         subsampling: the name of the module before the blocks.
-        final_norms: norms after the blocks.
+        head: the modules of the encoder beside its blocks and the subsampling.
     """
 
     subsampling: ClassVar[str] = "subsampling"
-    final_norms: ClassVar[tuple[str, ...]] = ()
+    head: ClassVar[Entries] = {}
 
     @classmethod
     def positions(cls, heads: EvenSplit) -> Entries:
@@ -55,11 +55,9 @@ class ParakeetParallel(ParallelModel):
             **{f"feed_forward{number}.linear2": RowParallel() for number in (1, 2)},
             **{f"norm_{name}": Norm() for name in ("feed_forward1", "self_att", "conv", "feed_forward2", "out")},
         }
-        plan = Plan(
-            embed={cls.subsampling: Replicated()},
-            blocks={"layers": block},
-            head={name: Norm() for name in cls.final_norms},
-        ).with_rules(single_stage_reason="batch norms of its blocks take statistics over all rows of a batch")
+        plan = Plan(embed={cls.subsampling: Replicated()}, blocks={"layers": block}, head=cls.head).with_rules(
+            single_stage_reason="batch norms of its blocks take statistics over all rows of a batch"
+        )
         return plan if encoder is config else plan.under("encoder.")
 
 

@@ -102,7 +102,7 @@ def check_transcripts(name: str, config: PreTrainedConfig, weights: Any, batch: 
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize("model_type", ["lasr_ctc", "parakeet_ctc"])
+@pytest.mark.parametrize("model_type", ["granite_speech5_ctc", "lasr_ctc", "parakeet_ctc"])
 def test_transcripts_of_ctc_models_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
     name, config = zoo.main_head(model_type), zoo.config(model_type)
     batch = {key: value for key, value in zoo.batch(name, config, seed).items() if key != "labels"}

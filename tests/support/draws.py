@@ -605,6 +605,10 @@ def _configured(
         values["vision_config"]["vision_output_dim"] = 2 * values["vision_config"]["hidden_size"]
     if model_type == "qwen3_asr":
         values["audio_config"]["output_dim"] = values["text_config"]["hidden_size"]
+    if model_type == "canary":  # the decoder reads the hidden states of the encoder
+        encoder, decoder = values["encoder_config"], values["decoder_config"]
+        decoder["hidden_size"] = encoder["hidden_size"]
+        decoder["num_attention_heads"] = decoder["num_key_value_heads"] = encoder["num_attention_heads"]
     if "projector_config" in values:
         encoder = values["encoder_config"]
         width = encoder["hidden_dim"] * (1 + len(encoder.get("cat_hidden_layers", ())))

@@ -981,6 +981,28 @@ MORE |= {
         },
         "vocab_size": TOKENS["vocab_size"],
     },
+    "granite_speech5_ctc": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "granite_speech5_encoder", "head_dim": 4, "context_size": 6},
+            **{"max_position_embeddings": 8, "subsample_layers": [0], "vocab_size": TOKENS["vocab_size"]},
+        },
+        "vocab_size": TOKENS["vocab_size"],
+    },
+    "cohere_asr": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "parakeet_encoder", "subsampling_conv_channels": 6},
+            **{"subsampling_factor": 4, "hidden_size": 18},
+        },
+        **{**_KV, "vocab_size": TOKENS["vocab_size"], "decoder_start_token_id": 2},
+    },
+    "canary": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "parakeet_encoder", "subsampling_conv_channels": 6},
+            "subsampling_factor": 4,
+        },
+        "decoder_config": {**_KV, **TOKENS, "model_type": "canary_decoder", "head_dim": 6},
+        **{"vocab_size": TOKENS["vocab_size"], "decoder_start_token_id": 2},
+    },
     "speech-encoder-decoder": {
         "encoder": {**_WAV2VEC2, **TOKENS, "model_type": "wav2vec2", "hidden_size": 18},
         "decoder": {**_BERT, **TOKENS, "model_type": "bert", "is_decoder": True, "add_cross_attention": True},
@@ -1172,7 +1194,18 @@ SLOW_TESTS_ONLY = {
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
-    *("audioflamingo3", "glmasr", "granite_speech_plus", "lasr_ctc", "musicflamingo", "qwen2_audio", "sew-d"),
+    *(
+        "audioflamingo3",
+        "canary",
+        "cohere_asr",
+        "glmasr",
+        "granite_speech5_ctc",
+        "granite_speech_plus",
+        "lasr_ctc",
+        "musicflamingo",
+        "qwen2_audio",
+        "sew-d",
+    ),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
@@ -1593,8 +1626,10 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         whisper = name.startswith("Whisper")  # takes audio of a fixed length, with features before frames
         frames = 2 * getattr(config, "max_source_positions", 0)
         shapes["input_features"] = (rows, config.num_mel_bins, frames) if whisper else (rows, 29, 5)
-        if name.startswith(("Lasr", "Parakeet")):  # a position for each label, also with padding
-            shapes["input_features"] = (rows, 61, getattr(config, "encoder_config", config).num_mel_bins)
+        if name.startswith(("Canary", "CohereAsr", "GraniteSpeech5", "Lasr", "Parakeet")):  # a position for each label
+            encoder = getattr(config, "encoder_config", config)
+            width = encoder.num_mel_bins * (4 if name.startswith("Granite") else 1)
+            shapes["input_features"] = (rows, 61, width)
     if "pixel_position_ids" in known:
         places = torch.cartesian_prod(*2 * [torch.arange(4)]).flip(-1).repeat(rows, 1, 1)
         return {
