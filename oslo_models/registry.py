@@ -203,6 +203,7 @@ _ALL = {
     "olmo3": "Olmo3",
     "olmo_hybrid": "OlmoHybrid",
     "olmoe": "Olmoe",
+    "omniasr": "OmniASR",
     "omniasr_ctc": "OmniASR",
     "openai-gpt": "OpenAIGPT",
     "opt": "OPT",
@@ -299,7 +300,7 @@ _SINCE = {
     **dict.fromkeys(("beam", "flint"), (5, 21)),
     **dict.fromkeys(("dots3_note_text", "inkling2_text", "internlm3", "iquestcoder", "lfm3"), (5, 23)),
     **dict.fromkeys(("apertus1p5_text", "dory", "exaone", "hy_v4_vl_text", "inkling2_loop_text", "lara_mini"), (5, 24)),
-    **dict.fromkeys(("omniasr_ctc", "sarvam_mla", "sarvam_moe", "dinov2", "dinov2_with_registers"), (5, 24)),
+    **dict.fromkeys(("omniasr", "omniasr_ctc", "sarvam_mla", "sarvam_moe", "dinov2", "dinov2_with_registers"), (5, 24)),
     "depth_anything": (5, 24),
 }
 """Release of transformers that added a model type, if older releases are supported, too."""

@@ -1,8 +1,9 @@
 """Assigns the images, videos and sounds of a batch to its rows. Pure functions of a batch and a configuration.
 
 Images belong to rows in order. The placeholder tokens of a row are replaced by the features of its images, so the
-number of placeholders tells how many images a row has. Sounds are ``input_features [sounds, ...]``, perhaps with a
-mask ``[sounds, frames]``. A long sound may have several entries. Batches hold images in these layouts:
+number of placeholders tells how many images a row has. Sounds are ``input_features`` or ``input_values``,
+``[sounds, ...]``, perhaps with a mask ``[sounds, frames]``. A long sound may have several entries. Batches hold images
+in these layouts:
 
 * by patch: ``pixel_values [patches of all images, ...]``, with ``image_grid_thw [images, 3]``;
 * by image or by tile: ``pixel_values [images, channels, height, width]``, perhaps with ``image_sizes [images, 2]``;
@@ -34,7 +35,7 @@ class Kind:
     Attributes:
         name: noun for messages.
         modality: name in transformers, as in ``get_image_features``.
-        values: argument with the pixels, or with the spectrograms.
+        values: argument with the pixels, the spectrograms or the waveforms.
         each: further arguments with one entry per item.
         token: attributes of configurations with the id of the placeholder token.
         grid: argument with the patches of each item in time, height and width.
@@ -76,10 +77,11 @@ KINDS = (
         ("feature_attention_mask", "input_features_mask"),
         ("audio_token_id", "audio_token_index"),
     ),
+    Kind("sound", "audio", "input_values", ("padding_mask",), ("audio_token_id", "audio_token_index")),
 )
 PIXELS = tuple(kind.values for kind in KINDS)
-"""Arguments that only towers read: pixels and spectrograms."""
-IMAGE, _, SOUND = KINDS
+"""Arguments that only towers read: pixels, spectrograms and waveforms."""
+IMAGE, _, SOUND, _ = KINDS
 IMAGES_OF_ROWS = "batch_num_images"
 """Argument with the number of images of each row."""
 PIXEL_MASK = "pixel_attention_mask"
@@ -242,8 +244,8 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
                 f"{len(grid)} {kind.name}s"
             )
         return list((patches // merged**2).tolist())
-    mask = next((batch[name] for name in SOUND.each if batch.get(name) is not None), None)
-    if kind is SOUND and mask is not None:
+    mask = next((batch[name] for name in kind.each if batch.get(name) is not None), None)
+    if kind.name == "sound" and mask is not None:
         if len(mask) != len(values):
             raise ValueError(f"{kind.values} has {len(values)} {kind.name}s, and their mask {len(mask)}")
         return tokens_of_sounds(mask, config)

@@ -11,8 +11,8 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
     """Return the number of placeholder tokens of each sound.
 
     Args:
-        mask: ``[sounds, frames]``, 1 for frames without padding. Models without an ``audio_config`` mark the features
-            of the projector, ``[sounds, features]``.
+        mask: ``[sounds, frames]`` or ``[sounds, samples]``, 1 for those without padding. Models without an
+            ``audio_config`` mark the features of the projector, ``[sounds, features]``.
         config: configuration of the model.
 
     Raises:
@@ -31,6 +31,10 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
         lengths = _halved(mask.sum(-1), 1) // 2
     elif kind == "glmasr_encoder":  # a convolution, and a projector of four positions
         lengths = _halved(mask.sum(-1), 1) // 4
+    elif kind == "omniasr_audio":  # convolutions without padding
+        lengths = mask.sum(-1)
+        for kernel, stride in zip(encoder.conv_kernel, encoder.conv_stride, strict=True):
+            lengths = (lengths - kernel) // stride + 1
     else:
         raise ValueError(f"the number of tokens of a sound is unknown for the encoder {kind!r}")
     return list(map(int, lengths.tolist()))

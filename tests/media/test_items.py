@@ -13,7 +13,7 @@ from torch import Tensor
 from oslo_models.media.items import KINDS, divide_media, items_of_rows
 from oslo_models.media.sounds import tokens_of_sounds
 
-IMAGE, VIDEO, SOUND = KINDS
+IMAGE, VIDEO, SOUND, _ = KINDS
 TOWER = SimpleNamespace(spatial_merge_size=2, patch_size=4)
 CONFIG = SimpleNamespace(image_token_id=7, video_token_id=8, vision_config=TOWER)
 

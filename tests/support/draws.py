@@ -507,7 +507,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "mobilebert": _fit_mobilebert,
     "moonshine": _fit_moonshine,
     "olmo_hybrid": _fit_two_kinds,
-    "omniasr_ctc": _fit_omniasr,
+    **dict.fromkeys(("omniasr_audio", "omniasr_ctc"), _fit_omniasr),
     "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,

@@ -21,7 +21,7 @@ IMAGES = (
     *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
 )
 """Arguments with images and videos, or about them."""
-SOUNDS = ("input_features", "feature_attention_mask", "input_features_mask")
+SOUNDS = ("input_features", "feature_attention_mask", "input_features_mask", "input_values", "padding_mask")
 """Arguments with sounds, or about them, of models with a decoder of text."""
 
 

@@ -949,6 +949,14 @@ MORE |= {
             **{"n_window_infer": 100, "max_position_embeddings": 13},
         },
     },
+    "omniasr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_HEARING},
+        "audio_config": {
+            **{**_BERT, **{key: _WAV2VEC2[key] for key in ("conv_dim", "conv_kernel", "conv_stride")}},
+            **{"num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0},
+            "model_type": "omniasr_audio",
+        },
+    },
     "granite_speech": {**_GRANITE_HEARING, "encoder_config": {**_GRANITE_EAR, "model_type": "granite_speech_encoder"}},
     "granite_speech_plus": {
         **_GRANITE_HEARING,
@@ -1194,18 +1202,8 @@ SLOW_TESTS_ONLY = {
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
-    *(
-        "audioflamingo3",
-        "canary",
-        "cohere_asr",
-        "glmasr",
-        "granite_speech5_ctc",
-        "granite_speech_plus",
-        "lasr_ctc",
-        "musicflamingo",
-        "qwen2_audio",
-        "sew-d",
-    ),
+    *("audioflamingo3", "canary", "cohere_asr", "glmasr", "granite_speech5_ctc", "granite_speech_plus"),
+    *("lasr_ctc", "musicflamingo", "omniasr", "qwen2_audio", "sew-d"),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
@@ -1348,7 +1346,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    hears = "input_features" in known and not sees
+    hears = bool({"input_features", "input_values"} & known.keys()) and not sees
     length = (38 if hasattr(config, "image_grid_pinpoints") else 14) if sees or hears else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
@@ -1473,7 +1471,11 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     return given
 
 
-FRAMES = {"qwen3_asr_encoder": (100, 32, 20, 16), "glmasr_encoder": (32, 32, 28, 20)}
+FRAMES = {
+    "qwen3_asr_encoder": (100, 32, 20, 16),
+    "glmasr_encoder": (32, 32, 28, 20),
+    "omniasr_audio": (50, 50, 40, 30),
+}
 """By encoder of sounds: the frames of a batch, and of its sounds without padding. These have 4, 3 and 2 tokens."""
 
 
@@ -1485,11 +1487,14 @@ def _features(encoder: Any, generator: torch.Generator, dtype: torch.dtype) -> d
         sounds = torch.randn(3, 10, encoder.input_dim, generator=generator, dtype=dtype)
         return {"input_features": sounds, "input_features_mask": kept}
     frames, *lengths = FRAMES.get(kind, (16, 16, 12, 8))
+    mask = (torch.arange(frames) < torch.tensor(lengths)[:, None]).long()
+    if kind == "omniasr_audio":
+        return {"input_values": torch.randn(3, 1, frames, generator=generator, dtype=dtype), "padding_mask": mask}
     sounds = torch.randn(3, encoder.num_mel_bins, frames, generator=generator, dtype=dtype)
     if kind == "voxtral_encoder":  # reads padding
         return {"input_features": sounds}
     name = "feature_attention_mask" if kind == "qwen2_audio_encoder" else "input_features_mask"
-    return {"input_features": sounds, name: (torch.arange(frames) < torch.tensor(lengths)[:, None]).long()}
+    return {"input_features": sounds, name: mask}
 
 
 def _sounds(config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
