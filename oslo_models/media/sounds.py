@@ -16,7 +16,7 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
         config: configuration of the model.
 
     Raises:
-        ValueError: the encoder of sounds is unknown.
+        ValueError: the encoder of sounds is unknown, or its frames are not in whole chunks.
 
     Source: ``_get_feat_extract_output_lengths`` and ``get_audio_features`` in transformers.
     """
@@ -25,6 +25,11 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
     if encoder is None:
         lengths = mask.sum(-1)
     elif kind == "qwen3_asr_encoder":  # three convolutions over each chunk
+        if mask.shape[-1] % (2 * encoder.n_window):
+            raise ValueError(
+                f"a mask of {mask.shape[-1]} frames has no whole chunks of {2 * encoder.n_window}: pad the sounds as "
+                "the processor of the model does"
+            )
         chunks = mask.unflatten(-1, (-1, 2 * encoder.n_window)).sum(-1)
         lengths = _halved(chunks, 3).sum(-1)
     elif kind in ("audioflamingo3_encoder", "qwen2_audio_encoder"):  # a convolution, and an average of two positions

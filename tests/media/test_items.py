@@ -141,6 +141,8 @@ def test_pieces_of_sounds_without_masks_share_the_placeholders_evenly() -> None:
 def test_masks_of_unknown_encoders_of_sounds_are_refused() -> None:
     with pytest.raises(ValueError, match="the number of tokens of a sound is unknown for the encoder 'other'"):
         tokens_of_sounds(torch.ones(1, 4), hearing("other"))
+    with pytest.raises(ValueError, match="a mask of 150 frames has no whole chunks of 100: pad the sounds"):
+        tokens_of_sounds(torch.ones(1, 150), hearing("qwen3_asr_encoder", n_window=50))
 
 
 @pytest.mark.parametrize(
