@@ -93,6 +93,7 @@ _ALL = {
     "flex_olmo": "FlexOlmo",
     "flint": "Flint",
     "fsmt": "FSMT",
+    "fun_asr_nano": "FunAsrNano",
     "funnel": "Funnel",
     "gemma": "Gemma",
     "gemma2": "Gemma2",

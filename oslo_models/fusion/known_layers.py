@@ -311,7 +311,8 @@ CALL_EAGER_ATTENTION = _names("""
     siglip2.Siglip2Attention videomae.VideoMAESelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention
     yolos.YolosSelfAttention
     audioflamingo3.AudioFlamingo3Attention canary.CanaryCrossAttention canary.CanarySelfAttention
-    cohere_asr.CohereAsrCrossAttention cohere_asr.CohereAsrSelfAttention glmasr.GlmAsrAttention
+    cohere_asr.CohereAsrCrossAttention cohere_asr.CohereAsrSelfAttention fun_asr_nano.FunAsrNanoAttention
+    glmasr.GlmAsrAttention
     granite_speech5.GraniteSpeech5EncoderAttention lasr.LasrEncoderAttention moonshine.MoonshineAttention
     omniasr.OmniASRAttention parakeet.ParakeetEncoderAttention qwen2_audio.Qwen2AudioAttention
     qwen3_asr.Qwen3ASRAudioAttention voxtral.VoxtralAttention

@@ -22,7 +22,7 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
     """
     encoder = getattr(config, "audio_config", None)
     kind = getattr(encoder, "model_type", None)
-    if encoder is None:
+    if encoder is None or kind == "fun_asr_nano_encoder":  # a token for each frame
         lengths = mask.sum(-1)
     elif kind == "qwen3_asr_encoder":  # three convolutions over each chunk
         if mask.shape[-1] % (2 * encoder.n_window):

@@ -111,6 +111,7 @@ def hearing(kind: str | None, **sizes: Any) -> Any:
             [300, 100, 99, 101, 8, 9],
             [39, 13, 13, 14, 1, 2],
         ),
+        (hearing("fun_asr_nano_encoder"), "input_features_mask", [4, 0, 7], [4, 0, 7]),
         (hearing(None), "input_features_mask", [4, 0, 7], [4, 0, 7]),
     ],
 )

@@ -605,6 +605,9 @@ def _configured(
         values["vision_config"]["vision_output_dim"] = 2 * values["vision_config"]["hidden_size"]
     if model_type == "qwen3_asr":
         values["audio_config"]["output_dim"] = values["text_config"]["hidden_size"]
+    if model_type == "fun_asr_nano":
+        width = values["text_config"]["hidden_size"]
+        values["adaptor_config"] |= {"hidden_size": width, "num_attention_heads": 2, "intermediate_size": width // 4}
     if model_type == "canary":  # the decoder reads the hidden states of the encoder
         encoder, decoder = values["encoder_config"], values["decoder_config"]
         decoder["hidden_size"] = encoder["hidden_size"]

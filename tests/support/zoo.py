@@ -934,6 +934,17 @@ MORE |= {
         **{"text_config": {**_UNTIED, **TOKENS, "model_type": "qwen2"}, **_HEARING},
         "audio_config": {**_EAR_BY_LAYER, "model_type": "audioflamingo3_encoder"},
     },
+    "fun_asr_nano": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_HEARING},
+        "audio_config": {
+            **{**_BERT, "model_type": "fun_asr_nano_encoder", "num_mel_bins": 3, "num_stacked_frames": 2},
+            **{"fsmn_kernel_size": 4, "num_timestamp_prediction_layers": 1},
+        },
+        "adaptor_config": {
+            **{"hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 6, "num_hidden_layers": 1},
+            "projector_hidden_size": 13,
+        },
+    },
     "glmasr": {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_HEARING},
         "audio_config": {
@@ -1202,7 +1213,7 @@ SLOW_TESTS_ONLY = {
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
-    *("audioflamingo3", "canary", "cohere_asr", "glmasr", "granite_speech5_ctc", "granite_speech_plus"),
+    *("audioflamingo3", "canary", "cohere_asr", "fun_asr_nano", "glmasr", "granite_speech5_ctc", "granite_speech_plus"),
     *("lasr_ctc", "musicflamingo", "omniasr", "qwen2_audio", "sew-d"),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
@@ -1475,6 +1486,7 @@ FRAMES = {
     "qwen3_asr_encoder": (100, 32, 20, 16),
     "glmasr_encoder": (32, 32, 28, 20),
     "omniasr_audio": (50, 50, 40, 30),
+    "fun_asr_nano_encoder": (4, 4, 3, 2),
 }
 """By encoder of sounds: the frames of a batch, and of its sounds without padding. These have 4, 3 and 2 tokens."""
 
@@ -1490,6 +1502,9 @@ def _features(encoder: Any, generator: torch.Generator, dtype: torch.dtype) -> d
     mask = (torch.arange(frames) < torch.tensor(lengths)[:, None]).long()
     if kind == "omniasr_audio":
         return {"input_values": torch.randn(3, 1, frames, generator=generator, dtype=dtype), "padding_mask": mask}
+    if kind == "fun_asr_nano_encoder":
+        sounds = torch.randn(3, frames, encoder.input_size, generator=generator, dtype=dtype)
+        return {"input_features": sounds, "input_features_mask": mask}
     sounds = torch.randn(3, encoder.num_mel_bins, frames, generator=generator, dtype=dtype)
     if kind == "voxtral_encoder":  # reads padding
         return {"input_features": sounds}
@@ -1602,7 +1617,9 @@ def _regions(
 def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return `batch` of a class for images or audio: right-padded audio, and labels of its kind."""
     known, rows, positions = parameters_of_forward(name), 3, 19
-    if name.endswith(("VoxtralEncoder", "AudioEncoder", "Flamingo3Encoder", "ASREncoder", "AsrEncoder", "CTCEncoder")):
+    if name.endswith(
+        ("VoxtralEncoder", "AudioEncoder", "Flamingo3Encoder", "ASREncoder", "AsrEncoder", "NanoEncoder", "CTCEncoder")
+    ):
         features = _features(config, generator, dtype)
         if "hidden_states" in known:
             return {"hidden_states": features["input_features"]}
