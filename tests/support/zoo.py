@@ -1483,10 +1483,11 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
 
 
 FRAMES = {
-    "qwen3_asr_encoder": (100, 32, 20, 16),
+    **dict.fromkeys(("audioflamingo3_encoder", "qwen2_audio_encoder", "voxtral_encoder"), (16, 16, 12, 8)),
+    "fun_asr_nano_encoder": (4, 4, 3, 2),
     "glmasr_encoder": (32, 32, 28, 20),
     "omniasr_audio": (50, 50, 40, 30),
-    "fun_asr_nano_encoder": (4, 4, 3, 2),
+    "qwen3_asr_encoder": (100, 32, 20, 16),
 }
 """By encoder of sounds: the frames of a batch, and of its sounds without padding. These have 4, 3 and 2 tokens."""
 
@@ -1498,7 +1499,7 @@ def _features(encoder: Any, generator: torch.Generator, dtype: torch.dtype) -> d
         kept = torch.arange(6) < torch.tensor([[4], [3], [2]])
         sounds = torch.randn(3, 10, encoder.input_dim, generator=generator, dtype=dtype)
         return {"input_features": sounds, "input_features_mask": kept}
-    frames, *lengths = FRAMES.get(kind, (16, 16, 12, 8))
+    frames, *lengths = FRAMES[kind]
     mask = (torch.arange(frames) < torch.tensor(lengths)[:, None]).long()
     if kind == "omniasr_audio":
         return {"input_values": torch.randn(3, 1, frames, generator=generator, dtype=dtype), "padding_mask": mask}
@@ -1617,9 +1618,7 @@ def _regions(
 def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return `batch` of a class for images or audio: right-padded audio, and labels of its kind."""
     known, rows, positions = parameters_of_forward(name), 3, 19
-    if name.endswith(
-        ("VoxtralEncoder", "AudioEncoder", "Flamingo3Encoder", "ASREncoder", "AsrEncoder", "NanoEncoder", "CTCEncoder")
-    ):
+    if config.model_type in (*FRAMES, "granite_speech_encoder", "granite_speech_plus_encoder"):
         features = _features(config, generator, dtype)
         if "hidden_states" in known:
             return {"hidden_states": features["input_features"]}
