@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import SEWDConfig
+from transformers import initialization as init
 from transformers.models.sew_d import modeling_sew_d as hf
 
 from oslo_models.layers.entries import Norm, Plan, Replicated
@@ -16,6 +17,11 @@ class SEWDParallel(SEWParallel):
     """Sharding plan of the SEW-D family."""
 
     base_model_prefix = "sew_d"  # older releases of transformers name no attribute
+
+    def _initialize_constructed(self) -> None:
+        super()._initialize_constructed()
+        if (drawn := getattr(self.base_model, "masked_spec_embed", None)) is not None:
+            init.uniform_(drawn)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
