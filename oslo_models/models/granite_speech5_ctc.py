@@ -11,7 +11,7 @@ from oslo_models.sharding.layout import EvenSplit
 class GraniteSpeech5Parallel(ParakeetParallel):
     """Sharding plan of the Granite Speech 5 family."""
 
-    subsampling = "input_linear"
+    subsampler_name = "input_linear"
     head = {"out": Replicated(), "out_mid": Replicated()}
 
     @classmethod

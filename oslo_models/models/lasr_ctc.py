@@ -11,7 +11,7 @@ from oslo_models.sharding.layout import EvenSplit
 class LasrParallel(ParakeetParallel):
     """Sharding plan of the LASR family."""
 
-    subsampling = "subsampler"
+    subsampler_name = "subsampler"
     head = {"out_norm": Norm()}
 
     @classmethod

@@ -23,11 +23,11 @@ class ParakeetParallel(ParallelModel):
     """Sharding plan of the Parakeet family, and base class for families with other positions.
 
     Attributes:
-        subsampling: the name of the module before the blocks.
+        subsampler_name: the name of the module before the blocks.
         head: the modules of the encoder beside its blocks and the subsampling.
     """
 
-    subsampling: ClassVar[str] = "subsampling"
+    subsampler_name: ClassVar[str] = "subsampling"
     head: ClassVar[Entries] = {}
 
     @classmethod
@@ -55,7 +55,7 @@ class ParakeetParallel(ParallelModel):
             **{f"feed_forward{number}.linear2": RowParallel() for number in (1, 2)},
             **{f"norm_{name}": Norm() for name in ("feed_forward1", "self_att", "conv", "feed_forward2", "out")},
         }
-        plan = Plan(embed={cls.subsampling: Replicated()}, blocks={"layers": block}, head=cls.head).with_rules(
+        plan = Plan(embed={cls.subsampler_name: Replicated()}, blocks={"layers": block}, head=cls.head).with_rules(
             single_stage_reason="batch norms of its blocks take statistics over all rows of a batch"
         )
         return plan if encoder is config else plan.under("encoder.")
