@@ -18,6 +18,7 @@ COLUMNS = ("model type", "classes", "tp", "pp", "ep", "fused", "kind of model, a
 DEPTHS = {
     *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
     *("encoder_layers", "decoder_layers", "l_layers", "r_layers", "x_layers"),
+    *("encoder_num_hidden_layers", "decoder_num_hidden_layers"),
 }
 """The attributes in which configurations state their number of blocks."""
 KERNELS = {

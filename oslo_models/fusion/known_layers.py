@@ -170,6 +170,7 @@ BERT_INTERMEDIATES = _names("""
     xmod.XmodIntermediate
     data2vec.Data2VecVisionIntermediate dpt.DPTViTIntermediate swinv2.Swinv2Intermediate videomae.VideoMAEIntermediate
     yolos.YolosIntermediate
+    sew_d.SEWDIntermediate
 """)
 """Copies of BertIntermediate: a linear layer and its activation."""
 
@@ -193,6 +194,7 @@ LLAMA_BLOCKS = _names("""
     qwen2_5_vl.Qwen2_5_VLDecoderLayer qwen2_vl.Qwen2VLDecoderLayer
     glm4v_moe.Glm4vMoeTextDecoderLayer
     paddleocr_vl.PaddleOCRDecoderLayer
+    moonshine.MoonshineEncoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
@@ -236,6 +238,7 @@ BERT_OUTPUTS = _names("""
     roc_bert.RoCBertOutput roc_bert.RoCBertSelfOutput roformer.RoFormerOutput roformer.RoFormerSelfOutput
     tapas.TapasOutput tapas.TapasSelfOutput visual_bert.VisualBertOutput visual_bert.VisualBertSelfOutput
     xlm_roberta.XLMRobertaOutput xlm_roberta.XLMRobertaSelfOutput
+    sew_d.SEWDOutput sew_d.SEWDSelfOutput
 """)
 """Copies of BertOutput: linear layer, dropout, residual, LayerNorm."""
 T5_FEED_FORWARDS = _names("""
@@ -307,6 +310,12 @@ CALL_EAGER_ATTENTION = _names("""
     mllama.MllamaVisionAttention paddleocr_vl.PaddleOCRAttention paddleocr_vl.PaddleOCRVisionAttention
     siglip2.Siglip2Attention videomae.VideoMAESelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention
     yolos.YolosSelfAttention
+    audioflamingo3.AudioFlamingo3Attention canary.CanaryCrossAttention canary.CanarySelfAttention
+    cohere_asr.CohereAsrCrossAttention cohere_asr.CohereAsrSelfAttention fun_asr_nano.FunAsrNanoAttention
+    glmasr.GlmAsrAttention
+    granite_speech5.GraniteSpeech5EncoderAttention lasr.LasrEncoderAttention moonshine.MoonshineAttention
+    omniasr.OmniASRAttention parakeet.ParakeetEncoderAttention qwen2_audio.Qwen2AudioAttention
+    qwen3_asr.Qwen3ASRAudioAttention voxtral.VoxtralAttention
 """)
 """Attention layers that call ``eager_attention_forward`` as copied from Llama, BERT, GPT-2, OPT, T5 or Gemma 2."""
 COMPARE_IMPLEMENTATIONS = _names("""
@@ -372,5 +381,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     qwen3_vl_moe.Qwen3VLMoeTextAttention
     glm4v_moe.Glm4vMoeTextAttention
     mllama.MllamaTextSelfAttention paddleocr_vl.PaddleOCRAttention
+    lasr.LasrEncoderAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""

@@ -1,7 +1,9 @@
-"""Assigns the images and videos of a batch to its rows. Pure functions of a batch and a configuration.
+"""Assigns the images, videos and sounds of a batch to its rows. Pure functions of a batch and a configuration.
 
 Images belong to rows in order. The placeholder tokens of a row are replaced by the features of its images, so the
-number of placeholders tells how many images a row has. Batches hold images in these layouts:
+number of placeholders tells how many images a row has. Sounds are ``input_features`` or ``input_values``,
+``[sounds, ...]``, perhaps with a mask ``[sounds, frames]``. A long sound may have several entries. Batches hold images
+in these layouts:
 
 * by patch: ``pixel_values [patches of all images, ...]``, with ``image_grid_thw [images, 3]``;
 * by image or by tile: ``pixel_values [images, channels, height, width]``, perhaps with ``image_sizes [images, 2]``;
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oslo_models.media.sounds import tokens_of_sounds
 from oslo_models.media.tiles import tokens_of_tiles
 
 
@@ -31,42 +34,54 @@ class Kind:
 
     Attributes:
         name: noun for messages.
-        values: argument with the pixels.
-        grid: argument with the patches of each item in time, height and width.
+        modality: name in transformers, as in ``get_image_features``.
+        values: argument with the pixels, the spectrograms or the waveforms.
         each: further arguments with one entry per item.
         token: attributes of configurations with the id of the placeholder token.
+        grid: argument with the patches of each item in time, height and width.
     """
 
     name: str
+    modality: str
     values: str
-    grid: str
     each: tuple[str, ...]
     token: tuple[str, ...]
+    grid: str = ""
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        return self.values, self.grid, *self.each
+        return tuple(filter(None, (self.values, self.grid, *self.each)))
 
 
 KINDS = (
     Kind(
         "image",
+        "image",
         "pixel_values",
-        "image_grid_thw",
         ("image_sizes", "image_position_ids"),
         ("image_token_id", "image_token_index"),
+        "image_grid_thw",
     ),
     Kind(
         "video",
+        "video",
         "pixel_values_videos",
-        "video_grid_thw",
         ("second_per_grid_ts", "video_sizes"),
         ("video_token_id", "video_token_index"),
+        "video_grid_thw",
     ),
+    Kind(
+        "sound",
+        "audio",
+        "input_features",
+        ("feature_attention_mask", "input_features_mask"),
+        ("audio_token_id", "audio_token_index"),
+    ),
+    Kind("sound", "audio", "input_values", ("padding_mask",), ("audio_token_id", "audio_token_index")),
 )
 PIXELS = tuple(kind.values for kind in KINDS)
-"""Arguments that only towers read."""
-IMAGE = KINDS[0]
+"""Arguments that only towers read: pixels, spectrograms and waveforms."""
+IMAGE, _, SOUND, _ = KINDS
 IMAGES_OF_ROWS = "batch_num_images"
 """Argument with the number of images of each row."""
 PIXEL_MASK = "pixel_attention_mask"
@@ -229,6 +244,11 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
                 f"{len(grid)} {kind.name}s"
             )
         return list((patches // merged**2).tolist())
+    mask = next((batch[name] for name in kind.each if batch.get(name) is not None), None)
+    if kind.name == "sound" and mask is not None:
+        if len(mask) != len(values):
+            raise ValueError(f"{kind.values} has {len(values)} {kind.name}s, and their mask {len(mask)}")
+        return tokens_of_sounds(mask, config)
     places = batch.get("image_position_ids")
     if kind.name == "image" and isinstance(places, Tensor) and hasattr(tower, "pooling_kernel_size"):
         return list((places.ne(-1).all(-1).sum(-1) // tower.pooling_kernel_size**2).tolist())

@@ -94,5 +94,5 @@ def _check_part(cls: type[ParallelModel], config: Any) -> None:
 @cache
 def _prefix_of(cls: type[ParallelModel]) -> str:
     """Return the path of the base model in a class's models, from an instance on the meta device."""
-    with torch.device("meta"):
+    with torch.device("meta"), torch.random.fork_rng([]):  # Wav2Vec2 draws a parameter on the CPU
         return cls._from_config(cls.config_class())._prefix()

@@ -297,6 +297,22 @@ def _fit_wav2vec2(values: Values, draw: random.Random) -> None:
     values["num_conv_pos_embeddings"] = draw.randint(3, 6)
 
 
+def _fit_voxtral_encoder(values: Values, draw: random.Random) -> None:
+    values["intermediate_size"] = 2 * values["hidden_size"]  # the projector joins two positions
+
+
+def _fit_glmasr_encoder(values: Values, draw: random.Random) -> None:
+    values["intermediate_size"] = 4 * values["hidden_size"]  # the projector joins four positions
+
+
+def _fit_moonshine(values: Values, draw: random.Random) -> None:
+    heads = draw.randint(3, 6)  # transformers builds both stacks with the same number of heads
+    values["encoder_num_attention_heads"] = values["decoder_num_attention_heads"] = heads
+    values["hidden_size"] = heads * draw.choice((4, 6, 8))
+    for stack in ("encoder", "decoder"):
+        values[f"{stack}_num_hidden_layers"] = draw.randint(2, 3)
+
+
 def _fit_detr(values: Values, draw: random.Random) -> None:
     # the mask convolutions halve the width repeatedly, with norms in groups of eight, and concatenate the heads
     values["encoder_attention_heads"], values["d_model"] = 8, draw.choice((16, 32))
@@ -470,6 +486,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "gpt_neo": _fit_gpt_neo,
     "gptj": _fit_gptj,
     "granitemoehybrid": _fit_mamba_beside_attention,
+    "glmasr_encoder": _fit_glmasr_encoder,
     "helium": _fit_helium,
     **dict.fromkeys(("hubert", "unispeech", "unispeech-sat", "wav2vec2-bert"), _fit_wav2vec2),
     **dict.fromkeys(("wav2vec2-conformer", "wav2vec2"), _fit_wav2vec2),
@@ -488,8 +505,9 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "minimax_m3_vl_text": _fit_minimax_m3,
     "mllama_text_model": _fit_mllama_text,
     "mobilebert": _fit_mobilebert,
+    "moonshine": _fit_moonshine,
     "olmo_hybrid": _fit_two_kinds,
-    "omniasr_ctc": _fit_omniasr,
+    **dict.fromkeys(("omniasr_audio", "omniasr_ctc"), _fit_omniasr),
     "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
@@ -505,6 +523,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("swin", "swinv2"), _fit_windows),
     "squeezebert": _fit_squeezebert,
     **dict.fromkeys(("videomae", "vit_mae"), _fit_masked),
+    "voxtral_encoder": _fit_voxtral_encoder,
     "wavlm": _fit_wavlm,
     "xlstm": _fit_xlstm,
     "yolos": _fit_yolos,
@@ -533,6 +552,7 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "hubert": {"feat_extract_norm": ("group", "layer")},
     "mistral": {"sliding_window": (None, 3)},
     "opt": {"do_layer_norm_before": (True, False)},
+    "sew-d": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"]), "feat_extract_norm": ("group", "layer")},
     "t5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu", "silu")},
     "mt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
     "umt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
@@ -583,6 +603,19 @@ def _configured(
         values["reassemble_hidden_size"] = values["backbone_config"]["hidden_size"]
     if model_type == "mllama":
         values["vision_config"]["vision_output_dim"] = 2 * values["vision_config"]["hidden_size"]
+    if model_type == "qwen3_asr":
+        values["audio_config"]["output_dim"] = values["text_config"]["hidden_size"]
+    if model_type == "fun_asr_nano":
+        width = values["text_config"]["hidden_size"]
+        values["adaptor_config"] |= {"hidden_size": width, "num_attention_heads": 2, "intermediate_size": width // 4}
+    if model_type == "canary":  # the decoder reads the hidden states of the encoder
+        encoder, decoder = values["encoder_config"], values["decoder_config"]
+        decoder["hidden_size"] = encoder["hidden_size"]
+        decoder["num_attention_heads"] = decoder["num_key_value_heads"] = encoder["num_attention_heads"]
+    if "projector_config" in values:
+        encoder = values["encoder_config"]
+        width = encoder["hidden_dim"] * (1 + len(encoder.get("cat_hidden_layers", ())))
+        values["projector_config"]["encoder_hidden_size"] = width
     if "depth" in values.get("vision_config", {}):
         _fit_qwen_tower(values["text_config"], values["vision_config"])
     if "mrope_section" in values.get("text_config", {}).get("rope_parameters", {}):

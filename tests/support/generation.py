@@ -21,13 +21,15 @@ IMAGES = (
     *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
 )
 """Arguments with images and videos, or about them."""
+SOUNDS = ("input_features", "feature_attention_mask", "input_features_mask", "input_values", "padding_mask")
+"""Arguments with sounds, or about them, of models with a decoder of text."""
 
 
 def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
     """Return the tokens that a model generates for the prompt of a batch, by search method."""
     names = (model.main_input_name, "attention_mask", "context_input_ids", "context_attention_mask", "doc_scores")
     images = (*IMAGES, "token_type_ids") if "pixel_values" in batch else ()
-    prompt = {key: batch[key] for key in (*names, *images) if key in batch}
+    prompt = {key: batch[key] for key in (*names, *images, *SOUNDS) if key in batch}
     model.eval()
     with lifted_casts():
         return {way: model.generate(**prompt, **ways[way], do_sample=False, max_new_tokens=5) for way in ways}

@@ -145,8 +145,8 @@ def take_step(
         key: value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in batch.items()
     }
-    if "input_values" in inputs:  # transformers' models make a leaf of them themselves
-        inputs["input_values"] = batch["input_values"]
+    for name in {"inputs", "input_values"} & inputs.keys():  # transformers' models make a leaf of them themselves
+        inputs[name] = batch[name]
     if lift:
         with lifted_casts():
             output = model(**inputs)

@@ -18,7 +18,7 @@ from oslo_models import registry
 from support import ROOT
 
 STUB = ROOT / "oslo_models" / "__init__.pyi"
-WITHOUT_BASE = ("encoder-decoder",)
+WITHOUT_BASE = ("encoder-decoder", "speech-encoder-decoder", "vision-encoder-decoder")
 """Architectures without a base class in transformers."""
 HEADER = '''\
 # ruff: noqa

@@ -22,7 +22,7 @@ from transformers.models.umt5 import modeling_umt5
 
 from oslo_models import registry
 
-from support.generation import IMAGES
+from support.generation import IMAGES, SOUNDS
 
 TOKENS = {"vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 _GPT2: dict[str, Any] = {"n_embd": 24, "n_inner": 35, "n_layer": 2, "n_head": 6, "n_positions": 32}
@@ -178,6 +178,33 @@ _SEEING: dict[str, Any] = {"image_token_id": 98, "pad_token_id": 0}
 _LONGER: dict[str, Any] = {"max_position_embeddings": 64, "sliding_window": None}
 _GLM_TOWER = {"image_size": 16, "attention_bias": True}
 _GLM_SEEING = {**_SEEING, "image_start_token_id": 97, "image_end_token_id": 96, "video_token_id": 95}
+
+
+_HEARING: dict[str, Any] = {"audio_token_id": 98, "pad_token_id": 0}
+_EAR: dict[str, Any] = {
+    **{"d_model": 24, "encoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 6},
+    **{"num_mel_bins": 5, "max_source_positions": 8},
+}
+_EAR_BY_LAYER: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"num_mel_bins": 5, "max_source_positions": 8},
+}
+_CONFORMER: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"num_mel_bins": 8, "conv_kernel_size": 3, "layerdrop": 0.0},
+}
+_GRANITE_HEARING: dict[str, Any] = {
+    "text_config": {**_GRANITE, **TOKENS, "model_type": "granite"},
+    "projector_config": {
+        **{"model_type": "blip_2_qformer", "hidden_size": 18, "intermediate_size": 31, "num_hidden_layers": 2},
+        **{"num_attention_heads": 3, "encoder_hidden_size": 22, "cross_attention_frequency": 1},
+    },
+    **{"audio_token_index": 98, "pad_token_id": 0, "window_size": 4, "downsample_rate": 2},
+}
+_GRANITE_EAR: dict[str, Any] = {
+    **{"input_dim": 7, "num_layers": 2, "hidden_dim": 22, "num_heads": 6, "dim_head": 4, "feedforward_mult": 2},
+    **{"output_dim": 9, "context_size": 4, "max_pos_emb": 5, "conv_kernel_size": 3},
+}
 
 
 def _mrope(*sections: int) -> dict[str, Any]:
@@ -890,6 +917,126 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"adapter_rank": 5, "use_mem_rope": True},
     },
 }
+MORE |= {
+    "voxtral": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_HEARING},
+        "audio_config": {**_EAR_BY_LAYER, "model_type": "voxtral_encoder"},
+    },
+    "qwen2_audio": {
+        **{"text_config": {**_UNTIED, **TOKENS, "model_type": "qwen2"}, "audio_token_index": 98, "pad_token_id": 0},
+        "audio_config": {**_EAR, "model_type": "qwen2_audio_encoder"},
+    },
+    "audioflamingo3": {
+        **{"text_config": {**_UNTIED, **TOKENS, "model_type": "qwen2"}, **_HEARING},
+        "audio_config": {**_EAR_BY_LAYER, "model_type": "audioflamingo3_encoder"},
+    },
+    "musicflamingo": {
+        **{"text_config": {**_UNTIED, **TOKENS, "model_type": "qwen2"}, **_HEARING},
+        "audio_config": {**_EAR_BY_LAYER, "model_type": "audioflamingo3_encoder"},
+    },
+    "fun_asr_nano": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_HEARING},
+        "audio_config": {
+            **{**_BERT, "model_type": "fun_asr_nano_encoder", "num_mel_bins": 3, "num_stacked_frames": 2},
+            **{"fsmn_kernel_size": 4, "num_timestamp_prediction_layers": 1},
+        },
+        "adaptor_config": {
+            **{"hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 6, "num_hidden_layers": 1},
+            "projector_hidden_size": 13,
+        },
+    },
+    "glmasr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_HEARING},
+        "audio_config": {
+            **{**_BERT, "model_type": "glmasr_encoder", "intermediate_size": 96, "num_mel_bins": 5},
+            "num_key_value_heads": 3,
+        },
+    },
+    "qwen3_asr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_HEARING, "eos_token_id": 1},
+        "audio_config": {
+            **{key: value for key, value in _EAR.items() if key != "max_source_positions"},
+            **{"model_type": "qwen3_asr_encoder", "downsample_hidden_size": 4, "output_dim": 24},
+            **{"n_window_infer": 100, "max_position_embeddings": 13},
+        },
+    },
+    "omniasr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_HEARING},
+        "audio_config": {
+            **{**_BERT, **{key: _WAV2VEC2[key] for key in ("conv_dim", "conv_kernel", "conv_stride")}},
+            **{"num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0},
+            "model_type": "omniasr_audio",
+        },
+    },
+    "granite_speech": {**_GRANITE_HEARING, "encoder_config": {**_GRANITE_EAR, "model_type": "granite_speech_encoder"}},
+    "granite_speech_plus": {
+        **_GRANITE_HEARING,
+        "projector_config": {**_GRANITE_HEARING["projector_config"], "encoder_hidden_size": 44},
+        "encoder_config": {
+            **{**_GRANITE_EAR, "model_type": "granite_speech_plus_encoder"},
+            "cat_hidden_layers": [1],
+        },
+    },
+    "moonshine": {
+        **{"hidden_size": 24, "intermediate_size": 35, "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2},
+        **{"encoder_num_attention_heads": 6, "decoder_num_attention_heads": 6, "max_position_embeddings": 32},
+        "decoder_start_token_id": 2,
+    },
+    "sew-d": {
+        **{**_WAV2VEC2, "squeeze_factor": 2, "num_conv_pos_embeddings": 4, "position_buckets": 4},
+        "max_position_embeddings": 16,
+    },
+    "lasr_ctc": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "lasr_encoder", "subsampling_conv_channels": 6},
+            **{"subsampling_conv_kernel_size": 3, "subsampling_conv_stride": 1},
+        },
+        "vocab_size": TOKENS["vocab_size"],
+    },
+    "parakeet_ctc": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "parakeet_encoder", "subsampling_conv_channels": 6},
+            "subsampling_factor": 4,
+        },
+        "vocab_size": TOKENS["vocab_size"],
+    },
+    "granite_speech5_ctc": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "granite_speech5_encoder", "head_dim": 4, "context_size": 6},
+            **{"max_position_embeddings": 8, "subsample_layers": [0], "vocab_size": TOKENS["vocab_size"]},
+        },
+        "vocab_size": TOKENS["vocab_size"],
+    },
+    "cohere_asr": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "parakeet_encoder", "subsampling_conv_channels": 6},
+            **{"subsampling_factor": 4, "hidden_size": 18},
+        },
+        **{**_KV, "vocab_size": TOKENS["vocab_size"], "decoder_start_token_id": 2},
+    },
+    "canary": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "parakeet_encoder", "subsampling_conv_channels": 6},
+            "subsampling_factor": 4,
+        },
+        "decoder_config": {**_KV, **TOKENS, "model_type": "canary_decoder", "head_dim": 6},
+        **{"vocab_size": TOKENS["vocab_size"], "decoder_start_token_id": 2},
+    },
+    "speech-encoder-decoder": {
+        "encoder": {**_WAV2VEC2, **TOKENS, "model_type": "wav2vec2", "hidden_size": 18},
+        "decoder": {**_BERT, **TOKENS, "model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+        "decoder_start_token_id": 2,
+    },
+    "vision-encoder-decoder": {
+        "encoder": {**_BERT, **_PATCHES, "model_type": "vit", "hidden_size": 18},
+        "decoder": {
+            **{**TOKENS, "model_type": "trocr", "d_model": 24, "decoder_layers": 2, "decoder_attention_heads": 4},
+            **{"decoder_ffn_dim": 33, "decoder_layerdrop": 0.0, "max_position_embeddings": 32},
+            **{"is_decoder": True, "add_cross_attention": True, "decoder_start_token_id": 2},
+        },
+        "decoder_start_token_id": 2,
+    },
+}
 MORE = {kind: values for kind, values in MORE.items() if kind in registry.ARCHITECTURES}
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -972,8 +1119,15 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 _PAIRS = ("clip", "siglip", "siglip2")
-WITH_IMAGES = [kind for kind, values in MORE.items() if "text_config" in values and kind not in _PAIRS]
+_OF_SOUNDS = {"audio_config", "encoder_config"}
+WITH_IMAGES = [
+    kind
+    for kind, values in MORE.items()
+    if "text_config" in values and kind not in _PAIRS and not _OF_SOUNDS & values.keys()
+]
 """Model types with a decoder that reads images."""
+WITH_SOUNDS = [kind for kind, values in MORE.items() if "text_config" in values and _OF_SOUNDS & values.keys()]
+"""Model types with a decoder that reads sounds."""
 
 LEFT_OUT: dict[str, set[str]] = {
     # text models, which another type has
@@ -982,6 +1136,8 @@ LEFT_OUT: dict[str, set[str]] = {
         "Gemma3TextModel",
     },
     "gemma4": {"Gemma4AudioModel", "Gemma4ForCausalLM", "Gemma4TextModel"},
+    # transducers
+    "parakeet_ctc": {"ParakeetForRNNT", "ParakeetForTDT"},
     # backbones, and a class with labels for masked patches alone
     "beit": {"BeitBackbone", "BeitForMaskedImageModeling", "BeitForSemanticSegmentation"},
     "dinov2": {"Dinov2Backbone"},
@@ -1057,6 +1213,8 @@ SLOW_TESTS_ONLY = {
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
+    *("audioflamingo3", "canary", "cohere_asr", "fun_asr_nano", "glmasr", "granite_speech5_ctc", "granite_speech_plus"),
+    *("lasr_ctc", "musicflamingo", "omniasr", "qwen2_audio", "sew-d"),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
@@ -1066,6 +1224,10 @@ def cases(variants: Iterable[str]) -> list[Any]:
     return [pytest.param(each, marks=pytest.mark.zoo) if each in SLOW_TESTS_ONLY else each for each in variants]
 
 
+_PARTS = (
+    *("encoder", "decoder", "question_encoder", "generator", "audio_config", "encoder_config", "projector_config"),
+)
+"""Parts of composite configurations with dropout rates of their own."""
 _OF_ROWS = ("mc_labels", "next_sentence_label", "sentence_order_label", "sentence_image_labels", "matched_label", "ans")
 """Labels of whole rows, given beside token labels."""
 
@@ -1074,7 +1236,7 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
     """Return a configuration with all dropout rates set to ``dropout``."""
     model_type, values = {**VARIANTS, **ODD}.get(variant) or (variant, MORE[variant])
     tokens = {} if {"image_size", "vision_config", "backbone_config"} & values.keys() else TOKENS
-    parts = [name for name in ("encoder", "decoder", "question_encoder", "generator", "audio_config") if name in values]
+    parts = [name for name in _PARTS if name in values]
     if parts:  # the parts define vocabulary sizes
         tokens = {key: value for key, value in TOKENS.items() if key != "vocab_size"}
     made = CONFIG_MAPPING[model_type](**copy.deepcopy({**tokens, **values, **changes}))
@@ -1195,7 +1357,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    length = (38 if hasattr(config, "image_grid_pinpoints") else 14) if sees else length
+    hears = bool({"input_features", "input_values"} & known.keys()) and not sees
+    length = (38 if hasattr(config, "image_grid_pinpoints") else 14) if sees or hears else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
         vocab = min(vocab, getattr(config, smaller, None) or vocab)
@@ -1263,6 +1426,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         given |= _regions(name, config, shape, given.get("labels"), generator, dtype)
     if sees:
         given |= _images(name, config, ids, generator, dtype)
+    if hears:
+        given |= _sounds(config, ids, generator, dtype)
     return given
 
 
@@ -1317,6 +1482,50 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     return given
 
 
+FRAMES = {
+    **dict.fromkeys(("audioflamingo3_encoder", "qwen2_audio_encoder", "voxtral_encoder"), (16, 16, 12, 8)),
+    "fun_asr_nano_encoder": (4, 4, 3, 2),
+    "glmasr_encoder": (32, 32, 28, 20),
+    "omniasr_audio": (50, 50, 40, 30),
+    "qwen3_asr_encoder": (100, 32, 20, 16),
+}
+"""By encoder of sounds: the frames of a batch, and of its sounds without padding. These have 4, 3 and 2 tokens."""
+
+
+def _features(encoder: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return three sounds for an encoder, with a mask if it reads one."""
+    kind = encoder.model_type
+    if kind.startswith("granite"):  # marks the features of the projector, of which each window of four frames has two
+        kept = torch.arange(6) < torch.tensor([[4], [3], [2]])
+        sounds = torch.randn(3, 10, encoder.input_dim, generator=generator, dtype=dtype)
+        return {"input_features": sounds, "input_features_mask": kept}
+    frames, *lengths = FRAMES[kind]
+    mask = (torch.arange(frames) < torch.tensor(lengths)[:, None]).long()
+    if kind == "omniasr_audio":
+        return {"input_values": torch.randn(3, 1, frames, generator=generator, dtype=dtype), "padding_mask": mask}
+    if kind == "fun_asr_nano_encoder":
+        sounds = torch.randn(3, frames, encoder.input_size, generator=generator, dtype=dtype)
+        return {"input_features": sounds, "input_features_mask": mask}
+    sounds = torch.randn(3, encoder.num_mel_bins, frames, generator=generator, dtype=dtype)
+    if kind == "voxtral_encoder":  # reads padding
+        return {"input_features": sounds}
+    name = "feature_attention_mask" if kind == "qwen2_audio_encoder" else "input_features_mask"
+    return {"input_features": sounds, name: mask}
+
+
+def _sounds(config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return sounds, and the tokens with a placeholder for each of their features."""
+    ids, token = ids.masked_fill(ids == config.audio_token_id, 3), config.audio_token_id
+    counts = iter((4, 4, 4) if config.model_type == "voxtral" else (4, 3, 2))
+    for row, sounds in enumerate(IMAGES_OF_ROWS):
+        start = 4
+        for count in islice(counts, sounds):
+            ids[row, start : start + count] = token
+            start += count + 1
+    encoder = config.encoder_config if hasattr(config, "encoder_config") else config.audio_config
+    return {"input_ids": ids, **_features(encoder, generator, dtype)}
+
+
 def _tiles_of_rows(ids: Tensor, side: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the images of each row, each of one to four tiles. Tokens see images from the fifth token on."""
     ratios, tiles = torch.tensor([[2, 0], [0, 0], [1, 8]]), torch.tensor([[2, 0], [0, 0], [1, 4]])
@@ -1339,9 +1548,10 @@ def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tup
 
 
 def text_only(config: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch of text and images without its images."""
-    ids = batch["input_ids"].masked_fill(batch["input_ids"] == config.image_token_id, 3)
-    return {**{key: value for key, value in batch.items() if key not in IMAGES}, "input_ids": ids}
+    """Return a batch of text and images, or of text and sounds, without them."""
+    token = config.image_token_id if hasattr(config, "image_token_id") else config.audio_token_id
+    ids = batch["input_ids"].masked_fill(batch["input_ids"] == token, 3)
+    return {**{key: value for key, value in batch.items() if key not in (*IMAGES, *SOUNDS)}, "input_ids": ids}
 
 
 def _documents(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -1408,12 +1618,19 @@ def _regions(
 def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return `batch` of a class for images or audio: right-padded audio, and labels of its kind."""
     known, rows, positions = parameters_of_forward(name), 3, 19
+    if config.model_type in (*FRAMES, "granite_speech_encoder", "granite_speech_plus_encoder"):
+        features = _features(config, generator, dtype)
+        if "hidden_states" in known:
+            return {"hidden_states": features["input_features"]}
+        return {key: value for key, value in features.items() if key in known}
     channels = (1,) if "padding_mask" in known else ()
     shapes: dict[str, tuple[int, ...]] = {"input_values": (rows, *channels, 200), "input_ids": (rows, 9)}
     if name.startswith("AST"):  # takes spectrograms
         shapes["input_values"] = (rows, config.max_length, config.num_mel_bins)
+    if name.startswith("Moonshine"):  # nine positions, so that the mask hides some
+        shapes["input_values"] = (rows, 4000)
     if "pixel_values" in known:
-        images = getattr(config, "vision_config", config)
+        images = getattr(config, "vision_config", getattr(config, "encoder", config))
         sizes = (getattr(images, key, 64) for key in ("image_size", "patch_size"))
         side, patch = (each if isinstance(each, int) else each[0] for each in sizes)
         shapes["pixel_values"] = (rows, 3, side, side)
@@ -1428,8 +1645,12 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "input_features" in known:
         positions = 29
         whisper = name.startswith("Whisper")  # takes audio of a fixed length, with features before frames
-        frames = 2 * config.max_source_positions
+        frames = 2 * getattr(config, "max_source_positions", 0)
         shapes["input_features"] = (rows, config.num_mel_bins, frames) if whisper else (rows, 29, 5)
+        if name.startswith(("Canary", "CohereAsr", "GraniteSpeech5", "Lasr", "Parakeet")):  # a position for each label
+            encoder = getattr(config, "encoder_config", config)
+            width = encoder.num_mel_bins * (4 if name.startswith("Granite") else 1)
+            shapes["input_features"] = (rows, 61, width)
     if "pixel_position_ids" in known:
         places = torch.cartesian_prod(*2 * [torch.arange(4)]).flip(-1).repeat(rows, 1, 1)
         return {
@@ -1462,8 +1683,9 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "padding_mask" in known:
         given["padding_mask"] = torch.ones(rows, 200, dtype=torch.long)
         given["padding_mask"][1, -50:] = 0
-    if name.endswith(("ForConditionalGeneration", "ForCTC")):
-        given["labels"] = integers(3, config.vocab_size, rows, 7)
+    if name.endswith(("ForConditionalGeneration", "ForCTC", "EncoderDecoderModel")):
+        vocab = getattr(config, "decoder", config).vocab_size
+        given["labels"] = integers(3, vocab, rows, 7)
         given["labels"][2, -2:] = -100
     elif name.endswith("ForAudioFrameClassification"):
         given["labels"] = torch.nn.functional.one_hot(integers(0, 2, rows, positions), 2)
@@ -1478,6 +1700,8 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         given["labels"] = integers(0, 2, rows)
     elif "decoder_input_ids" in known:
         given["decoder_input_ids"] = integers(0, config.vocab_size, rows, 7)
+    if "inputs" in known:
+        given["inputs"] = given.pop("input_values")
     if "pixel_mask" in known:
         given["pixel_mask"] = torch.ones(shapes[main][0], *shapes[main][2:], dtype=torch.long)
         given["pixel_mask"][1, :, -40:] = 0
