@@ -8,7 +8,7 @@ number of placeholders tells how many images a row has. Batches hold images in t
 * by image with its tiles: ``pixel_values [images, tiles, channels, height, width]``, padded to the most tiles of an
   image, with ``image_sizes [images, 2]``;
 * by image with its patches: ``pixel_values [images, patches, values]``, padded to the most patches of an image, with
-  ``image_position_ids [images, patches, 2]``;
+  ``image_position_ids [images, patches, 2]`` or ``spatial_shapes [images, 2]``;
 * by row: ``pixel_values [rows, images, ...]``, padded to the most images of a row.
 """
 
@@ -34,6 +34,7 @@ class Kind:
         values: argument with the pixels.
         grid: argument with the patches of each item in time, height and width.
         each: further arguments with one entry per item.
+        pixels: arguments among them that only towers read.
         token: attributes of configurations with the id of the placeholder token.
     """
 
@@ -42,19 +43,23 @@ class Kind:
     grid: str
     each: tuple[str, ...]
     token: tuple[str, ...]
+    pixels: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> tuple[str, ...]:
         return self.values, self.grid, *self.each
 
 
+PIXEL_MASK = "pixel_attention_mask"
+"""Argument that hides pixels or patches of images."""
 KINDS = (
     Kind(
         "image",
         "pixel_values",
         "image_grid_thw",
-        ("image_sizes", "image_position_ids"),
+        ("image_sizes", "image_position_ids", "spatial_shapes", PIXEL_MASK, "pixel_mask", "high_res_pixel_values"),
         ("image_token_id", "image_token_index"),
+        ("high_res_pixel_values",),
     ),
     Kind(
         "video",
@@ -64,13 +69,11 @@ KINDS = (
         ("video_token_id", "video_token_index"),
     ),
 )
-PIXELS = tuple(kind.values for kind in KINDS)
+PIXELS = tuple(name for kind in KINDS for name in (kind.values, *kind.pixels))
 """Arguments that only towers read."""
 IMAGE = KINDS[0]
 IMAGES_OF_ROWS = "batch_num_images"
 """Argument with the number of images of each row."""
-PIXEL_MASK = "pixel_attention_mask"
-"""Argument that hides pixels of images that are held by row."""
 
 
 def divide_media(
@@ -228,7 +231,13 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
                 f"{kind.values} has {len(values)} patches, and {kind.grid} counts {int(patches.sum())} in "
                 f"{len(grid)} {kind.name}s"
             )
+        if hasattr(config, "im_newline_id"):  # HunYuan-VL has a token after each line of patches, and two around them
+            lines, length = (grid[:, 1:] // merged).unbind(-1)
+            return list((lines * (length + 1) + 2).tolist())
         return list((patches // merged**2).tolist())
+    shapes = batch.get("spatial_shapes")
+    if kind.name == "image" and isinstance(shapes, Tensor):
+        return list((shapes // config.downsample_factor).prod(-1).tolist())
     places = batch.get("image_position_ids")
     if kind.name == "image" and isinstance(places, Tensor) and hasattr(tower, "pooling_kernel_size"):
         return list((places.ne(-1).all(-1).sum(-1) // tower.pooling_kernel_size**2).tolist())

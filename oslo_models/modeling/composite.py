@@ -56,7 +56,7 @@ def plan_with_towers(
     Args:
         decoder: its attribute name in the model, its class and its configuration.
         towers: the same of each tower.
-        projectors: the modules between towers and decoder.
+        projectors: the modules between towers and decoder, and towers that every rank holds in full.
 
     Raises:
         ValueError: a part cannot be sharded inside of another model. The message names its class.
@@ -69,8 +69,9 @@ def plan_with_towers(
         for plan in [cls.plan(config)]
     }
     own = plans.pop(decoder[0])
-    first, *others = plans  # projectors are on the same pipeline stage as towers
-    plans = {first: replace(plans[first], head={**plans[first].head, **projectors}), **{o: plans[o] for o in others}}
+    first = next(iter(plans or projectors))  # projectors are on the same pipeline stage as towers
+    tower = plans.get(first, Plan(embed={}, blocks={}, head={}))
+    plans |= {first: replace(tower, head={**tower.head, **projectors})}
     reasons = (plan.single_rank_reason for plan in (own, *plans.values()))
     return replace(own, towers=plans, single_rank_reason=next(filter(None, reasons), ""))
 

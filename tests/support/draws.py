@@ -388,6 +388,11 @@ def _fit_rotary_grid(values: Values, draw: random.Random) -> None:
     values["embed_dim" if "embed_dim" in values else "hidden_size"] = heads * draw.choice((4, 8))
 
 
+def _fit_rotary_volume(values: Values, draw: random.Random) -> None:
+    # a third of a head for times, rows and columns each, in pairs
+    values["hidden_size"] = values["num_attention_heads"] * draw.choice((6, 8))
+
+
 def _fit_qwen4(values: Values, draw: random.Random) -> None:
     if "ple_layer_ids" in values:  # otherwise its embeddings have the size of a real checkpoint
         linear = [number for number, kind in enumerate(values["layer_types"], 1) if kind == "linear_attention"]
@@ -426,7 +431,9 @@ def _fit_zamba(values: Values, draw: random.Random) -> None:
 def _fit_qwen_tower(text: Values, tower: Values) -> None:
     if "deepstack_visual_indexes" in tower:  # a stage begins after the blocks that add features
         text["num_hidden_layers"] = 3
-    if "partial_rotary_factor" in text["rope_parameters"]:  # Qwen3.5
+        if "layer_types" in text:
+            text["layer_types"] = [*text["layer_types"], "sliding_attention"][:3]
+    if "partial_rotary_factor" in text.get("rope_parameters", {}):  # Qwen3.5
         text["head_dim"] = 8
     tower["hidden_size" if "embed_dim" in tower else "out_hidden_size"] = text["hidden_size"]
 
@@ -496,7 +503,9 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _fit_rotary_grid),
-    "paddleocr_vl_vision": _fit_rotary_grid,
+    **dict.fromkeys(("paddleocr_vl_vision", "exaone4_5_vision", "lfm3_vl_vision"), _fit_rotary_grid),
+    "cohere_compass_vision": _fit_rotary_grid,
+    "minimax_m3_vl_vision": _fit_rotary_volume,
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
@@ -581,6 +590,18 @@ def _configured(
     if model_type == "depth_anything":
         _sizes(values["backbone_config"], "dinov2", draw)
         values["reassemble_hidden_size"] = values["backbone_config"]["hidden_size"]
+    if model_type == "janus":
+        for part in ("vision_config", "vq_config"):
+            values[part]["projection_dim"] = values["text_config"]["hidden_size"]
+        values["vq_config"]["image_token_embed_dim"] = values["text_config"]["hidden_size"]
+    if model_type == "ovis2":
+        values["hidden_size"] = values["text_config"]["hidden_size"]
+    if model_type == "idefics2":
+        values["perceiver_config"]["hidden_size"] = values["text_config"]["hidden_size"]
+    if model_type == "granite4_vision":
+        values["vision_config"] |= {"hidden_size": 64, "num_attention_heads": draw.choice((4, 8))}
+        values["text_config"]["num_hidden_layers"] = values["vision_config"]["num_hidden_layers"] = 3
+        values["qformer_config"]["num_hidden_layers"] = draw.randint(1, 2)
     if model_type == "mllama":
         values["vision_config"]["vision_output_dim"] = 2 * values["vision_config"]["hidden_size"]
     if "depth" in values.get("vision_config", {}):

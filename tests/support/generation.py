@@ -19,6 +19,7 @@ IMAGES = (
     *("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids", "pixel_attention_mask"),
     *("pixel_values_videos", "video_grid_thw", "image_position_ids"),
     *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
+    *("spatial_shapes", "pixel_mask", "high_res_pixel_values"),
 )
 """Arguments with images and videos, or about them."""
 

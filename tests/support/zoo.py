@@ -175,6 +175,10 @@ _QWEN_TOWER: dict[str, Any] = {
     **{"depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6, "patch_size": 4, "out_hidden_size": 24},
 }
 _SEEING: dict[str, Any] = {"image_token_id": 98, "pad_token_id": 0}
+_SAM: dict[str, Any] = {
+    **{**_BERT, "image_size": 16, "patch_size": 2, "mlp_dim": 35, "output_channels": 5, "window_size": 3},
+    "global_attn_indexes": [1],
+}
 _LONGER: dict[str, Any] = {"max_position_embeddings": 64, "sliding_window": None}
 _GLM_TOWER = {"image_size": 16, "attention_bias": True}
 _GLM_SEEING = {**_SEEING, "image_start_token_id": 97, "image_end_token_id": 96, "video_token_id": 95}
@@ -372,6 +376,152 @@ MORE: dict[str, Mapping[str, Any]] = {
             "rope_parameters": _mrope(1, 1, 1),
         },
         **{"vision_config": {**_QWEN_TOWER, **_GLM_TOWER, "model_type": "glm_ocr_vision"}, **_GLM_SEEING},
+    },
+    "aria": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "model_type": "aria_text", "moe_num_experts": 5, "moe_topk": 2, "head_dim": 4},
+        },
+        "vision_config": {**_TOWER, "model_type": "idefics3_vision"},
+        **{"projector_patch_to_query_dict": {16: 4}, **_SEEING},
+    },
+    "cohere_compass": {
+        "text_config": {
+            **{**_KV, **_WINDOW, **TOKENS, "model_type": "cohere_compass_text", "logit_scale": 0.5},
+            **{"num_hidden_layers": 3, "layer_types": [*_WINDOW["layer_types"], "sliding_attention"]},
+            "rope_parameters": {"sliding_attention": _mrope(1, 1, 0), "full_attention": None},
+        },
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "cohere_compass_vision"},
+            **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        },
+        **_QWEN_SEEING,
+    },
+    "deepseek_vl_hybrid": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "patch_size": 8},
+        "high_res_vision_config": {**_SAM, "model_type": "sam_vision_model", "image_size": 24, "num_attention_heads": 3},
+    },
+    "exaone4_5": {
+        "text_config": {**_KV, **_WINDOW, **TOKENS, "model_type": "exaone4"},
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "exaone4_5_vision", "window_size": 8, "fullatt_block_indexes": [1]},
+            "num_key_value_heads": 3,
+        },
+        **{**_SEEING, "video_token_id": 96},
+    },
+    "gemma4_unified": {
+        "text_config": {
+            **{**_LLAMA, **_WINDOW, **TOKENS, "model_type": "gemma4_unified_text", "global_head_dim": 8},
+            **{"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+        },
+        "vision_config": {
+            **{"model_type": "gemma4_unified_vision", "patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 14},
+            **{"mm_posemb_size": 5, "output_proj_dims": 14},
+        },
+        **{**_SEEING, "video_token_id": 96, "audio_token_id": 95},
+    },
+    "got_ocr2": {
+        **{"text_config": {**_KV, **TOKENS, "model_type": "qwen2"}, **_SEEING},
+        "vision_config": {**_SAM, "model_type": "got_ocr2_vision"},
+    },
+    "granite4_vision": {
+        "text_config": {
+            **{**_UNTIED, **TOKENS, **_LONGER, "model_type": "granite4_vision_text", "embedding_multiplier": 3.0},
+            **{"num_hidden_layers": 3, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.4},
+        },
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "hidden_size": 64, "num_attention_heads": 4},
+        "qformer_config": {
+            **{"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 20, "vocab_size": 9},
+            **{"use_qformer_text_input": False, "cross_attention_frequency": 1},
+        },
+        **{"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]], "downsample_rate": "1/2", **_SEEING},
+        **{"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [1, 2], "projector_dropout": 0.0},
+    },
+    "hunyuan_vl": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "model_type": "hunyuan_vl_text", "head_dim": 8},
+            "rope_parameters": _mrope(1, 1, 1, 1),
+        },
+        "vision_config": {**_TOWER, "model_type": "hunyuan_vl_vision", "max_image_size": 12, "num_key_value_heads": 6},
+        **{**_SEEING, "im_newline_id": 97, "im_start_id": 96, "im_end_id": 95},
+    },
+    "hyperclovax_vision_v2": {
+        "text_config": {**_GRANITE, **TOKENS, "model_type": "hyperclovax", "use_post_norm": True},
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "qwen2_5_vl_vision", "window_size": 8, "fullatt_block_indexes": [1]},
+        },
+        **{**_SEEING, "video_token_id": 96},
+    },
+    "idefics2": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "mistral", "sliding_window": None}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "idefics2_vision"},
+        "perceiver_config": {
+            **{"model_type": "idefics2_perceiver", "hidden_size": 24, "resampler_n_latents": 4, "resampler_depth": 2},
+            **{"resampler_n_heads": 6, "resampler_head_dim": 5, "num_key_value_heads": 2},
+        },
+    },
+    "janus": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
+        "vision_config": {
+            **{**_TOWER, "model_type": "janus_vision_model", "patch_size": 8, "mlp_ratio": 2, "projection_dim": 24},
+            "num_image_tokens": 4,
+        },
+        "vq_config": {
+            **{"model_type": "janus_vqgan", "embed_dim": 5, "num_embeddings": 9, "latent_channels": 32},
+            **{"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "num_hidden_layers": 2},
+            **{"projection_dim": 24, "image_token_embed_dim": 24},
+        },
+    },
+    "lfm2_vl": {
+        "text_config": {**_KV, **TOKENS, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        "vision_config": {
+            **{**_BERT, "model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 9},
+            "vision_use_head": False,
+        },
+        **{**_SEEING, "projector_hidden_size": 26},
+    },
+    "lfm3_vl": {
+        "text_config": {
+            **{**_LLAMA, **_WINDOW, **TOKENS, "model_type": "lfm3", "num_hidden_layers": 3},
+            "layer_types": [*_WINDOW["layer_types"], "conv"],
+        },
+        "vision_config": {
+            **{**_TOWER, "model_type": "lfm3_vl_vision", "num_key_value_heads": 2, "conv_kernel_size": 3},
+            "layer_types": ["conv", "full_attention"],
+        },
+        **{**_SEEING, "video_token_id": 96, "vision_start_token_id": 97, "projector_hidden_size": 26},
+    },
+    "llava_next_video": {
+        **{"text_config": {**_LLAMA, **TOKENS, **_LONGER, "model_type": "llama"}, **_SEEING, "video_token_id": 96},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
+        "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]],
+    },
+    "minimax_m3_vl": {
+        "text_config": {
+            **{**_LLAMA, **_SPARSE, **TOKENS, "model_type": "minimax_m3_vl_text", "num_local_experts": 5},
+            **{"intermediate_size": 11, "dense_intermediate_size": 35, "shared_intermediate_size": 13},
+            **{"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8},
+            **{"index_block_size": 2, "index_topk_blocks": 2, "swiglu_limit": 0.5},
+        },
+        "vision_config": {**_TOWER, "model_type": "minimax_m3_vl_vision", "hidden_size": 36},
+        **{**_SEEING, "video_token_id": 96, "projector_hidden_size": 26},
+    },
+    "ovis2": {
+        **{"text_config": {**_KV, **TOKENS, "model_type": "qwen2"}, **_SEEING, "hidden_size": 24, "vocab_size": 101},
+        "vision_config": {
+            **{**_TOWER, "model_type": "ovis2_vision", "hidden_stride": 2, "vocab_size": 13},
+            "num_visual_indicator_tokens": 2,
+        },
+        "visual_indicator_token_ids": [97, 96],
+    },
+    "qianfan_ocr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "qianfan_ocr_vision", "drop_path_rate": 0.0},
+        "downsample_ratio": 0.5,
+    },
+    "video_llava": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING, "video_token_id": 96},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
     },
     "llava": {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, "image_seq_length": 4, **_SEEING},
@@ -997,6 +1147,13 @@ LEFT_OUT: dict[str, set[str]] = {
     # models of images and text
     "llama4_text": {"Llama4ForConditionalGeneration", "Llama4VisionModel"},
     "aria_text": {"AriaForConditionalGeneration", "AriaModel"},
+    "aria": {"AriaTextForCausalLM", "AriaTextModel"},
+    "cohere_compass": {
+        *("CohereCompassForCausalLM", "CohereCompassTextForSequenceClassification", "CohereCompassTextModel"),
+    },
+    "gemma4_unified": {"Gemma4UnifiedForCausalLM", "Gemma4UnifiedTextModel"},
+    "janus": {"JanusVQVAE"},
+    "minimax_m3_vl": {"MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextModel"},
     "gemma4_text": {
         *("Gemma4AudioModel", "Gemma4ForConditionalGeneration", "Gemma4Model", "Gemma4VisionModel"),
     },
@@ -1045,6 +1202,8 @@ SLOW_TESTS_ONLY = {
     *("data2vec-audio", "ijepa", "unispeech", "unispeech-sat", "vit_msn", "siglip", "audio-spectrogram-transformer"),
     *("beit", "dinov2_with_registers", "glm46v", "glm4v_moe", "llava_onevision", "sew", "wav2vec2-bert"),
     *("convnext", "convnextv2", "data2vec-vision", "dinov3_vit", "paddleocr_vl", "segformer", "siglip2"),
+    *("cohere_compass", "deepseek_vl_hybrid", "exaone4_5", "gemma4_unified", "granite4_vision", "hunyuan_vl"),
+    *("hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "llava_next_video", "minimax_m3_vl", "qianfan_ocr"),
     *("depth_anything", "dpt", "gemma4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
     *("wav2vec2-conformer", "wavlm", "yolos"),
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
@@ -1195,7 +1354,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    length = (38 if hasattr(config, "image_grid_pinpoints") else 14) if sees else length
+    longer = {"hunyuan_vl": 24, "ovis2": 18}.get(config.model_type, 14)
+    length = (38 if hasattr(config, "image_grid_pinpoints") else longer) if sees else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
         vocab = min(vocab, getattr(config, smaller, None) or vocab)
@@ -1268,8 +1428,9 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
 IMAGES_OF_ROWS = (1, 0, 2)
 """Number of images in each row of a batch of text and images."""
+_TILES = {(16, 16): 4 + 2 * 3, (9, 30): 4 + 2 * 5, (30, 17): 4 + 4 * 3}
 TILED: dict[str, dict[tuple[int, int], int]] = {
-    "llava_next": {(16, 16): 4 + 2 * 3, (9, 30): 4 + 2 * 5, (30, 17): 4 + 4 * 3},
+    **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video"), _TILES),
     "llava_onevision": {(16, 16): 4 + 2 * 3, (20, 30): 4 + 1 * 3, (30, 30): 4 + 2 * 3},
 }
 """Heights and widths of the images of model types that divide them into tiles of 4 patches, with their tokens."""
@@ -1278,13 +1439,19 @@ TILED: dict[str, dict[tuple[int, int], int]] = {
 def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return images, and the tokens with a placeholder for each of their features."""
     ids, token, side = ids.masked_fill(ids == config.image_token_id, 3), config.image_token_id, _TOWER["image_size"]
-    tokens = iter([*TILED[config.model_type].values()] if config.model_type in TILED else [4] * sum(IMAGES_OF_ROWS))
+    each = 8 if config.model_type == "hunyuan_vl" else 4
+    tokens = iter([*TILED[config.model_type].values()] if config.model_type in TILED else [each] * sum(IMAGES_OF_ROWS))
+    around = getattr(config, "visual_indicator_token_ids", ())  # only beside images
+    for indicator in around:
+        ids = ids.masked_fill(ids == indicator, 3)
     for row, images in enumerate(IMAGES_OF_ROWS):
         start = 4
         for count in islice(tokens, images):
             ids[row, start : start + count] = token
             if (before := getattr(config, "vision_start_token_id", None)) is not None:
                 ids[row, start - 1] = before
+            if around:
+                ids[row, start - 1], ids[row, start + count] = around[0], around[1]
             start += count + 1
     given = {"input_ids": ids}
     if "image_grid_thw" in (known := parameters_of_forward(name)):
@@ -1299,13 +1466,22 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     pixels = torch.randn(sum(IMAGES_OF_ROWS), 3, side, side, generator=generator, dtype=dtype)
     if name.startswith("Mllama"):
         return {**given, **_tiles_of_rows(ids, side, generator, dtype)}
-    if name.startswith(("Idefics3", "SmolVLM")):  # by row, padded to the most images of a row
+    if name.startswith(("Idefics", "SmolVLM")):  # by row, padded to the most images of a row
         given["pixel_values"] = torch.zeros(len(IMAGES_OF_ROWS), max(IMAGES_OF_ROWS), *pixels.shape[1:], dtype=dtype)
         places = [(row, place) for row, images in enumerate(IMAGES_OF_ROWS) for place in range(images)]
         for (row, place), image in zip(places, pixels, strict=True):
             given["pixel_values"][row, place] = image
     else:
         given["pixel_values"] = pixels
+    if "spatial_shapes" in known:  # LFM2-VL
+        shapes = torch.tensor([[4, 4], [2, 8], [4, 4]])
+        given |= {"spatial_shapes": shapes, "pixel_attention_mask": torch.ones(len(shapes), 16, dtype=torch.long)}
+        given["pixel_values"] = torch.randn(len(shapes), 16, 48, generator=generator, dtype=dtype)
+    if "pixel_mask" in known:  # Aria, without the last column of patches of an image
+        given["pixel_mask"] = torch.ones(len(pixels), side, side, dtype=torch.long)
+        given["pixel_mask"][1, :, -4:] = 0
+    if "high_res_pixel_values" in known:
+        given["high_res_pixel_values"] = torch.randn(len(pixels), 3, 24, 24, generator=generator, dtype=dtype)
     if "image_position_ids" in known:  # Gemma 4, by patch
         given["pixel_values"] = torch.rand(len(pixels), 16, 48, generator=generator, dtype=dtype)
         given["image_position_ids"] = torch.cartesian_prod(*2 * [torch.arange(4)]).flip(-1).repeat(len(pixels), 1, 1)
@@ -1334,7 +1510,7 @@ def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tup
     grids, side = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]]), config.patch_size
     shape: tuple[int, ...] = (3, side, side)
     if hasattr(config, "temporal_patch_size"):
-        shape = (config.in_channels * config.temporal_patch_size * side**2,)
+        shape = (3 * config.temporal_patch_size * side**2,)
     return grids, torch.randn(len(grids) * 16, *shape, generator=generator, dtype=dtype)
 
 
