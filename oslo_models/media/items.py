@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -57,7 +58,10 @@ KINDS = (
         "image",
         "pixel_values",
         "image_grid_thw",
-        ("image_sizes", "image_position_ids", "spatial_shapes", PIXEL_MASK, "pixel_mask", "high_res_pixel_values"),
+        (
+            *("image_sizes", "image_position_ids", "image_merge_sizes", "spatial_shapes", PIXEL_MASK, "pixel_mask"),
+            "high_res_pixel_values",
+        ),
         ("image_token_id", "image_token_index"),
         ("high_res_pixel_values",),
     ),
@@ -65,7 +69,7 @@ KINDS = (
         "video",
         "pixel_values_videos",
         "video_grid_thw",
-        ("second_per_grid_ts", "video_sizes"),
+        ("second_per_grid_ts", "video_sizes", "video_merge_sizes"),
         ("video_token_id", "video_token_index"),
     ),
 )
@@ -231,16 +235,14 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
                 f"{kind.values} has {len(values)} patches, and {kind.grid} counts {int(patches.sum())} in "
                 f"{len(grid)} {kind.name}s"
             )
-        if hasattr(config, "im_newline_id"):  # HunYuan-VL has a token after each line of patches, and two around them
-            lines, length = (grid[:, 1:] // merged).unbind(-1)
-            return list((lines * (length + 1) + 2).tolist())
-        return list((patches // merged**2).tolist())
+        return list(_tokens_of_grids(kind, grid, batch, config).tolist())
     shapes = batch.get("spatial_shapes")
     if kind.name == "image" and isinstance(shapes, Tensor):
         return list((shapes // config.downsample_factor).prod(-1).tolist())
     places = batch.get("image_position_ids")
     if kind.name == "image" and isinstance(places, Tensor) and hasattr(tower, "pooling_kernel_size"):
-        return list((places.ne(-1).all(-1).sum(-1) // tower.pooling_kernel_size**2).tolist())
+        pooled = 1 if hasattr(tower, "mm_embed_dim") else tower.pooling_kernel_size  # without tower: before projection
+        return list((places.ne(-1).all(-1).sum(-1) // pooled**2).tolist())
     if kind.name == "image" and sizes is not None and getattr(config, "image_grid_pinpoints", None):
         sizes = torch.as_tensor(sizes).tolist()
         if len(sizes) != len(values):
@@ -256,6 +258,20 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
             "which they cannot share evenly"
         )
     return [placeholders // len(values)] * len(values)
+
+
+def _tokens_of_grids(kind: Kind, grid: Tensor, batch: Mapping[str, Any], config: Any) -> Tensor:
+    """Return the number of placeholder tokens of each item that is held by patch."""
+    tower: Any = getattr(config, "vision_config", None)
+    merged: Any = getattr(config, "spatial_merge_size", None) or getattr(tower, "spatial_merge_size", 1)
+    if hasattr(config, "im_newline_id"):  # HunYuan-VL has a token after each line of patches, and two around them
+        lines, length = (grid[:, 1:] // merged).unbind(-1)
+        return lines * (length + 1) + 2
+    if (kernel := getattr(tower, "merge_kernel_size", None)) is not None:  # Kimi K2.5 takes the mean of the frames
+        return grid[:, 1:].prod(-1) // prod(kernel)
+    merged = batch.get(f"{kind.name}_merge_sizes", merged)  # VideoLLaMA 3
+    frames = getattr(tower, "temporal_merge_size", 1) if kind.name == "video" else 1  # ERNIE 4.5 VL
+    return grid.prod(-1) // merged**2 // frames
 
 
 def _misfit(kind: Kind, values: Tensor, placeholders: Sequence[int], tokens: Sequence[int], problem: str) -> str:

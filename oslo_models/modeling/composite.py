@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.sharding.plan import Entries, Plan
+from oslo_models.sharding.plan import Entries, Plan, Replicated, VocabParallel
 
 
 def replicated_in_part(cls: type[ParallelModel], config: Any, outputs: Mapping[str, str]) -> list[str]:
@@ -44,6 +44,24 @@ def plan_of_part(name: str, cls: type[ParallelModel], config: Any) -> Plan:
         single_stage_reason=plan.pipeline.single_stage_reason
         or ("one of its parts has blocks of several types" if types else "")
     )
+
+
+def plan_of_generator(name: str, cls: type[ParallelModel], config: Any) -> Plan:
+    """Return the plan of a part whose own ``generate`` the composite model calls. Every rank holds its vocabulary.
+
+    Args:
+        name, cls, config: as for `plan_of_part`.
+
+    Raises:
+        ValueError: the part cannot be sharded inside of another model. The message names its class.
+    """
+    _check_part(cls, config)
+    plan = plan_of_part(name, cls, config)
+    embed, head = (
+        {key: Replicated() if isinstance(entry, VocabParallel) else entry for key, entry in entries.items()}
+        for entries in (plan.embed, plan.head)
+    )
+    return replace(plan, embed=embed, head=head).with_rules(single_stage_reason="a part of it generates by itself")
 
 
 def plan_with_towers(

@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import DeepseekVLHybridConfig
 from transformers.models.deepseek_vl_hybrid import modeling_deepseek_vl_hybrid as hf
-from transformers.models.sam import modeling_sam as sam
 
 from oslo_models.layers.entries import Plan, Replicated
 from oslo_models.modeling.heads import LM_HEAD
@@ -12,7 +11,9 @@ from oslo_models.models.got_ocr2 import WindowsParallel
 from oslo_models.models.llava import LlavaParallel
 
 
-class SamVisionModel(WindowsParallel, sam.SamVisionModel):
+class SamParallel(WindowsParallel):
+    """Sharding plan of SAM's encoder."""
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         return super().plan(config).under("vision_encoder.")
@@ -25,7 +26,7 @@ class DeepseekVLHybridParallel(LlavaParallel):
     projectors = dict.fromkeys(
         ("aligner", "high_res_vision_neck", "high_res_vision_proj", "high_res_vision_alpha"), Replicated()
     )
-    classes = {"high_res_vision_model": SamVisionModel}
+    classes = {"high_res_vision_model": SamParallel}
 
 
 class DeepseekVLHybridModel(DeepseekVLHybridParallel, hf.DeepseekVLHybridModel):

@@ -28,7 +28,5 @@ class Gemma4UnifiedModel(Gemma4UnifiedWithImagesParallel, hf.Gemma4UnifiedModel)
     pass
 
 
-class Gemma4UnifiedForConditionalGeneration(
-    Gemma4UnifiedWithImagesParallel, hf.Gemma4UnifiedForConditionalGeneration
-):
+class Gemma4UnifiedForConditionalGeneration(Gemma4UnifiedWithImagesParallel, hf.Gemma4UnifiedForConditionalGeneration):
     head_plan = LM_HEAD

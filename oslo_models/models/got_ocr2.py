@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import GotOcr2Config, GotOcr2VisionConfig
+from transformers import GotOcr2Config
 from transformers.models.got_ocr2 import modeling_got_ocr2 as hf
 
 from oslo_models.layers.entries import ColumnParallel, LocalAttributes, Norm, Plan, Replicated, RowParallel
@@ -35,14 +35,10 @@ class WindowsParallel(ParallelModel):
         )
 
 
-class GotOcr2VisionEncoder(WindowsParallel, hf.GotOcr2VisionEncoder):
-    pass
-
-
 class GotOcr2Parallel(LlavaParallel):
     """Sharding plan of the GOT-OCR 2 family."""
 
-    classes = {"vision_tower": GotOcr2VisionEncoder}
+    classes = {"vision_tower": WindowsParallel}
 
 
 class GotOcr2Model(GotOcr2Parallel, hf.GotOcr2Model):

@@ -14,7 +14,9 @@ from oslo_models.models.llava import LlavaParallel
 class Granite4VisionTextModel(LlamaParallel, hf.Granite4VisionTextModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return super().plan(config).with_rules(single_stage_reason="some blocks, by their number, add features of images")
+        return (
+            super().plan(config).with_rules(single_stage_reason="some blocks, by their number, add features of images")
+        )
 
 
 class Granite4VisionParallel(LlavaParallel):

@@ -10,7 +10,9 @@ from oslo_models.models.idefics3 import Idefics3Parallel
 from oslo_models.models.siglip import SiglipParallel
 
 
-class Idefics2VisionTransformer(SiglipParallel, hf.Idefics2VisionTransformer):
+class Idefics2VisionParallel(SiglipParallel):
+    """Sharding plan of the encoder."""
+
     head_plan = {"post_layernorm": Norm()}
     encoders = {VISION: ""}
 
@@ -18,7 +20,7 @@ class Idefics2VisionTransformer(SiglipParallel, hf.Idefics2VisionTransformer):
 class Idefics2Parallel(Idefics3Parallel):
     """Sharding plan of the Idefics2 family."""
 
-    classes = {"vision_model": Idefics2VisionTransformer}
+    classes = {"vision_model": Idefics2VisionParallel}
 
 
 class Idefics2Model(Idefics2Parallel, hf.Idefics2Model):

@@ -6,25 +6,21 @@ from typing import Any
 from transformers import MiniMaxM3VLConfig, MiniMaxM3VLVisionConfig
 from transformers.models.minimax_m3_vl import modeling_minimax_m3_vl as hf
 
-from oslo_models.layers.entries import LocalAttributes, Plan
-from oslo_models.modeling.blocks import heads_of
+from oslo_models.layers.entries import Plan
 from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.clip import VISION, CLIPParallel
+from oslo_models.models.clip import CLIPParallel
 from oslo_models.models.llava import LlavaParallel
 from oslo_models.models.minimax_m3_vl_text import MiniMaxM3VLTextModel
+from oslo_models.models.video_llama_3 import PackedPatchesParallel
 
 
-class MiniMaxM3VLVisionModel(CLIPParallel, hf.MiniMaxM3VLVisionModel):
-    encoders = {VISION: ""}
+class MiniMaxM3VLVisionModel(PackedPatchesParallel, hf.MiniMaxM3VLVisionModel):
+    image_embed = CLIPParallel.image_embed
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        plan, heads = super().plan(config), heads_of(config)
-        (block,) = plan.blocks.values()
-        attention = {"self_attn": LocalAttributes({"num_heads": heads.local_count})}
-        return replace(plan, blocks={"layers": {**block, **attention}}).with_rules(
-            input_positions={}, single_stage_reason="the patches of all images are one row"
-        )
+        plan = super().plan(config)
+        return replace(plan, blocks={"layers": block for block in plan.blocks.values()})
 
 
 class MiniMaxM3WithImagesParallel(LlavaParallel):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import Ovis2Config, Ovis2VisionConfig
+from transformers import Ovis2Config
 from transformers.models.ovis2 import modeling_ovis2 as hf
 
 from oslo_models.layers.entries import Norm, Plan, Replicated, RowParallel
@@ -13,7 +13,9 @@ from oslo_models.models.llava import LlavaParallel
 from oslo_models.models.vit import patch_positions
 
 
-class Ovis2VisionModel(ParallelModel, hf.Ovis2VisionModel):
+class Ovis2VisionParallel(ParallelModel):
+    """Sharding plan of the encoder."""
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads, stack = heads_of(config), "transformer.encoder.layers"
@@ -28,14 +30,14 @@ class Ovis2VisionModel(ParallelModel, hf.Ovis2VisionModel):
             embed={"transformer.embeddings": Replicated()},
             blocks={stack: block},
             head={"transformer.rms_norm": Norm(), "head_linear": Replicated(), "head_norm": Norm()},
-        ).with_rules(input_positions={stack: patch_positions(config.patch_size)})
+        ).with_rules(input_positions={stack: patch_positions(config.patch_size, extra_positions=0)})
 
 
 class Ovis2Parallel(LlavaParallel):
     """Sharding plan of the Ovis2 family."""
 
     projectors = {"visual_embeddings_table": Replicated()}
-    classes = {"vision_tower": Ovis2VisionModel}
+    classes = {"vision_tower": Ovis2VisionParallel}
 
 
 class Ovis2Model(Ovis2Parallel, hf.Ovis2Model):

@@ -51,7 +51,7 @@ def test_text_alone_and_images_in_other_rows_match_transformers(pool: Pool, mode
         pool.run(tp, check_batches, steps, tp)
 
 
-ONE_STAGE = ("granite4_vision", "hunyuan_vl", "mllama", "qwen4_exp")
+ONE_STAGE = ("florence2", "granite4_vision", "hunyuan_vl", "llama4", "mllama", "qwen4_exp")
 """Types that are not split into stages."""
 
 

@@ -376,6 +376,11 @@ def _fit_gemma4_vision(values: Values, draw: random.Random) -> None:
     values["head_dim"] = draw.choice((4, 8))  # half of a head for rows, in pairs
 
 
+def _fit_llama4_vision(values: Values, draw: random.Random) -> None:
+    _fit_rotary_grid(values, draw)
+    values["intermediate_size"] = 4 * values["hidden_size"]  # of four merged patches
+
+
 def _fit_gemma3n(values: Values, draw: random.Random) -> None:
     values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
     # higher sparsity leaves few features, and the gradients of their norm are huge
@@ -439,6 +444,12 @@ def _fit_qwen_tower(text: Values, tower: Values) -> None:
 
 
 def _fit_sections(text: Values) -> None:
+    if text["model_type"] == "ernie4_5_vl_moe_text":  # as many frequencies for rows as for columns
+        text["hidden_size"] = 8 * text["num_attention_heads"]
+        return
+    if len(text["rope_parameters"]["mrope_section"]) == 4:  # HunYuan-VL
+        text["head_dim"] = 8
+        return
     sections = {2: [1, 0, 0], 4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}
     width = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
     rotated = int(width * text["rope_parameters"].get("partial_rotary_factor", 1.0))
@@ -486,11 +497,12 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "kimi_linear": _fit_latent_attention,
     "laguna": _fit_laguna,
     "llama4_text": _fit_smollm3,
+    "llama4_vision_model": _fit_llama4_vision,
     "longcat_flash": _fit_longcat,
     "luke": _fit_luke,
     "mamba2": _fit_mamba2,
     "mimo_v2_flash": _fit_mimo,
-    "minicpm3": _fit_latent_attention,
+    **dict.fromkeys(("minicpm3", "mistral4"), _fit_latent_attention),
     "minimax": _fit_minimax,
     "minimax_m3_vl_text": _fit_minimax_m3,
     "mllama_text_model": _fit_mllama_text,
@@ -504,7 +516,8 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _fit_rotary_grid),
     **dict.fromkeys(("paddleocr_vl_vision", "exaone4_5_vision", "lfm3_vl_vision"), _fit_rotary_grid),
-    "cohere_compass_vision": _fit_rotary_grid,
+    **dict.fromkeys(("cohere_compass_vision", "ernie4_5_vl_moe_vision", "kimi_k25_vision"), _fit_rotary_grid),
+    "video_llama_3_vision": _fit_rotary_grid,
     "minimax_m3_vl_vision": _fit_rotary_volume,
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
@@ -540,6 +553,7 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "deberta-v2": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"]), "conv_kernel_size": (0, 3)},
     "funnel": {"attention_type": ("relative_shift", "factorized"), "pooling_type": ("mean", "max")},
     "hubert": {"feat_extract_norm": ("group", "layer")},
+    "llava_next_video": {"spatial_pool_mode": ("max", "conv")},
     "mistral": {"sliding_window": (None, 3)},
     "opt": {"do_layer_norm_before": (True, False)},
     "t5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu", "silu")},
@@ -602,6 +616,19 @@ def _configured(
         values["vision_config"] |= {"hidden_size": 64, "num_attention_heads": draw.choice((4, 8))}
         values["text_config"]["num_hidden_layers"] = values["vision_config"]["num_hidden_layers"] = 3
         values["qformer_config"]["num_hidden_layers"] = draw.randint(1, 2)
+    if model_type == "granite_docling":
+        values["text_config"]["num_hidden_layers"] = 3
+        values["vision_config"]["out_hidden_size"] = values["text_config"]["hidden_size"]
+    if model_type == "florence2":
+        values["vision_config"]["projection_dim"] = values["text_config"]["d_model"]
+    if model_type == "kimi_k25":
+        values["projection_hidden_size"] = values["vision_config"]["hidden_size"]
+    if model_type in ("blip-2", "instructblip") and "word_embed_proj_dim" in values["text_config"]:
+        values["text_config"]["word_embed_proj_dim"] = values["text_config"]["hidden_size"]
+    if model_type == "pix2struct":
+        text = values["text_config"]
+        text["num_heads"], text["d_kv"] = draw.randint(3, 6), draw.choice((4, 6))
+        values["vision_config"]["hidden_size"] = text["hidden_size"] = text["num_heads"] * text["d_kv"]
     if model_type == "mllama":
         values["vision_config"]["vision_output_dim"] = 2 * values["vision_config"]["hidden_size"]
     if "depth" in values.get("vision_config", {}):

@@ -19,14 +19,22 @@ IMAGES = (
     *("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids", "pixel_attention_mask"),
     *("pixel_values_videos", "video_grid_thw", "image_position_ids"),
     *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
-    *("spatial_shapes", "pixel_mask", "high_res_pixel_values"),
+    *("spatial_shapes", "pixel_mask", "high_res_pixel_values", "image_merge_sizes", "moe_mm_token_type_ids"),
+    *("qformer_input_ids", "qformer_attention_mask"),
 )
 """Arguments with images and videos, or about them."""
 
 
 def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
     """Return the tokens that a model generates for the prompt of a batch, by search method."""
-    names = (model.main_input_name, "attention_mask", "context_input_ids", "context_attention_mask", "doc_scores")
+    names = (
+        "input_ids",
+        model.main_input_name,
+        "attention_mask",
+        "context_input_ids",
+        "context_attention_mask",
+        "doc_scores",
+    )
     images = (*IMAGES, "token_type_ids") if "pixel_values" in batch else ()
     prompt = {key: batch[key] for key in (*names, *images) if key in batch}
     model.eval()

@@ -1,0 +1,23 @@
+"""Mistral 4: DeepSeek-V3 whose queries grow with their positions, as in Llama 4."""
+
+from transformers import Mistral4Config
+from transformers.models.mistral4 import modeling_mistral4 as hf
+
+from oslo_models.modeling.heads import LM_HEAD, SCORE
+from oslo_models.models.deepseek_v3 import DeepseekV3Parallel
+
+
+class Mistral4Model(DeepseekV3Parallel, hf.Mistral4Model):
+    pass
+
+
+class Mistral4ForCausalLM(DeepseekV3Parallel, hf.Mistral4ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class Mistral4ForSequenceClassification(DeepseekV3Parallel, hf.Mistral4ForSequenceClassification):
+    head_plan = SCORE
+
+
+class Mistral4ForTokenClassification(DeepseekV3Parallel, hf.Mistral4ForTokenClassification):
+    head_plan = SCORE
