@@ -1,4 +1,4 @@
-"""Cohere Compass: the encoder of Qwen3-VL, and the text model, whose first blocks add features of several encoder blocks."""
+"""Cohere Compass: the encoder of Qwen3-VL, and the text model. Its first blocks add features of encoder blocks."""
 
 from transformers import CohereCompassConfig, CohereCompassVisionConfig
 from transformers.models.cohere_compass import modeling_cohere_compass as hf

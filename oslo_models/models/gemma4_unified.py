@@ -1,4 +1,4 @@
-"""Gemma 4 without towers: projectors, replicated on every rank, of pixels and of samples of sound, and the text model."""
+"""Gemma 4 without towers: projectors of pixels and sounds, replicated on every rank, and the text model."""
 
 from dataclasses import replace
 from typing import Any

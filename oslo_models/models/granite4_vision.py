@@ -1,4 +1,4 @@
-"""Granite 4 Vision: a tower, Q-Formers that pool its outputs, and Granite, which adds them to the input of some blocks."""
+"""Granite 4 Vision: a tower, Q-Formers, replicated on every rank, and Granite. Some blocks add their outputs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Granite Docling: SigLIP's encoder with a connector, and Granite, whose first blocks add features of encoder blocks."""
+"""Granite Docling: SigLIP's encoder, a connector and Granite. Its first blocks add features of encoder blocks."""
 
 from dataclasses import replace
 from typing import Any

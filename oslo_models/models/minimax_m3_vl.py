@@ -20,7 +20,8 @@ class MiniMaxM3VLVisionModel(PackedPatchesParallel, hf.MiniMaxM3VLVisionModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        return replace(plan, blocks={"layers": block for block in plan.blocks.values()})
+        (block,) = plan.blocks.values()
+        return replace(plan, blocks={"layers": block})
 
 
 class MiniMaxM3WithImagesParallel(LlavaParallel):

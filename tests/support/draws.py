@@ -254,6 +254,11 @@ def _fit_windows(values: Values, draw: random.Random) -> None:
     values["encoder_stride"] = 4 * 2 ** (len(heads) - 1)
 
 
+def _fit_hiera(values: Values, draw: random.Random) -> None:
+    values["embed_dim"], values["num_heads"] = 6, [draw.choice((1, 2, 3)), draw.choice((3, 4)), draw.choice((4, 6))]
+    values["depths"] = [draw.randint(1, 2) for _ in range(3)]
+
+
 def _fit_convolutions(values: Values, draw: random.Random) -> None:
     values["num_stages"] = draw.randint(1, 3)
     for key, least, most in (("depths", 1, 2), ("hidden_sizes", 5, 11)):
@@ -524,7 +529,8 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "roformer": _fit_roformer,
     "segformer": _fit_segformer,
     "smollm3": _fit_smollm3,
-    **dict.fromkeys(("swin", "swinv2"), _fit_windows),
+    "hiera": _fit_hiera,
+    **dict.fromkeys(("donut-swin", "swin", "swinv2"), _fit_windows),
     "squeezebert": _fit_squeezebert,
     **dict.fromkeys(("videomae", "vit_mae"), _fit_masked),
     "wavlm": _fit_wavlm,

@@ -738,6 +738,14 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "siglip2": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, "patch_size": 4, "num_patches": 9}},
     "siglip": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}},
+    "metaclip_2": {"text_config": {**_CLIP, **TOKENS}, "vision_config": {**_CLIP, **_PATCHES}, "projection_dim": 7},
+    "hiera": {
+        **{"image_size": [16, 16], "patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1]},
+        **{"embed_dim": 6, "depths": [1, 2, 1], "num_heads": [1, 3, 6], "num_query_pool": 2, "mlp_ratio": 2.0},
+        **{"masked_unit_size": [4, 4], "masked_unit_attention": [True, False, False]},
+        "problem_type": "single_label_classification",
+    },
+    "donut-swin": _WINDOWS,
     "smollm3": {**_KV, "no_rope_layers": [1, 0]},
     "squeezebert": {**_BERT, "intermediate_size": 36, "embedding_size": 24},
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 5, "conv_channels": 8, "max_source_positions": 30},
@@ -1217,7 +1225,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
-_PAIRS = ("clip", "siglip", "siglip2")
+_PAIRS = ("clip", "metaclip_2", "siglip", "siglip2")
 CAPTIONS = ("blip", "blip-2", "git", "instructblip", "instructblipvideo", "pix2struct")
 """Model types with an image, or a video, for each row."""
 WITH_IMAGES = [kind for kind, values in MORE.items() if "text_config" in values and kind not in (*_PAIRS, *CAPTIONS)]
@@ -1262,6 +1270,7 @@ LEFT_OUT: dict[str, set[str]] = {
     },
     "instructblip": {"InstructBlipModel", "InstructBlipQFormerModel"},
     "instructblipvideo": {"InstructBlipVideoModel", "InstructBlipVideoQFormerModel"},
+    "hiera": {"HieraBackbone", "HieraForPreTraining"},
     "janus": {"JanusVQVAE"},
     "llama4": {"Llama4ForCausalLM", "Llama4TextModel"},
     "pix2struct": {"Pix2StructTextModel"},
@@ -1317,6 +1326,7 @@ SLOW_TESTS_ONLY = {
     *("cohere_compass", "deepseek_vl_hybrid", "exaone4_5", "gemma4_unified", "granite4_vision", "hunyuan_vl"),
     *("hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "llava_next_video", "minimax_m3_vl", "qianfan_ocr"),
     *("ernie4_5_vl_moe", "granite_docling", "instructblip", "instructblipvideo", "kimi_k25", "llama4", "mistral4"),
+    *("donut-swin", "hiera", "metaclip_2"),
     *("florence2", "git", "pix2struct", "video_llama_3", "blip-2"),
     *("depth_anything", "dpt", "gemma4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
     *("wav2vec2-conformer", "wavlm", "yolos"),
@@ -1407,7 +1417,7 @@ def main_head(variant: str) -> str:
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
     text = (*text, "RagTokenForGeneration") if variant == "rag-token" else text
-    pairs = ("CLIPModel", "SiglipModel", "Siglip2Model")
+    pairs = ("CLIPModel", "MetaClip2Model", "SiglipModel", "Siglip2Model")
     order = (*text, *pairs, "ForCTC", "ForImageClassification", "ForObjectDetection")
     names = heads(variant)
     return next((name for end in order for name in names if name.endswith(end)), (lm_heads(variant) or names)[0])
@@ -1461,7 +1471,11 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     generator = torch.Generator().manual_seed(seed)
     if name.startswith("Pix2Struct") or (config.model_type in CAPTIONS and "input_ids" in known):
         return _captions(name, config, generator, dtype)
-    if original(name).main_input_name != "input_ids" or "input_ids" not in known or name.startswith(("CLIP", "Siglip")):
+    if (
+        original(name).main_input_name != "input_ids"
+        or "input_ids" not in known
+        or name.startswith(("CLIP", "MetaClip", "Siglip"))
+    ):
         return _signals(name, config, generator, dtype)
     if "context_input_ids" in known:
         return _documents(name, config, generator, dtype)
