@@ -273,6 +273,8 @@ def _fit_segformer(values: Values, draw: random.Random) -> None:
     for key, least, most in (("depths", 1, 2), ("mlp_ratios", 1, 4)):
         values[key] = [draw.randint(least, most) for _ in heads]
     values["patch_sizes"], values["strides"] = [3 for _ in heads], [2 for _ in heads]
+    if "sequence_reduction_ratios" in values:  # PVT
+        values["sequence_reduction_ratios"], values["patch_sizes"] = values.pop("sr_ratios"), [2 for _ in heads]
 
 
 def _fit_data2vec_vision(values: Values, draw: random.Random) -> None:
@@ -530,6 +532,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "segformer": _fit_segformer,
     "smollm3": _fit_smollm3,
     "hiera": _fit_hiera,
+    **dict.fromkeys(("pvt", "pvt_v2"), _fit_segformer),
     **dict.fromkeys(("donut-swin", "swin", "swinv2"), _fit_windows),
     "squeezebert": _fit_squeezebert,
     **dict.fromkeys(("videomae", "vit_mae"), _fit_masked),

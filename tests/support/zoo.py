@@ -746,6 +746,30 @@ MORE: dict[str, Mapping[str, Any]] = {
         "problem_type": "single_label_classification",
     },
     "donut-swin": _WINDOWS,
+    "pvt": {
+        **{"image_size": 32, "num_encoder_blocks": 2, "depths": [2, 1], "sequence_reduction_ratios": [2, 1]},
+        **{"hidden_sizes": [8, 12], "patch_sizes": [4, 2], "strides": [4, 2], "num_attention_heads": [1, 3]},
+        **{"mlp_ratios": [2, 3], "problem_type": "single_label_classification"},
+    },
+    "pvt_v2": {
+        **{"image_size": 32, "num_encoder_blocks": 2, "depths": [2, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 12]},
+        **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 3], "mlp_ratios": [2, 3]},
+        "problem_type": "single_label_classification",
+    },
+    "focalnet": {
+        **{"image_size": 24, "patch_size": 4, "embed_dim": 10, "depths": [2, 1], "focal_levels": [2, 1]},
+        **{"focal_windows": [3, 3], "mlp_ratio": 2.0, "drop_path_rate": 0.0, "encoder_stride": 8},
+        **{"use_layerscale": True, "layerscale_value": 0.7, "problem_type": "single_label_classification"},
+    },
+    "fuyu": {
+        "text_config": {**_BERT, **TOKENS, "model_type": "persimmon", "qk_layernorm": True},
+        **{"image_size": 16, "patch_size": 4, **_SEEING},
+    },
+    "vision-encoder-decoder": {
+        "encoder": {**_BERT, **_PATCHES, "model_type": "vit", "hidden_size": 18},
+        "decoder": {**_BERT, **TOKENS, "model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+        "decoder_start_token_id": 2,
+    },
     "smollm3": {**_KV, "no_rope_layers": [1, 0]},
     "squeezebert": {**_BERT, "intermediate_size": 36, "embedding_size": 24},
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 5, "conv_channels": 8, "max_source_positions": 30},
@@ -1270,7 +1294,9 @@ LEFT_OUT: dict[str, set[str]] = {
     },
     "instructblip": {"InstructBlipModel", "InstructBlipQFormerModel"},
     "instructblipvideo": {"InstructBlipVideoModel", "InstructBlipVideoQFormerModel"},
+    "focalnet": {"FocalNetBackbone"},
     "hiera": {"HieraBackbone", "HieraForPreTraining"},
+    "pvt_v2": {"PvtV2Backbone"},
     "janus": {"JanusVQVAE"},
     "llama4": {"Llama4ForCausalLM", "Llama4TextModel"},
     "pix2struct": {"Pix2StructTextModel"},
@@ -1326,7 +1352,7 @@ SLOW_TESTS_ONLY = {
     *("cohere_compass", "deepseek_vl_hybrid", "exaone4_5", "gemma4_unified", "granite4_vision", "hunyuan_vl"),
     *("hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "llava_next_video", "minimax_m3_vl", "qianfan_ocr"),
     *("ernie4_5_vl_moe", "granite_docling", "instructblip", "instructblipvideo", "kimi_k25", "llama4", "mistral4"),
-    *("donut-swin", "hiera", "metaclip_2"),
+    *("donut-swin", "focalnet", "fuyu", "hiera", "metaclip_2", "pvt", "pvt_v2", "vision-encoder-decoder"),
     *("florence2", "git", "pix2struct", "video_llama_3", "blip-2"),
     *("depth_anything", "dpt", "gemma4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
     *("wav2vec2-conformer", "wavlm", "yolos"),
@@ -1612,6 +1638,8 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
         shapes = torch.tensor([[4, 4], [2, 8], [4, 4]])
         given |= {"spatial_shapes": shapes, "pixel_attention_mask": torch.ones(len(shapes), 16, dtype=torch.long)}
         given["pixel_values"] = torch.randn(len(shapes), 16, 48, generator=generator, dtype=dtype)
+    if name.startswith("Fuyu"):  # by patch of each image
+        given["pixel_values"] = torch.randn(len(pixels), 4, 48, generator=generator, dtype=dtype)
     if "pixel_mask" in known:  # Aria, without the last column of patches of an image
         given["pixel_mask"] = torch.ones(len(pixels), side, side, dtype=torch.long)
         given["pixel_mask"][1, :, -4:] = 0
@@ -1759,7 +1787,7 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if name.startswith("AST"):  # takes spectrograms
         shapes["input_values"] = (rows, config.max_length, config.num_mel_bins)
     if "pixel_values" in known:
-        images = getattr(config, "vision_config", config)
+        images = getattr(config, "vision_config", getattr(config, "encoder", config))
         sizes = (getattr(images, key, 64) for key in ("image_size", "patch_size"))
         side, patch = (each if isinstance(each, int) else each[0] for each in sizes)
         shapes["pixel_values"] = (rows, 3, side, side)
@@ -1808,8 +1836,8 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "padding_mask" in known:
         given["padding_mask"] = torch.ones(rows, 200, dtype=torch.long)
         given["padding_mask"][1, -50:] = 0
-    if name.endswith(("ForConditionalGeneration", "ForCTC")):
-        given["labels"] = integers(3, config.vocab_size, rows, 7)
+    if name.endswith(("ForConditionalGeneration", "ForCTC", "EncoderDecoderModel")):
+        given["labels"] = integers(3, getattr(config, "decoder", config).vocab_size, rows, 7)
         given["labels"][2, -2:] = -100
     elif name.endswith("ForAudioFrameClassification"):
         given["labels"] = torch.nn.functional.one_hot(integers(0, 2, rows, positions), 2)
