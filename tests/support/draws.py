@@ -274,7 +274,8 @@ def _fit_segformer(values: Values, draw: random.Random) -> None:
         values[key] = [draw.randint(least, most) for _ in heads]
     values["patch_sizes"], values["strides"] = [3 for _ in heads], [2 for _ in heads]
     if "sequence_reduction_ratios" in values:  # PVT
-        values["sequence_reduction_ratios"], values["patch_sizes"] = values.pop("sr_ratios"), [2 for _ in heads]
+        values["sequence_reduction_ratios"] = values.pop("sr_ratios")
+        values["patch_sizes"] = values["strides"] = [4, *(2 for _ in heads[1:])]
 
 
 def _fit_data2vec_vision(values: Values, draw: random.Random) -> None:
