@@ -169,7 +169,8 @@ def unsupported_setting(kwargs: Mapping[str, Any], defaults: Any) -> str | None:
 
 def reason_against(config: Any) -> str | None:
     """Return why no call of a model can join; ``None`` if calls can join."""
-    if registry.SAME_CLASSES.get(config.model_type, config.model_type) not in registry.ARCHITECTURES:
+    kind = registry.SAME_CLASSES.get(config.model_type, config.model_type)
+    if kind not in registry.ARCHITECTURES:
         return "the running batch was not tested with models of its type"
     if config.is_encoder_decoder:
         return "it is an encoder-decoder, and its encoder computes a batch at once"
@@ -181,7 +182,7 @@ def reason_against(config: Any) -> str | None:
     if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
         return "the first passes of its loop read the whole cache of the last pass (recurrent_kv_cache_mode last_loop)"
     kinds = getattr(text, "layer_types", None) or ()
-    return next(filter(None, (_KINDS.get(kind, _STATES) for kind in kinds)), EXCLUSIVE.get(config.model_type))
+    return next(filter(None, (_KINDS.get(each, _STATES) for each in kinds)), EXCLUSIVE.get(kind))
 
 
 def reason_against_drafts(config: Any, length: int) -> str | None:
