@@ -1520,10 +1520,14 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     shape = (rows, *choices, length)
     ids, mask = integers(3, vocab, *shape), torch.ones(shape, dtype=torch.long)
     ids[1, ..., 1], ids[2, ..., 2] = vocab - 1, 2  # the last token id, and an id outside of the random range
-    if config.is_encoder_decoder:
-        ids[..., -1] = config.eos_token_id  # T5ForSequenceClassification needs equally many in each row
-    # transformers 5.17 has the token of padding of Qwen2-VL in the configuration of its decoder only
-    pad = (config if hasattr(config, "pad_token_id") else config.get_text_config()).pad_token_id
+
+    def special(token: str) -> int:
+        # transformers 5.17 has the token of padding of Qwen2-VL in the configuration of its decoder only
+        return int(getattr(config if hasattr(config, token) else config.get_text_config(), token))
+
+    if config.is_encoder_decoder:  # T5ForSequenceClassification needs equally many in each row
+        ids[..., -1] = special("eos_token_id")
+    pad = special("pad_token_id")
     for row, padding in enumerate((3, 0, 1)):
         ids[row, ..., :padding] = pad
         mask[row, ..., :padding] = 0
