@@ -146,6 +146,7 @@ _ALL = {
     "hunyuan_vl": "HunYuanVL",
     "hy_v3": "HYV3",
     "hy_v4": "HYV4",
+    "hy_v4_vl": "HYV4VL",
     "hy_v4_vl_text": "HYV4VL",
     "hyperclovax": "HyperCLOVAX",
     "hyperclovax_vision_v2": "HyperCLOVAXVisionV2",
@@ -197,6 +198,9 @@ _ALL = {
     "metaclip_2": "MetaClip2",
     "mimo_v2_flash": "MiMoV2Flash",
     "minicpm3": "MiniCPM3",
+    "minicpm_ocr": "MiniCPMOcr",
+    "minicpmv4_6": "MiniCPMV4_6",
+    "minicpmv4_7": "MiniCPMV4_7",
     "minimax": "MiniMax",
     "minimax_m2": "MiniMaxM2",
     "minimax_m3_vl": "MiniMaxM3",
@@ -323,8 +327,9 @@ _SINCE = {
     **dict.fromkeys(("lfm3", "lfm3_vl"), (5, 23)),
     **dict.fromkeys(("apertus1p5_text", "dory", "exaone", "hy_v4_vl_text", "inkling2_loop_text", "lara_mini"), (5, 24)),
     **dict.fromkeys(("omniasr_ctc", "sarvam_mla", "sarvam_moe", "dinov2", "dinov2_with_registers"), (5, 24)),
-    "depth_anything": (5, 24),
-    "hyperclovax_vision_v2": (5, 18),
+    **dict.fromkeys(("depth_anything", "hy_v4_vl"), (5, 24)),
+    **dict.fromkeys(("hyperclovax_vision_v2", "minicpmv4_7"), (5, 18)),
+    "minicpm_ocr": (5, 21),
 }
 """Release of transformers that added a model type, if older releases are supported, too."""
 _VERSION = installed_version("transformers") or "999"  # assume that a source tree without metadata is new

@@ -264,9 +264,9 @@ def _tokens_of_grids(kind: Kind, grid: Tensor, batch: Mapping[str, Any], config:
     """Return the number of placeholder tokens of each item that is held by patch."""
     tower: Any = getattr(config, "vision_config", None)
     merged: Any = getattr(config, "spatial_merge_size", None) or getattr(tower, "spatial_merge_size", 1)
-    if hasattr(config, "im_newline_id"):  # HunYuan-VL has a token after each line of patches, and two around them
+    if hasattr(tower, "max_image_size"):  # HunYuan has a token after each line of patches, and may have two around them
         lines, length = (grid[:, 1:] // merged).unbind(-1)
-        return lines * (length + 1) + 2
+        return grid[:, 0] * lines * (length + 1) + 2 * hasattr(config, "im_newline_id")
     if (kernel := getattr(tower, "merge_kernel_size", None)) is not None:  # Kimi K2.5 takes the mean of the frames
         return grid[:, 1:].prod(-1) // prod(kernel)
     merged = batch.get(f"{kind.name}_merge_sizes", merged)  # VideoLLaMA 3

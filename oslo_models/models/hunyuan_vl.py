@@ -13,7 +13,9 @@ from oslo_models.models.hunyuan_v1_dense import HunYuanDenseV1Parallel
 from oslo_models.models.llava import LlavaParallel
 
 
-class HunYuanVLVisionTransformer(ParallelModel, hf.HunYuanVLVisionTransformer):
+class HunYuanEncoderParallel(ParallelModel):
+    """Sharding plan of the encoder."""
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = heads_of(config)
@@ -29,6 +31,10 @@ class HunYuanVLVisionTransformer(ParallelModel, hf.HunYuanVLVisionTransformer):
         return Plan(
             embed={"embeddings": Replicated()}, blocks={"layers": block}, head={"patch_merger": Replicated()}
         ).with_rules(single_stage_reason="the patches of all images are one row")
+
+
+class HunYuanVLVisionTransformer(HunYuanEncoderParallel, hf.HunYuanVLVisionTransformer):
+    pass
 
 
 class HunYuanVLTextModel(HunYuanDenseV1Parallel, hf.HunYuanVLTextModel):

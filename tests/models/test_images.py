@@ -51,7 +51,10 @@ def test_text_alone_and_images_in_other_rows_match_transformers(pool: Pool, mode
         pool.run(tp, check_batches, steps, tp)
 
 
-ONE_STAGE = ("florence2", "granite4_vision", "hunyuan_vl", "llama4", "mllama", "qwen4_exp")
+ONE_STAGE = (
+    *("florence2", "granite4_vision", "hunyuan_vl", "hy_v4_vl", "llama4", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
+    *("mllama", "qwen4_exp"),
+)
 """Types that are not split into stages."""
 
 

@@ -193,6 +193,8 @@ _LONGER: dict[str, Any] = {"max_position_embeddings": 64, "sliding_window": None
 _GLM_TOWER = {"image_size": 16, "attention_bias": True}
 _GLM_SEEING = {**_SEEING, "image_start_token_id": 97, "image_end_token_id": 96, "video_token_id": 95}
 
+_MARKS = ("image_start", "image_end", "slice_start", "slice_end", "newline")
+
 
 def _mrope(*sections: int) -> dict[str, Any]:
     """Return positions of time, height and width, with so many frequencies each."""
@@ -853,6 +855,15 @@ MORE: dict[str, Mapping[str, Any]] = {
         # transformers loads the head in float32, and unties it where that rounds
         **{"hc_mult": 3, "swiglu_limit": 0.5, "tie_word_embeddings": False},
     },
+    "hy_v4_vl": {
+        "text_config": {
+            **{**_LATENT, **_INDEXED, **TOKENS, "model_type": "hy_v4_vl_text", "tie_word_embeddings": False},
+            **{"mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"], "hc_mult": 3},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]},
+        },
+        "vision_config": {**_TOWER, "model_type": "hy_v4_vl_vision", "max_image_size": 12, "out_hidden_size": 24},
+        **{**_SEEING, "video_token_id": 96},
+    },
     "hy_v4_vl_text": {
         **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
         **{"hc_mult": 3, "swiglu_limit": 0.5, "tie_word_embeddings": False},
@@ -957,6 +968,20 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_5_vision", "num_position_embeddings": 16},
         **_QWEN_SEEING,
+    },
+    **{
+        kind: {
+            "text_config": {
+                **{**_LLAMA, **_LINEAR, **TOKENS, "model_type": "qwen3_5_text", "head_dim": 8},
+                "rope_parameters": {**_mrope(1, 0, 0), "partial_rotary_factor": 0.25},
+            },
+            "vision_config": {**_TOWER, "model_type": f"{kind}_vision"},
+            **{**_SEEING, **marks, "video_token_id": 96, "insert_layer_id": 0},
+        }
+        for kind, marks in {
+            **{"minicpm_ocr": {}, "minicpmv4_6": {}},
+            "minicpmv4_7": {f"{name}_id": 89 + n for n, name in enumerate(_MARKS)},
+        }.items()
     },
     "qwen3_5_moe": {
         "text_config": {
@@ -1311,6 +1336,7 @@ LEFT_OUT: dict[str, set[str]] = {
         *("Apertus1p5ForConditionalGeneration", "Apertus1p5Model", "Apertus1p5VisionTokenizerModel"),
     },
     "hy_v4_vl_text": {"HYV4VLForConditionalGeneration", "HYV4VLModel", "HYV4VLVisionModel"},
+    "hy_v4_vl": {"HYV4VLTextModel"},
     "inkling2_loop_text": {"Inkling2LoopForConditionalGeneration", "Inkling2LoopModel"},
     "blt": {"BltPatcher"},  # a submodel of the other classes
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
@@ -1362,7 +1388,8 @@ SLOW_TESTS_ONLY = {
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
-    *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text"),
+    *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text", "hy_v4_vl"),
+    *("minicpm_ocr", "minicpmv4_7"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
@@ -1511,7 +1538,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    longer = {"florence2": 18, "hunyuan_vl": 24, "ovis2": 18}.get(config.model_type, 14)
+    longer = {"florence2": 18, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18}.get(config.model_type, 14)
     length = (38 if hasattr(config, "image_grid_pinpoints") else longer) if sees else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
@@ -1592,15 +1619,17 @@ IMAGES_OF_ROWS = (1, 0, 2)
 _TILES = {(16, 16): 4 + 2 * 3, (9, 30): 4 + 2 * 5, (30, 17): 4 + 4 * 3}
 TILED: dict[str, dict[tuple[int, int], int]] = {
     **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video"), _TILES),
+    **{kind: {(8, 8): 4, (4, 8): 2, (8, 4): 2} for kind in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
     "llava_onevision": {(16, 16): 4 + 2 * 3, (20, 30): 4 + 1 * 3, (30, 30): 4 + 2 * 3},
 }
-"""Heights and widths of the images of model types that divide them into tiles of 4 patches, with their tokens."""
+"""Heights and widths of images, with their tokens, of model types that divide images into tiles of 4 patches, or that
+take patches of all images as one row."""
 
 
 def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return images, and the tokens with a placeholder for each of their features."""
     ids, token, side = ids.masked_fill(ids == config.image_token_id, 3), config.image_token_id, _TOWER["image_size"]
-    each = {"florence2": 5, "hunyuan_vl": 8}.get(config.model_type, 4)
+    each = {"florence2": 5, "hunyuan_vl": 8, "hy_v4_vl": 6}.get(config.model_type, 4)
     tokens = iter([*TILED[config.model_type].values()] if config.model_type in TILED else [each] * sum(IMAGES_OF_ROWS))
     around = getattr(config, "visual_indicator_token_ids", ())  # only beside images
     for indicator in around:
@@ -1622,6 +1651,11 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
             given["image_merge_sizes"] = torch.full((sum(IMAGES_OF_ROWS),), 2)
         grids, patches = _patches(config.vision_config, generator, dtype)
         return {**given, "image_grid_thw": grids, "pixel_values": patches}
+    if "target_sizes" in known:  # MiniCPM-V
+        sizes = torch.tensor([*TILED[config.model_type]])
+        pixels = torch.randn(1, 3, 4, 4 * int(sizes.prod(-1).sum()), generator=generator, dtype=dtype)
+        types = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in known else {}
+        return {**given, **types, "pixel_values": pixels, "target_sizes": sizes}
     if config.model_type in TILED:
         sizes = torch.tensor([*TILED[config.model_type]])
         pixels = torch.randn(len(sizes), 5, 3, side, side, generator=generator, dtype=dtype)
@@ -1677,7 +1711,7 @@ def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tup
     """Return the patches of all images as one row, and the grid of each image."""
     grids, side = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]]), config.patch_size
     shape: tuple[int, ...] = (3, side, side)
-    if hasattr(config, "temporal_patch_size") or hasattr(config, "temporal_merge_size"):
+    if any(hasattr(config, name) for name in ("temporal_patch_size", "temporal_merge_size", "max_image_size")):
         shape = (3 * getattr(config, "temporal_patch_size", 1) * side**2,)
     return grids, torch.randn(len(grids) * 16, *shape, generator=generator, dtype=dtype)
 

@@ -44,6 +44,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "gemma4": "the tokens of an image attend to each other in both directions",
     "gemma4_unified": "the tokens of an image attend to each other in both directions",
     "hunyuan_vl": "its positions count the images of all rows of a call",
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
     "mllama": "some blocks read the features of images, beside the cache of tokens",
     "ovis2": "the tokens around an image have embeddings from the call with its pixels",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
