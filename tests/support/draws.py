@@ -116,6 +116,15 @@ def _fit_laguna(values: Values, draw: random.Random) -> None:
     values["num_attention_heads_per_layer"] = [draw.choice(own) for _ in range(values["num_hidden_layers"])]
 
 
+def _fit_step(values: Values, draw: random.Random) -> None:
+    if "num_sliding_attention_heads" not in values:  # its tower
+        return _fit_rotary_grid(values, draw)
+    own = [n for n in range(3, 7) if n % values["num_key_value_heads"] == 0]
+    values["num_sliding_attention_heads"] = draw.choice(own)
+    for key in ("swiglu_limits", "swiglu_limits_shared"):
+        values[key] = [draw.choice((0.0, 0.5)) for _ in range(values["num_hidden_layers"])]
+
+
 def _fit_gpt_neo(values: Values, draw: random.Random) -> None:
     values["num_layers"] = 2 * draw.randint(1, 2)
     values["attention_types"] = [[["global", "local"], values["num_layers"] // 2]]
@@ -446,12 +455,12 @@ def _fit_qwen_tower(text: Values, tower: Values) -> None:
         text["num_hidden_layers"] = 3
         if "layer_types" in text:
             text["layer_types"] = [*text["layer_types"], "sliding_attention"][:3]
-    if "partial_rotary_factor" in text.get("rope_parameters", {}):  # Qwen3.5
-        text["head_dim"] = 8
     tower["hidden_size" if "embed_dim" in tower else "out_hidden_size"] = text["hidden_size"]
 
 
 def _fit_sections(text: Values) -> None:
+    if "partial_rotary_factor" in text["rope_parameters"]:  # Qwen3.5
+        text["head_dim"] = 8
     if text["model_type"] == "ernie4_5_vl_moe_text":  # as many frequencies for rows as for columns
         text["hidden_size"] = 8 * text["num_attention_heads"]
         return
@@ -492,7 +501,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "gemma4_vision": _fit_gemma4_vision,
     "glm4_moe_lite": _fit_latent_attention,
     "glm_moe_dsa": _fit_indexers,
-    "hy_v4": _fit_indexers,
+    **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), _fit_indexers),
     "gpt_neo": _fit_gpt_neo,
     "gptj": _fit_gptj,
     "granitemoehybrid": _fit_mamba_beside_attention,
@@ -532,6 +541,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "roformer": _fit_roformer,
     "segformer": _fit_segformer,
     "smollm3": _fit_smollm3,
+    "step3p7": _fit_step,
     "hiera": _fit_hiera,
     **dict.fromkeys(("pvt", "pvt_v2"), _fit_segformer),
     **dict.fromkeys(("donut-swin", "swin", "swinv2"), _fit_windows),
@@ -628,6 +638,7 @@ def _configured(
         values["qformer_config"]["num_hidden_layers"] = draw.randint(1, 2)
     if model_type == "granite_docling":
         values["text_config"]["num_hidden_layers"] = 3
+    if model_type in ("granite_docling", "hy_v4_vl"):
         values["vision_config"]["out_hidden_size"] = values["text_config"]["hidden_size"]
     if model_type == "florence2":
         values["vision_config"]["projection_dim"] = values["text_config"]["d_model"]
