@@ -83,6 +83,7 @@ _ALL = {
     "dpr": "DPR",
     "dpt": "DPT",
     "electra": "Electra",
+    "emu3": "Emu3",
     "encoder-decoder": "EncoderDecoder",
     "ernie": "Ernie",
     "ernie4_5": "Ernie4_5",

@@ -117,12 +117,13 @@ def _fit_laguna(values: Values, draw: random.Random) -> None:
 
 
 def _fit_step(values: Values, draw: random.Random) -> None:
-    if "num_sliding_attention_heads" not in values:  # its tower
-        return _fit_rotary_grid(values, draw)
-    own = [n for n in range(3, 7) if n % values["num_key_value_heads"] == 0]
-    values["num_sliding_attention_heads"] = draw.choice(own)
-    for key in ("swiglu_limits", "swiglu_limits_shared"):
-        values[key] = [draw.choice((0.0, 0.5)) for _ in range(values["num_hidden_layers"])]
+    if "num_sliding_attention_heads" in values:
+        own = [n for n in range(3, 7) if n % values["num_key_value_heads"] == 0]
+        values["num_sliding_attention_heads"] = draw.choice(own)
+        for key in ("swiglu_limits", "swiglu_limits_shared"):
+            values[key] = [draw.choice((0.0, 0.5)) for _ in range(values["num_hidden_layers"])]
+    else:  # its tower
+        _fit_rotary_grid(values, draw)
 
 
 def _fit_gpt_neo(values: Values, draw: random.Random) -> None:

@@ -772,6 +772,17 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"focal_windows": [3, 3], "mlp_ratio": 2.0, "drop_path_rate": 0.0, "encoder_stride": 8},
         **{"use_layerscale": True, "layerscale_value": 0.7, "problem_type": "single_label_classification"},
     },
+    "emu3": {
+        "text_config": {**_UNTIED, **TOKENS, "model_type": "emu3_text_model", "attention_dropout": 0.0},
+        "vq_config": {
+            **{"codebook_size": 8, "embed_dim": 4, "base_channels": 32, "channel_multiplier": [1, 1, 1, 1]},
+            **{"num_res_blocks": 1, "hidden_size": 32, "temporal_downsample_factor": 2},
+        },
+        "vocabulary_map": {
+            **{"<image>": 98, "<|extra_200|>": 97},
+            **{f"<|visual token {code:06d}|>": 80 + code for code in range(8)},
+        },
+    },
     "fuyu": {
         "text_config": {**_BERT, **TOKENS, "model_type": "persimmon", "qk_layernorm": True},
         **{"image_size": 16, "patch_size": 4, **_SEEING},
@@ -1346,6 +1357,7 @@ LEFT_OUT: dict[str, set[str]] = {
     },
     "hy_v4_vl_text": {"HYV4VLForConditionalGeneration", "HYV4VLModel", "HYV4VLVisionModel"},
     "hy_v4_vl": {"HYV4VLTextModel"},
+    "emu3": {"Emu3ForCausalLM", "Emu3TextModel", "Emu3VQVAE"},
     "inkling2_loop_text": {"Inkling2LoopForConditionalGeneration", "Inkling2LoopModel"},
     "blt": {"BltPatcher"},  # a submodel of the other classes
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
@@ -1398,7 +1410,7 @@ SLOW_TESTS_ONLY = {
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
     *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text", "hy_v4_vl"),
-    *("minicpm_ocr", "minicpmv4_7", "step3p7"),
+    *("emu3", "minicpm_ocr", "minicpmv4_7", "step3p7"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
@@ -1547,7 +1559,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    longer = {"florence2": 18, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18}.get(config.model_type, 14)
+    longer = {"florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18}.get(config.model_type, 14)
     length = (38 if hasattr(config, "image_grid_pinpoints") else longer) if sees else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
@@ -1639,7 +1651,7 @@ take patches of all images as one row."""
 def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return images, and the tokens with a placeholder for each of their features."""
     ids, token, side = ids.masked_fill(ids == config.image_token_id, 3), config.image_token_id, _TOWER["image_size"]
-    each = {"florence2": 5, "hunyuan_vl": 8, "hy_v4_vl": 6}.get(config.model_type, 4)
+    each = {"florence2": 5, "emu3": 6, "hunyuan_vl": 8, "hy_v4_vl": 6}.get(config.model_type, 4)
     tokens = iter([*TILED[config.model_type].values()] if config.model_type in TILED else [each] * sum(IMAGES_OF_ROWS))
     around = getattr(config, "visual_indicator_token_ids", ())  # only beside images
     for indicator in around:
@@ -1702,7 +1714,7 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
         given["pixel_values"] = torch.rand(len(pixels), len(places) ** 2, 48, generator=generator, dtype=dtype)
         given["image_position_ids"] = torch.cartesian_prod(places, places).flip(-1).repeat(len(pixels), 1, 1)
         given["mm_token_type_ids"] = (ids == token).long()
-    if name.startswith(("Mistral3", "LightOn")):
+    if name.startswith(("Emu3", "Mistral3", "LightOn")):
         given["image_sizes"] = torch.full((len(pixels), 2), side)
     if "token_type_ids" in parameters_of_forward(name):  # PaliGemma's mark its answers, Gemma 3's its images
         given["token_type_ids"] = ((ids == token) ^ name.startswith("PaliGemma")).long()
