@@ -61,6 +61,7 @@ _ALL = {
     "dbrx": "Dbrx",
     "deberta": "Deberta",
     "deberta-v2": "DebertaV2",
+    "deepseek_ocr2": "DeepseekOcr2",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "deepseek_v32": "DeepseekV32",

@@ -343,6 +343,17 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LLAMA, **_MIXTURE, **_WINDOW, "shared_expert_intermediate_size": 13},
         "intermediate_size": None,
     },
+    "deepseek_ocr2": {
+        "text_config": {
+            **{**_UNTIED, **TOKENS, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 11},
+            **{"mlp_layer_types": ["dense", "sparse"], "n_shared_experts": 1},
+        },
+        "vision_config": {
+            "sam_config": {**_SAM, "downsample_channels": [6, 24]},
+            "encoder_config": {**_KV, "num_key_value_heads": 3},
+        },
+        **_SEEING,
+    },
     "step3p7": {
         "text_config": {
             **{**_UNTIED, **TOKENS, **_MIXTURE, **_WINDOW, "head_dim": 8, "mlp_layer_types": ["dense", "sparse"]},
@@ -1410,7 +1421,7 @@ SLOW_TESTS_ONLY = {
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
     *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text", "hy_v4_vl"),
-    *("emu3", "minicpm_ocr", "minicpmv4_7", "step3p7"),
+    *("deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7", "step3p7"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
@@ -1559,7 +1570,9 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    longer = {"florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18}.get(config.model_type, 14)
+    longer = {"deepseek_ocr2": 445, "florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18}.get(
+        config.model_type, 14
+    )
     length = (38 if hasattr(config, "image_grid_pinpoints") else longer) if sees else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
@@ -1641,7 +1654,9 @@ _TILES = {(16, 16): 4 + 2 * 3, (9, 30): 4 + 2 * 5, (30, 17): 4 + 4 * 3}
 TILED: dict[str, dict[tuple[int, int], int]] = {
     **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video"), _TILES),
     **{kind: {(8, 8): 4, (4, 8): 2, (8, 4): 2} for kind in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
-    "step3p7": {(0, 0): 1, (2, 0): 3, (1, 0): 2},  # of the number of tiles
+    # by the number of tiles
+    "deepseek_ocr2": {(0, 0): 145, (1, 0): 145 + 144, (0, 1): 145},
+    "step3p7": {(0, 0): 1, (2, 0): 3, (1, 0): 2},
     "llava_onevision": {(16, 16): 4 + 2 * 3, (20, 30): 4 + 1 * 3, (30, 30): 4 + 2 * 3},
 }
 """Heights and widths of images, with their tokens, of model types that divide images into tiles of 4 patches, or that

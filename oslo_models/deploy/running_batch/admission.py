@@ -29,6 +29,7 @@ _KINDS = {
 }
 """Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
 EXCLUSIVE: Mapping[str, str] = {
+    **dict.fromkeys(("deepseek_ocr2", "step3p7"), "an image and its tiles are in different arguments"),
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
     "flaubert": "it has no key-value cache",
@@ -48,7 +49,6 @@ EXCLUSIVE: Mapping[str, str] = {
     "mllama": "some blocks read the features of images, beside the cache of tokens",
     "ovis2": "the tokens around an image have embeddings from the call with its pixels",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
-    "step3p7": "an image and its tiles are in different arguments",
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
