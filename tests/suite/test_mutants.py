@@ -55,6 +55,10 @@ def row_without_sum(patch: Patch) -> None:
     patch.setattr(linear, "reduce_from", lambda axis, x: x)
 
 
+def width_of_a_head_from_local_heads(patch: Patch) -> None:
+    patch.setattr(local_attributes.LocalHeads, "__rfloordiv__", int.__rfloordiv__)
+
+
 def column_without_sum_of_gradients(patch: Patch) -> None:
     patch.setattr(linear, "copy_to", lambda axis, x: x)
 
@@ -627,6 +631,7 @@ MUTANTS: dict[str, list[Caught]] = {
                 (gates_read_other_heads, "wavlm"),
                 (hidden_states_without_sum_of_gradients, "wavlm"),
                 (norms_of_own_channels, "convnextv2"),
+                (width_of_a_head_from_local_heads, "blip"),
             )
         ],
         (
