@@ -54,6 +54,7 @@ _ALL = {
     "convnextv2": "ConvNextV2",
     "cpmant": "CpmAnt",
     "ctrl": "CTRL",
+    "cvt": "Cvt",
     "cwm": "Cwm",
     "data2vec-audio": "Data2VecAudio",
     "data2vec-text": "Data2VecText",

@@ -269,6 +269,12 @@ def _fit_hiera(values: Values, draw: random.Random) -> None:
     values["depths"] = [draw.randint(1, 2) for _ in range(3)]
 
 
+def _fit_cvt(values: Values, draw: random.Random) -> None:
+    values["num_heads"] = [draw.choice((1, 2)), draw.randint(3, 4), draw.randint(3, 6)]
+    values["embed_dim"] = [heads * draw.randint(2, 4) for heads in values["num_heads"]]
+    values["depth"] = [draw.randint(1, 2) for _ in range(3)]
+
+
 def _fit_convolutions(values: Values, draw: random.Random) -> None:
     values["num_stages"] = draw.randint(1, 3)
     for key, least, most in (("depths", 1, 2), ("hidden_sizes", 5, 11)):
@@ -485,6 +491,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "bailing_hybrid": _fit_low_rank_query,
     "convbert": _fit_convbert,
     **dict.fromkeys(("convnext", "convnextv2"), _fit_convolutions),
+    "cvt": _fit_cvt,
     "data2vec-vision": _fit_data2vec_vision,
     "deepseek_v2": _fit_latent_attention,
     "deepseek_v3": _fit_latent_attention,

@@ -778,6 +778,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 3], "mlp_ratios": [2, 3]},
         "problem_type": "single_label_classification",
     },
+    "cvt": {
+        **{"embed_dim": [8, 12, 24], "num_heads": [1, 3, 6], "depth": [1, 1, 2], "mlp_ratio": [2.0, 1.5, 1.0]},
+        **{"drop_rate": 3 * [0.0], "drop_path_rate": 3 * [0.0], "problem_type": "single_label_classification"},
+    },
     "focalnet": {
         **{"image_size": 24, "patch_size": 4, "embed_dim": 10, "depths": [2, 1], "focal_levels": [2, 1]},
         **{"focal_windows": [3, 3], "mlp_ratio": 2.0, "drop_path_rate": 0.0, "encoder_stride": 8},
@@ -1421,7 +1425,7 @@ SLOW_TESTS_ONLY = {
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
     *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text", "hy_v4_vl"),
-    *("deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7", "step3p7"),
+    *("cvt", "deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7", "step3p7"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
