@@ -272,7 +272,7 @@ def _fit_hiera(values: Values, draw: random.Random) -> None:
 def _fit_cvt(values: Values, draw: random.Random) -> None:
     values["num_heads"] = [draw.choice((1, 2)), draw.randint(3, 4), draw.randint(3, 6)]
     values["embed_dim"] = [heads * draw.randint(2, 4) for heads in values["num_heads"]]
-    values["depth"] = [draw.randint(1, 2) for _ in range(3)]
+    values["depth"] = [draw.randint(1, 2), 2, 3]  # transformers needs a block more than the number of the stage
 
 
 def _fit_convolutions(values: Values, draw: random.Random) -> None:

@@ -779,7 +779,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         "problem_type": "single_label_classification",
     },
     "cvt": {
-        **{"embed_dim": [8, 12, 24], "num_heads": [1, 3, 6], "depth": [1, 1, 2], "mlp_ratio": [2.0, 1.5, 1.0]},
+        **{"embed_dim": [8, 12, 24], "num_heads": [1, 3, 6], "depth": [1, 2, 3], "mlp_ratio": [2.0, 1.5, 1.0]},
         **{"drop_rate": 3 * [0.0], "drop_path_rate": 3 * [0.0], "problem_type": "single_label_classification"},
     },
     "focalnet": {
