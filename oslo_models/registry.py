@@ -332,7 +332,7 @@ _SINCE = {
     **dict.fromkeys(("apertus1p5_text", "dory", "exaone", "hy_v4_vl_text", "inkling2_loop_text", "lara_mini"), (5, 24)),
     **dict.fromkeys(("omniasr_ctc", "sarvam_mla", "sarvam_moe", "dinov2", "dinov2_with_registers"), (5, 24)),
     **dict.fromkeys(("depth_anything", "hy_v4_vl"), (5, 24)),
-    **dict.fromkeys(("hyperclovax_vision_v2", "minicpmv4_7", "step3p7"), (5, 18)),
+    **dict.fromkeys(("hyperclovax_vision_v2", "minicpmv4_7"), (5, 18)),
     "minicpm_ocr": (5, 21),
 }
 """Release of transformers that added a model type, if older releases are supported, too."""
