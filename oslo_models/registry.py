@@ -52,6 +52,7 @@ _ALL = {
     "convbert": "ConvBert",
     "convnext": "ConvNext",
     "convnextv2": "ConvNextV2",
+    "cosmos3_edge": "Cosmos3Edge",
     "cpmant": "CpmAnt",
     "ctrl": "CTRL",
     "cvt": "Cvt",

@@ -10,22 +10,14 @@ from transformers.models.minicpmv4_6 import modeling_minicpmv4_6 as hf
 
 from oslo_models.layers.entries import Norm, Plan, Replicated
 from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.clip import VISION
 from oslo_models.models.llava import LlavaParallel
-from oslo_models.models.siglip import SiglipParallel
-
-REASON = "the patches of all images are one row"
+from oslo_models.models.video_llama_3 import PackedPatchesParallel
 
 
-class MiniCPMEncoderParallel(SiglipParallel):
+class MiniCPMEncoderParallel(PackedPatchesParallel):
     """Sharding plan of the encoder."""
 
-    encoders = {VISION: ""}
     head_plan = {"post_layernorm": Norm(), "vit_merger": Replicated()}
-
-    @classmethod
-    def plan(cls, config: Any) -> Plan:
-        return super().plan(config).with_rules(input_positions={}, single_stage_reason=REASON)
 
 
 class MiniCPMV4_6VisionModel(MiniCPMEncoderParallel, hf.MiniCPMV4_6VisionModel):
@@ -40,7 +32,7 @@ class MiniCPMV4_6Parallel(LlavaParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return super().plan(config).with_rules(single_stage_reason=REASON)
+        return super().plan(config).with_rules(single_stage_reason="the patches of all images are one row")
 
 
 class MiniCPMV4_6Model(MiniCPMV4_6Parallel, hf.MiniCPMV4_6Model):
