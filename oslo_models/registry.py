@@ -222,6 +222,7 @@ _ALL = {
     "mpnet": "MPNet",
     "mpt": "Mpt",
     "mt5": "MT5",
+    "muse_glimmer": "MuseGlimmer",
     "mvp": "Mvp",
     "nanochat": "NanoChat",
     "nemotron": "Nemotron",

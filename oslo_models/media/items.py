@@ -263,7 +263,8 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
 def _tokens_of_grids(kind: Kind, grid: Tensor, batch: Mapping[str, Any], config: Any) -> Tensor:
     """Return the number of placeholder tokens of each item that is held by patch."""
     tower: Any = getattr(config, "vision_config", None)
-    merged: Any = getattr(config, "spatial_merge_size", None) or getattr(tower, "spatial_merge_size", 1)
+    merged: Any = getattr(config, "spatial_merge_size", None) or getattr(tower, "spatial_merge_size", None)
+    merged = merged or getattr(tower, "merge_size", 1)  # Muse Glimmer
     if hasattr(tower, "max_image_size"):  # HunYuan has a token after each line of patches, and may have two around them
         lines, length = (grid[:, 1:] // merged).unbind(-1)
         return grid[:, 0] * lines * (length + 1) + 2 * hasattr(config, "im_newline_id")

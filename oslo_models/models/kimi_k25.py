@@ -1,18 +1,26 @@
 """Kimi K2.5: an encoder of image patches, which takes the mean over the frames of videos, and DeepSeek-V3."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import Kimi_K25Config, Kimi_K25VisionConfig
 from transformers.models.kimi_k25 import modeling_kimi_k25 as hf
 
-from oslo_models.layers.entries import ColumnParallel, Norm, Plan, Replicated, RowParallel
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llava import LlavaParallel
 
 
-class Kimi_K25VisionModel(ParallelModel, hf.Kimi_K25VisionModel):
+class PatchesParallel(ParallelModel):
+    """Sharding plan of encoders of the patches of all images as one row, with separate projections.
+
+    Attributes:
+        embed: the modules before the blocks.
+    """
+
+    embed: ClassVar[Entries] = {"patch_embed": Replicated()}
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = heads_of(config)
@@ -24,9 +32,13 @@ class Kimi_K25VisionModel(ParallelModel, hf.Kimi_K25VisionModel):
             "mlp.fc1": ColumnParallel(),
             "mlp.fc2": RowParallel(),
         }
-        return Plan(
-            embed={"patch_embed": Replicated()}, blocks={"layers": block}, head={"final_layernorm": Norm()}
-        ).with_rules(single_stage_reason="the patches of all images are one row")
+        return Plan(embed=cls.embed, blocks={"layers": block}, head={}).with_rules(
+            single_stage_reason="the patches of all images are one row"
+        )
+
+
+class Kimi_K25VisionModel(PatchesParallel, hf.Kimi_K25VisionModel):
+    head_plan = {"final_layernorm": Norm()}
 
 
 class Kimi_K25Parallel(LlavaParallel):

@@ -778,6 +778,17 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 3], "mlp_ratios": [2, 3]},
         "problem_type": "single_label_classification",
     },
+    "muse_glimmer": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, **_WINDOW, "model_type": "muse_glimmer_text", "layer_rope_theta": [100.0, 0]},
+            **{"tie_word_embeddings": False, "final_logit_softcapping": 3.0},
+        },
+        "vision_config": {
+            **{**_BERT, "model_type": "muse_glimmer_vision", "patch_size": 4, "pos_emb_height": 2, "pos_emb_width": 2},
+            "layer_types": ["window_attention", "full_attention"],
+        },
+        **{**_SEEING, "video_token_id": 96, "out_hidden_size": 96, "projector_hidden_size": 20},
+    },
     "cosmos3_edge": {
         "text_config": {
             **{**_UNTIED, **TOKENS, "model_type": "cosmos3_edge_text", "head_dim": 8},
@@ -1381,6 +1392,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "hy_v4_vl_text": {"HYV4VLForConditionalGeneration", "HYV4VLModel", "HYV4VLVisionModel"},
     "hy_v4_vl": {"HYV4VLTextModel"},
     "cosmos3_edge": {"Cosmos3EdgeTextModel"},
+    "muse_glimmer": {"MuseGlimmerTextModel"},
     "emu3": {"Emu3ForCausalLM", "Emu3TextModel", "Emu3VQVAE"},
     "inkling2_loop_text": {"Inkling2LoopForConditionalGeneration", "Inkling2LoopModel"},
     "blt": {"BltPatcher"},  # a submodel of the other classes
@@ -1434,7 +1446,7 @@ SLOW_TESTS_ONLY = {
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
     *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text", "hy_v4_vl"),
-    *("cosmos3_edge", "cvt", "deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7", "step3p7"),
+    *("muse_glimmer", "cosmos3_edge", "cvt", "deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7", "step3p7"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
@@ -1765,11 +1777,10 @@ def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tup
     """Return the patches of all images as one row, and the grid of each image."""
     grids, side = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]]), config.patch_size
     shape: tuple[int, ...] = (3, side, side)
-    if any(
-        hasattr(config, name)
-        for name in ("temporal_patch_size", "temporal_merge_size", "max_image_size", "num_patches")
-    ):
-        shape = (3 * getattr(config, "temporal_patch_size", 1) * side**2,)
+    flat = ("temporal_patch_size", "temporal_merge_size", "max_image_size", "num_patches", "patch_temporal")
+    if any(hasattr(config, name) for name in flat):
+        frames = getattr(config, "temporal_patch_size", getattr(config, "patch_temporal", 1))
+        shape = (3 * frames * side**2,)
     return grids, torch.randn(len(grids) * 16, *shape, generator=generator, dtype=dtype)
 
 
