@@ -47,7 +47,7 @@ def plan_of_part(name: str, cls: type[ParallelModel], config: Any) -> Plan:
 
 
 def plan_of_generator(name: str, cls: type[ParallelModel], config: Any) -> Plan:
-    """Return the plan of a part whose own ``generate`` the composite model calls. Every rank holds its vocabulary.
+    """Return the plan of a part that generates by itself. Every rank holds its vocabulary.
 
     Args:
         name, cls, config: as for `plan_of_part`.

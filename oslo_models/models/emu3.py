@@ -1,4 +1,4 @@
-"""Emu3: Llama, whose tokens are also codes of images. Every rank holds the model that makes codes."""
+"""Emu3: Llama with codes of images among its tokens. Every rank holds the model that makes codes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Fuyu: Persimmon, whose tokens are also linear projections of image patches."""
+"""Fuyu: Persimmon with linear projections of image patches among its tokens."""
 
 from transformers import FuyuConfig
 from transformers.models.fuyu import modeling_fuyu as hf

@@ -1,4 +1,4 @@
-"""GIT: a decoder with BERT's blocks, before whose tokens the patches of an image are put."""
+"""GIT: a decoder with BERT's blocks that reads the patches of an image before its tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ class GitParallel(BertParallel):
         between = dict.fromkeys(("visual_projection", "img_temporal_embedding"), Replicated())
         tower = replace(tower, head={**tower.head, **between})
         return replace(plan, head={}, towers={"image_encoder": tower}, optional=("img_temporal_embedding",)).with_rules(
-            single_stage_reason="positions of images are added to those of tokens"
+            single_stage_reason="it puts the features of images before its tokens"
         )
 
 

@@ -1,4 +1,4 @@
-"""InstructBLIP: BLIP-2 whose Q-Former also reads the instruction."""
+"""InstructBLIP: BLIP-2 with a Q-Former that also reads the instruction."""
 
 from transformers import InstructBlipConfig, InstructBlipVisionConfig
 from transformers.models.instructblip import modeling_instructblip as hf

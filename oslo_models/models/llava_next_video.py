@@ -1,4 +1,4 @@
-"""LLaVA-NeXT-Video: LLaVA-NeXT that also reads videos, whose frames it pools."""
+"""LLaVA-NeXT-Video: LLaVA-NeXT that also reads videos and pools their frames."""
 
 from transformers import LlavaNextVideoConfig
 from transformers.models.llava_next_video import modeling_llava_next_video as hf

@@ -1,4 +1,4 @@
-"""Mistral 4: DeepSeek-V3 whose queries grow with their positions, as in Llama 4."""
+"""Mistral 4: DeepSeek-V3 with queries that grow with their positions, as in Llama 4."""
 
 from transformers import Mistral4Config
 from transformers.models.mistral4 import modeling_mistral4 as hf

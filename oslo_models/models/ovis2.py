@@ -1,4 +1,4 @@
-"""Ovis2: an encoder whose patches are mixtures of the words of a visual vocabulary, and a decoder."""
+"""Ovis2: an encoder of mixtures of the words of a visual vocabulary, and a decoder."""
 
 from typing import Any
 
