@@ -181,7 +181,6 @@ _ALL = {
     "lfm3": "Lfm3",
     "lfm3_vl": "Lfm3Vl",
     "lighton_ocr": "LightOnOcr",
-    "llama4": "Llama4",
     "llava_next_video": "LlavaNextVideo",
     "longcat_flash": "LongcatFlash",
     "llama": "Llama",

@@ -42,17 +42,17 @@ class WithQFormerParallel(ParallelModel):
     """Sharding plan of models of an encoder of images, a Q-Former and a language model.
 
     Attributes:
-        qformer: the class of the Q-Former.
+        queries: the class of the Q-Former.
     """
 
-    qformer: ClassVar[type[QFormerParallel]] = QFormerParallel
+    queries: ClassVar[type[QFormerParallel]] = QFormerParallel
     head_plan = {"query_tokens": Replicated(), "language_projection": Replicated()}
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         auto = AutoModelForCausalLM if config.use_decoder_only_language_model else AutoModelForSeq2SeqLM
         vision = BlipVisionParallel.plan(config.vision_config).under("vision_model.")
-        between = cls.qformer.plan(config.qformer_config).under("qformer.")
+        between = cls.queries.plan(config.qformer_config).under("qformer.")
         text = plan_of_generator("language_model", auto.class_for(config.text_config), config.text_config)
         return vision | between | text
 
@@ -68,4 +68,4 @@ class Blip2QFormerParallel(QFormerParallel):
 
 
 class Blip2ForConditionalGeneration(WithQFormerParallel, hf.Blip2ForConditionalGeneration):
-    qformer = Blip2QFormerParallel
+    queries = Blip2QFormerParallel

@@ -18,11 +18,6 @@ from oslo_models.sharding.layout import GroupedHeads
 class LagunaParallel(Dots1Parallel):
     """Sharding plan of the Laguna family."""
 
-    @staticmethod
-    def query_heads(config: Any) -> list[int]:
-        """Return the number of query heads of each block."""
-        return list(config.num_attention_heads_per_layer)
-
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
         gates = replace(heads, head_dim=1) if config.gating in (True, "per-head") else heads  # as transformers decides
@@ -30,7 +25,7 @@ class LagunaParallel(Dots1Parallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = [replace(cls.heads(config), query_heads=count) for count in cls.query_heads(config)]
+        heads = [replace(cls.heads(config), query_heads=count) for count in config.num_attention_heads_per_layer]
         return replace(super().plan(config), block_overrides={"layers": [cls.attention(config, own) for own in heads]})
 
 

@@ -4,20 +4,20 @@ from transformers import Mistral4Config
 from transformers.models.mistral4 import modeling_mistral4 as hf
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
-from oslo_models.models.deepseek_v3 import DeepseekV3Parallel
+from oslo_models.models.deepseek_v2 import DeepseekV2Parallel
 
 
-class Mistral4Model(DeepseekV3Parallel, hf.Mistral4Model):
+class Mistral4Model(DeepseekV2Parallel, hf.Mistral4Model):
     pass
 
 
-class Mistral4ForCausalLM(DeepseekV3Parallel, hf.Mistral4ForCausalLM):
+class Mistral4ForCausalLM(DeepseekV2Parallel, hf.Mistral4ForCausalLM):
     head_plan = LM_HEAD
 
 
-class Mistral4ForSequenceClassification(DeepseekV3Parallel, hf.Mistral4ForSequenceClassification):
+class Mistral4ForSequenceClassification(DeepseekV2Parallel, hf.Mistral4ForSequenceClassification):
     head_plan = SCORE
 
 
-class Mistral4ForTokenClassification(DeepseekV3Parallel, hf.Mistral4ForTokenClassification):
+class Mistral4ForTokenClassification(DeepseekV2Parallel, hf.Mistral4ForTokenClassification):
     head_plan = SCORE

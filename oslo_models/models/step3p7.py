@@ -1,5 +1,6 @@
 """Step 3.7: an encoder of an image and its tiles, two convolutions, and Laguna's attention and mixture of experts."""
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import Step3p7Config, Step3p7TextConfig, Step3p7VisionConfig
@@ -34,9 +35,11 @@ class Step3p7VisionModel(ParallelModel, hf.Step3p7VisionModel):
 
 
 class Step3p7TextModel(LagunaParallel, hf.Step3p7TextModel):
-    @staticmethod
-    def query_heads(config: Any) -> list[int]:
-        return [config.per_layer_config[block].num_attention_heads for block in range(config.num_hidden_layers)]
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        each = [config.per_layer_config[block] for block in range(config.num_hidden_layers)]
+        overrides = [cls.attention(own, cls.heads(own)) for own in each]
+        return replace(super(LagunaParallel, cls).plan(each[0]), block_overrides={"layers": overrides})
 
 
 class Step3p7Parallel(LlavaParallel):

@@ -400,11 +400,6 @@ def _fit_gemma4_vision(values: Values, draw: random.Random) -> None:
     values["head_dim"] = draw.choice((4, 8))  # half of a head for rows, in pairs
 
 
-def _fit_llama4_vision(values: Values, draw: random.Random) -> None:
-    _fit_rotary_grid(values, draw)
-    values["intermediate_size"] = 4 * values["hidden_size"]  # of four merged patches
-
-
 def _fit_gemma3n(values: Values, draw: random.Random) -> None:
     values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
     # higher sparsity leaves few features, and the gradients of their norm are huge
@@ -522,7 +517,6 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "kimi_linear": _fit_latent_attention,
     "laguna": _fit_laguna,
     "llama4_text": _fit_smollm3,
-    "llama4_vision_model": _fit_llama4_vision,
     "longcat_flash": _fit_longcat,
     "luke": _fit_luke,
     "mamba2": _fit_mamba2,

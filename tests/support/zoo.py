@@ -498,19 +498,7 @@ MORE: dict[str, Mapping[str, Any]] = {
             **{**_TOWER, "model_type": "kimi_k25_vision", "merge_kernel_size": [2, 2]},
             **{"pos_emb_height": 3, "pos_emb_width": 3},
         },
-        **{**_SEEING, "video_token_id": 96, "projection_hidden_size": 24},
-    },
-    "llama4": {
-        "text_config": {
-            **{**_LLAMA, **_MIXTURE, **TOKENS, "model_type": "llama4_text", "num_local_experts": 5},
-            **{"intermediate_size": 11, "intermediate_size_mlp": 35, "moe_layers": [1], "no_rope_layers": [1, 0]},
-            **{"attention_chunk_size": 4, "floor_scale": 2, "tie_word_embeddings": False},
-        },
-        "vision_config": {
-            **{**_TOWER, "model_type": "llama4_vision_model", "intermediate_size": 96, "projector_input_dim": 22},
-            **{"projector_output_dim": 22, "vision_output_dim": 22},
-        },
-        **_SEEING,
+        **{**_SEEING, "video_token_id": 96, "vision_start_token_id": 97, "projection_hidden_size": 24},
     },
     "mistral4": {**_LATENT, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
     "video_llama_3": {
@@ -799,7 +787,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "cvt": {
         **{"embed_dim": [8, 12, 24], "num_heads": [1, 3, 6], "depth": [1, 2, 3], "mlp_ratio": [2.0, 1.5, 1.0]},
-        **{"drop_rate": 3 * [0.0], "drop_path_rate": 3 * [0.0], "problem_type": "single_label_classification"},
+        **{"problem_type": "single_label_classification"},
     },
     "focalnet": {
         **{"image_size": 24, "patch_size": 4, "embed_dim": 10, "depths": [2, 1], "focal_levels": [2, 1]},
@@ -1033,7 +1021,7 @@ MORE: dict[str, Mapping[str, Any]] = {
             **{**_SEEING, **marks, "video_token_id": 96, "insert_layer_id": 0},
         }
         for kind, marks in {
-            **{"minicpm_ocr": {}, "minicpmv4_6": {}},
+            **{"minicpm_ocr": {"downsample_mode": "16x"}, "minicpmv4_6": {}},
             "minicpmv4_7": {f"{name}_id": 89 + n for n, name in enumerate(_MARKS)},
         }.items()
     },
@@ -1377,7 +1365,6 @@ LEFT_OUT: dict[str, set[str]] = {
     "hiera": {"HieraBackbone", "HieraForPreTraining"},
     "pvt_v2": {"PvtV2Backbone"},
     "janus": {"JanusVQVAE"},
-    "llama4": {"Llama4ForCausalLM", "Llama4TextModel"},
     "pix2struct": {"Pix2StructTextModel"},
     "minimax_m3_vl": {"MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextModel"},
     "gemma4_text": {
@@ -1434,7 +1421,7 @@ SLOW_TESTS_ONLY = {
     *("convnext", "convnextv2", "data2vec-vision", "dinov3_vit", "paddleocr_vl", "segformer", "siglip2"),
     *("cohere_compass", "deepseek_vl_hybrid", "exaone4_5", "gemma4_unified", "granite4_vision", "hunyuan_vl"),
     *("hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "llava_next_video", "minimax_m3_vl", "qianfan_ocr"),
-    *("ernie4_5_vl_moe", "granite_docling", "instructblip", "instructblipvideo", "kimi_k25", "llama4", "mistral4"),
+    *("ernie4_5_vl_moe", "granite_docling", "instructblip", "instructblipvideo", "kimi_k25", "mistral4"),
     *("donut-swin", "focalnet", "fuyu", "hiera", "metaclip_2", "pvt", "pvt_v2", "vision-encoder-decoder"),
     *("florence2", "git", "pix2struct", "video_llama_3", "blip-2"),
     *("depth_anything", "dpt", "gemma4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
@@ -1471,11 +1458,12 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
     if parts:  # the parts define vocabulary sizes
         tokens = {key: value for key, value in TOKENS.items() if key != "vocab_size"}
     made = CONFIG_MAPPING[model_type](**copy.deepcopy({**tokens, **values, **changes}))
+    parts += [name for name in ("text_config", "qformer_config", "vision_config") if name in values]
     for each in (made, *(getattr(made, name) for name in parts)):
         each.classifier_dropout = dropout  # otherwise 0.1 for configurations without the option
         for key, value in each.to_dict().items():
             if "drop" in key and "layerdrop" not in key and not isinstance(value, (bool, str)):
-                setattr(each, key, dropout)
+                setattr(each, key, type(value)(dropout for _ in value) if isinstance(value, (list, tuple)) else dropout)
     return made
 
 
