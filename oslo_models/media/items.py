@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import torch
@@ -268,11 +267,8 @@ def _tokens_of_grids(kind: Kind, grid: Tensor, batch: Mapping[str, Any], config:
     if hasattr(tower, "max_image_size"):  # HunYuan has a token after each line of patches, and may have two around them
         lines, length = (grid[:, 1:] // merged).unbind(-1)
         return grid[:, 0] * lines * (length + 1) + 2 * hasattr(config, "im_newline_id")
-    if (kernel := getattr(tower, "merge_kernel_size", None)) is not None:  # Kimi K2.5 takes the mean of the frames
-        return grid[:, 1:].prod(-1) // prod(kernel)
     merged = batch.get(f"{kind.name}_merge_sizes", merged)  # VideoLLaMA 3
-    frames = getattr(tower, "temporal_merge_size", 1) if kind.name == "video" else 1  # ERNIE 4.5 VL
-    return grid.prod(-1) // merged**2 // frames
+    return grid.prod(-1) // merged**2
 
 
 def _misfit(kind: Kind, values: Tensor, placeholders: Sequence[int], tokens: Sequence[int], problem: str) -> str:

@@ -5,17 +5,32 @@ from typing import Any
 from transformers import MuseGlimmerConfig, MuseGlimmerTextConfig, MuseGlimmerVisionConfig
 from transformers.models.muse_glimmer import modeling_muse_glimmer as hf
 
-from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Replicated
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.kimi_k25 import PatchesParallel
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.llava import LlavaParallel
 from oslo_models.sharding.layout import GroupedHeads
 
 
-class MuseGlimmerVisionModel(PatchesParallel, hf.MuseGlimmerVisionModel):
-    embed = {"patch_embedder": Replicated(), "ln_pre": Norm()}
+class MuseGlimmerVisionModel(ParallelModel, hf.MuseGlimmerVisionModel):
     head_plan = {"ln_post": Norm()}
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        heads = heads_of(config)
+        block = {
+            "norm1": Norm(),
+            **qkv("attn", heads),
+            "attn.proj": RowParallel(heads),
+            "norm2": Norm(),
+            "mlp.fc1": ColumnParallel(),
+            "mlp.fc2": RowParallel(),
+        }
+        return Plan(
+            embed={"patch_embedder": Replicated(), "ln_pre": Norm()}, blocks={"layers": block}, head={}
+        ).with_rules(single_stage_reason="the patches of all images are one row")
 
 
 class MuseGlimmerTextModel(LlamaParallel, hf.MuseGlimmerTextModel):

@@ -75,9 +75,7 @@ GRIDS = [[1, 4, 4], [2, 2, 4], [3, 4, 2]]
     [
         ({"im_newline_id": 9, "vision_config": {"max_image_size": 8}}, {}, (2 * 3 + 2, 2 * 3 + 2, 3 * 2 * 2 + 2)),
         ({"vision_config": {"max_image_size": 8}}, {}, (2 * 3, 2 * 3, 3 * 2 * 2)),  # without tokens around an image
-        ({"vision_config": {"merge_kernel_size": [2, 1]}}, {}, (8, 4, 4)),  # the mean over frames
         ({}, {"image_merge_sizes": torch.tensor([1, 2, 1])}, (16, 4, 24)),
-        ({"vision_config": {"temporal_merge_size": 2}}, {}, (4, 4, 6)),  # of frames of videos alone
     ],
 )
 def test_images_by_patch_have_tokens_by_their_type(
@@ -91,13 +89,6 @@ def test_images_by_patch_have_tokens_by_their_type(
     _, parts = divide_media({**batch, **more}, 3, 1, own)
     assert [len(part.get("pixel_values", ())) for part in parts] == [16, 0, 16 + 24]
     assert [part.keys() - {"pixel_values", "image_grid_thw"} for part in parts] == [{*more}, set(), {*more}]
-
-
-def test_frames_of_videos_are_merged() -> None:
-    tower = SimpleNamespace(**vars(TOWER), temporal_merge_size=2)
-    own = SimpleNamespace(**{**vars(CONFIG), "vision_config": tower})
-    video = {"pixel_values_videos": torch.randn(32, 5), "video_grid_thw": torch.tensor([[2, 4, 4]])}
-    assert items_of_rows(VIDEO, {"input_ids": ids([[], [4]], 8), **video}, own) == [0, 1]
 
 
 def test_images_with_padded_patches_have_tokens_by_their_shapes() -> None:

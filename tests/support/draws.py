@@ -269,6 +269,12 @@ def _fit_hiera(values: Values, draw: random.Random) -> None:
     values["depths"] = [draw.randint(1, 2) for _ in range(3)]
 
 
+def _fit_florence(values: Values, draw: random.Random) -> None:
+    values["num_heads"], values["num_groups"] = ([draw.randint(3, 6) for _ in range(2)] for _ in range(2))
+    pairs = zip(values["num_heads"], values["num_groups"], strict=True)
+    values["embed_dim"] = [math.lcm(*pair) * (1 if math.lcm(*pair) > 12 else 2) for pair in pairs]
+
+
 def _fit_cvt(values: Values, draw: random.Random) -> None:
     values["num_heads"] = [draw.choice((1, 2)), draw.randint(3, 4), draw.randint(3, 6)]
     values["embed_dim"] = [heads * draw.randint(2, 4) for heads in values["num_heads"]]
@@ -463,14 +469,12 @@ def _fit_qwen_tower(text: Values, tower: Values) -> None:
 def _fit_sections(text: Values) -> None:
     if "partial_rotary_factor" in text["rope_parameters"]:  # Qwen3.5
         text["head_dim"] = 8
-    if text["model_type"] == "ernie4_5_vl_moe_text":  # as many frequencies for rows as for columns
-        text["hidden_size"] = 8 * text["num_attention_heads"]
-        return
     if len(text["rope_parameters"]["mrope_section"]) == 4:  # HunYuan-VL
         text["head_dim"] = 8
         return
     sections = {2: [1, 0, 0], 4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}
     width = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
+    width = text.get("qk_rope_head_dim", width)
     rotated = int(width * text["rope_parameters"].get("partial_rotary_factor", 1.0))
     text["rope_parameters"]["mrope_section"] = sections[rotated]
 
@@ -497,6 +501,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "dinov3_vit": _fit_dinov3,
     "dory": _fit_dory,
     "dots3_note_text": _fit_dots3_note,
+    "florence_vision": _fit_florence,
     "funnel": _fit_funnel,
     "gemma3n_text": _fit_gemma3n,
     "gemma4_text": _fit_gemma4,
@@ -535,7 +540,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _fit_rotary_grid),
     **dict.fromkeys(("paddleocr_vl_vision", "exaone4_5_vision", "lfm3_vl_vision"), _fit_rotary_grid),
-    **dict.fromkeys(("cohere_compass_vision", "ernie4_5_vl_moe_vision", "kimi_k25_vision"), _fit_rotary_grid),
+    **dict.fromkeys(("cohere_compass_vision",), _fit_rotary_grid),
     **dict.fromkeys(("video_llama_3_vision", "muse_glimmer_vision"), _fit_rotary_grid),
     "minimax_m3_vl_vision": _fit_rotary_volume,
     "qwen4_exp_text": _fit_qwen4,
@@ -646,8 +651,6 @@ def _configured(
         values["vision_config"]["projection_dim"] = values["text_config"]["d_model"]
     if model_type == "muse_glimmer":
         values["out_hidden_size"] = 4 * values["vision_config"]["hidden_size"]
-    if model_type == "kimi_k25":
-        values["projection_hidden_size"] = values["vision_config"]["hidden_size"]
     if model_type in ("blip-2", "instructblip") and "word_embed_proj_dim" in values["text_config"]:
         values["text_config"]["word_embed_proj_dim"] = values["text_config"]["hidden_size"]
     if model_type == "pix2struct":

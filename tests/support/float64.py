@@ -22,7 +22,6 @@ _CASTS = {
     F.log_softmax,
     F.cross_entropy,  # DETR's has weights
     torch.zeros_like,  # Inkling 2 sums the outputs of experts into it
-    Tensor.new_zeros,  # Kimi K2.5 adds frames into it
     *(
         getattr(owner, name)
         for owner in (torch, Tensor)
@@ -33,7 +32,6 @@ _SMALLEST = torch.finfo(torch.float64).min
 _PRODUCTS = {torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__}
 _PRODUCTS |= {F.grid_sample, torch.grid_sampler}  # GLM-4V's positions, at coordinates in float32
 _OTHERS = {Tensor.float, torch.full, Tensor.__mul__, Tensor.mul, Tensor.scatter_reduce, torch._grouped_mm}
-_OTHERS |= {torch.zeros}
 _CHANGED = frozenset(_CASTS | _PRODUCTS | _OTHERS)
 """All changed functions: every other function, and thus nearly every call, takes the fast path."""
 
@@ -55,9 +53,7 @@ class lifted_casts(TorchFunctionMode):  # noqa: N801  reads as the context manag
         if func not in _CHANGED:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if func is torch.zeros and "size" in kwargs:  # ERNIE 4.5 VL's logits of routers
-            kwargs = {key: _widen(value) for key, value in kwargs.items()}
-        elif func is Tensor.float:
+        if func is Tensor.float:
             if _is_double(args[0]):
                 return args[0]
         elif func in _CASTS:

@@ -19,7 +19,7 @@ IMAGES = (
     *("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids", "pixel_attention_mask"),
     *("pixel_values_videos", "video_grid_thw", "image_position_ids"),
     *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
-    *("spatial_shapes", "pixel_mask", "high_res_pixel_values", "image_merge_sizes", "moe_mm_token_type_ids"),
+    *("spatial_shapes", "pixel_mask", "high_res_pixel_values", "image_merge_sizes"),
     *("qformer_input_ids", "qformer_attention_mask", "target_sizes", "pixel_values_local", "num_local_patches"),
 )
 """Arguments with images and videos, or about them."""

@@ -468,21 +468,6 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         **_SEEING,
     },
-    "ernie4_5_vl_moe": {
-        "text_config": {
-            **{
-                **_KV,
-                **TOKENS,
-                "model_type": "ernie4_5_vl_moe_text",
-                "num_attention_heads": 3,
-                "num_key_value_heads": 1,
-            },
-            **{"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": [11, 7], "moe_num_shared_experts": 2},
-            **{"mlp_layer_types": ["dense", "sparse"], "rope_parameters": _mrope(1, 1, 2)},
-        },
-        "vision_config": {**_QWEN_TOWER, "model_type": "ernie4_5_vl_moe_vision"},
-        **{**_SEEING, "video_token_id": 96},
-    },
     "florence2": {
         **{"text_config": {**_BART, **TOKENS, "model_type": "bart"}, **_SEEING},
         "vision_config": {
@@ -491,14 +476,6 @@ MORE: dict[str, Mapping[str, Any]] = {
             **{"patch_prenorm": [False, True], "window_size": 3, "drop_path_rate": 0.0, "mlp_ratio": 2.0},
             **{"projection_dim": 24, "max_position_embeddings": 8, "max_temporal_embeddings": 5},
         },
-    },
-    "kimi_k25": {
-        "text_config": {**_LATENT, **TOKENS, "model_type": "deepseek_v3"},
-        "vision_config": {
-            **{**_TOWER, "model_type": "kimi_k25_vision", "merge_kernel_size": [2, 2]},
-            **{"pos_emb_height": 3, "pos_emb_width": 3},
-        },
-        **{**_SEEING, "video_token_id": 96, "vision_start_token_id": 97, "projection_hidden_size": 24},
     },
     "mistral4": {**_LATENT, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
     "video_llama_3": {
@@ -1354,11 +1331,6 @@ LEFT_OUT: dict[str, set[str]] = {
         *("Blip2ForImageTextRetrieval", "Blip2Model", "Blip2QFormerModel", "Blip2TextModelWithProjection"),
         "Blip2VisionModelWithProjection",
     },
-    "ernie4_5_vl_moe": {
-        *("Ernie4_5_VLMoeVariableResolutionResamplerModel", "Ernie4_5_VL_MoeForConditionalGeneration"),
-        *("Ernie4_5_VL_MoeModel", "Ernie4_5_VL_MoeTextModel", "Ernie4_5_VL_MoeVariableResolutionResamplerModel"),
-        "Ernie4_5_VL_MoeVisionTransformerPretrainedModel",
-    },
     "instructblip": {"InstructBlipModel", "InstructBlipQFormerModel"},
     "instructblipvideo": {"InstructBlipVideoModel", "InstructBlipVideoQFormerModel"},
     "focalnet": {"FocalNetBackbone"},
@@ -1421,7 +1393,7 @@ SLOW_TESTS_ONLY = {
     *("convnext", "convnextv2", "data2vec-vision", "dinov3_vit", "paddleocr_vl", "segformer", "siglip2"),
     *("cohere_compass", "deepseek_vl_hybrid", "exaone4_5", "gemma4_unified", "granite4_vision", "hunyuan_vl"),
     *("hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "llava_next_video", "minimax_m3_vl", "qianfan_ocr"),
-    *("ernie4_5_vl_moe", "granite_docling", "instructblip", "instructblipvideo", "kimi_k25", "mistral4"),
+    *("granite_docling", "instructblip", "instructblipvideo", "mistral4"),
     *("donut-swin", "focalnet", "fuyu", "hiera", "metaclip_2", "pvt", "pvt_v2", "vision-encoder-decoder"),
     *("florence2", "git", "pix2struct", "video_llama_3", "blip-2"),
     *("depth_anything", "dpt", "gemma4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
@@ -1695,8 +1667,8 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
             start += count + 1
     given = {"input_ids": ids}
     if "image_grid_thw" in (known := parameters_of_forward(name)):
-        for types in {"mm_token_type_ids", "moe_mm_token_type_ids"} & known.keys():
-            given[types] = (ids == token).long()
+        if "mm_token_type_ids" in known:
+            given["mm_token_type_ids"] = (ids == token).long()
         if "image_merge_sizes" in known:
             given["image_merge_sizes"] = torch.full((sum(IMAGES_OF_ROWS),), 2)
         grids, patches = _patches(config.vision_config, generator, dtype)
@@ -1765,7 +1737,7 @@ def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tup
     """Return the patches of all images as one row, and the grid of each image."""
     grids, side = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]]), config.patch_size
     shape: tuple[int, ...] = (3, side, side)
-    flat = ("temporal_patch_size", "temporal_merge_size", "max_image_size", "num_patches", "patch_temporal")
+    flat = ("temporal_patch_size", "max_image_size", "num_patches", "patch_temporal")
     if any(hasattr(config, name) for name in flat):
         frames = getattr(config, "temporal_patch_size", getattr(config, "patch_temporal", 1))
         shape = (3 * frames * side**2,)
@@ -1798,6 +1770,7 @@ def _captions(name: str, config: Any, generator: torch.Generator, dtype: torch.d
         token = getattr(config, "image_token_index", None) or config.video_token_index
         ids[:, 4 : 4 + config.num_query_tokens * (2 if frames else 1)] = token
     given |= {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    given["input_ids"][:, 0] = 1
     if "qformer_input_ids" in known:
         given["qformer_input_ids"] = integers(3, 31, rows, 5)
         given["qformer_attention_mask"] = (torch.arange(5) < torch.tensor([[5], [3], [4]])).long()

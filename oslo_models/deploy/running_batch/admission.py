@@ -40,7 +40,6 @@ EXCLUSIVE: Mapping[str, str] = {
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
-    "ernie4_5_vl_moe": "its experts depend on the kind of each token, which a step does not pass",
     "gemma3": "the tokens of an image attend to each other in both directions",
     "gemma4": "the tokens of an image attend to each other in both directions",
     "gemma4_unified": "the tokens of an image attend to each other in both directions",
