@@ -284,7 +284,6 @@ _ALL = {
     "squeezebert": "SqueezeBert",
     "stablelm": "StableLm",
     "starcoder2": "Starcoder2",
-    "step3p7": "Step3p7",
     "swin": "Swin",
     "swinv2": "Swinv2",
     "switch_transformers": "SwitchTransformers",

@@ -18,7 +18,7 @@ class Emu3TextModel(LlamaParallel, hf.Emu3TextModel):
 class Emu3Parallel(LlavaParallel):
     """Sharding plan of the Emu3 family."""
 
-    decoder = "text_model"
+    decoder_name = "text_model"
     towers = {}
     projectors = {"vqmodel": Replicated()}
     classes = {"text_model": Emu3TextModel}

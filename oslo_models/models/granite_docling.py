@@ -30,7 +30,7 @@ class GraniteDoclingTextModel(GraniteParallel, hf.GraniteDoclingTextModel):
 class GraniteDoclingParallel(LlavaParallel):
     """Sharding plan of the Granite Docling family."""
 
-    decoder = "text_model"
+    decoder_name = "text_model"
     towers = {"vision_model": "vision_config"}
     projectors = {"density_router": Replicated()}
     classes = {"vision_model": GraniteDoclingVisionModel, "text_model": GraniteDoclingTextModel}

@@ -116,16 +116,6 @@ def _fit_laguna(values: Values, draw: random.Random) -> None:
     values["num_attention_heads_per_layer"] = [draw.choice(own) for _ in range(values["num_hidden_layers"])]
 
 
-def _fit_step(values: Values, draw: random.Random) -> None:
-    if "num_sliding_attention_heads" in values:
-        own = [n for n in range(3, 7) if n % values["num_key_value_heads"] == 0]
-        values["num_sliding_attention_heads"] = draw.choice(own)
-        for key in ("swiglu_limits", "swiglu_limits_shared"):
-            values[key] = [draw.choice((0.0, 0.5)) for _ in range(values["num_hidden_layers"])]
-    else:  # its tower
-        _fit_rotary_grid(values, draw)
-
-
 def _fit_gpt_neo(values: Values, draw: random.Random) -> None:
     values["num_layers"] = 2 * draw.randint(1, 2)
     values["attention_types"] = [[["global", "local"], values["num_layers"] // 2]]
@@ -526,7 +516,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "luke": _fit_luke,
     "mamba2": _fit_mamba2,
     "mimo_v2_flash": _fit_mimo,
-    **dict.fromkeys(("minicpm3", "mistral4"), _fit_latent_attention),
+    "minicpm3": _fit_latent_attention,
     "minimax": _fit_minimax,
     "minimax_m3_vl_text": _fit_minimax_m3,
     "mllama_text_model": _fit_mllama_text,
@@ -548,7 +538,6 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "roformer": _fit_roformer,
     "segformer": _fit_segformer,
     "smollm3": _fit_smollm3,
-    "step3p7": _fit_step,
     "hiera": _fit_hiera,
     **dict.fromkeys(("pvt", "pvt_v2"), _fit_segformer),
     **dict.fromkeys(("donut-swin", "swin", "swinv2"), _fit_windows),

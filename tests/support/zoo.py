@@ -354,15 +354,6 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         **_SEEING,
     },
-    "step3p7": {
-        "text_config": {
-            **{**_UNTIED, **TOKENS, **_MIXTURE, **_WINDOW, "head_dim": 8, "mlp_layer_types": ["dense", "sparse"]},
-            **{"n_routed_experts": 5, "share_expert_dim": 13, "num_sliding_attention_heads": 4},
-            **{"swiglu_limits": [0.0, 0.5], "swiglu_limits_shared": [0.4, 0.3]},
-        },
-        "vision_config": {**_TOWER, "mlp_ratio": 1.5},
-        **_SEEING,
-    },
     "laguna": {
         **{**_LLAMA, **_SPARSE, "shared_expert_intermediate_size": 13},
         "num_attention_heads_per_layer": [6, 4],
@@ -1405,7 +1396,7 @@ SLOW_TESTS_ONLY = {
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
     *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text", "hy_v4_vl"),
-    *("muse_glimmer", "cosmos3_edge", "cvt", "deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7", "step3p7"),
+    *("muse_glimmer", "cosmos3_edge", "cvt", "deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
@@ -1641,7 +1632,6 @@ TILED: dict[str, dict[tuple[int, int], int]] = {
     **{kind: {(8, 8): 4, (4, 8): 2, (8, 4): 2} for kind in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
     # by the number of tiles
     "deepseek_ocr2": {(0, 0): 145, (1, 0): 145 + 144, (0, 1): 145},
-    "step3p7": {(0, 0): 1, (2, 0): 3, (1, 0): 2},
     "llava_onevision": {(16, 16): 4 + 2 * 3, (20, 30): 4 + 1 * 3, (30, 30): 4 + 2 * 3},
 }
 """Heights and widths of images, with their tokens, of model types that divide images into tiles of 4 patches, or that
@@ -1678,7 +1668,7 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
         pixels = torch.randn(1, 3, 4, 4 * int(sizes.prod(-1).sum()), generator=generator, dtype=dtype)
         types = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in known else {}
         return {**given, **types, "pixel_values": pixels, "target_sizes": sizes}
-    if "pixel_values_local" in known:  # Step 3.7
+    if "pixel_values_local" in known:  # DeepSeek-OCR 2
         counts = torch.tensor([*TILED[config.model_type]])[:, 0]
         own, tiles = (torch.randn(n, 3, side, side, generator=generator, dtype=dtype) for n in (3, int(counts.sum())))
         return {**given, "pixel_values": own, "pixel_values_local": tiles, "num_local_patches": counts}

@@ -29,7 +29,7 @@ _KINDS = {
 }
 """Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
 EXCLUSIVE: Mapping[str, str] = {
-    **dict.fromkeys(("deepseek_ocr2", "step3p7"), "an image and its tiles are in different arguments"),
+    "deepseek_ocr2": "an image and its tiles are in different arguments",
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
     "flaubert": "it has no key-value cache",
