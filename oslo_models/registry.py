@@ -347,7 +347,7 @@ _ALL_SAME = {
     **dict.fromkeys(("exaone", "internlm3", "iquestcoder"), "llama"),
     "sarvam_mla": "deepseek_v3",
     "sarvam_moe": "glm4_moe",
-    **{"glmga": "glm46v", "pp_chart2table": "got_ocr2", "shieldgemma2": "gemma3"},
+    **{"glmga": "glm46v", "pp_chart2table": "got_ocr2"},
 }
 SAME_CLASSES = {kind: other for kind, other in _ALL_SAME.items() if _SINCE.get(kind, ()) <= INSTALLED}
 """Model types with a separate configuration class that share the model classes of another type."""
