@@ -68,6 +68,42 @@ def test_images_of_several_sizes_have_tokens_by_their_sizes() -> None:
     assert [part["image_sizes"].tolist() for part in parts] == [sizes[:2].tolist(), sizes[2:].tolist()]
 
 
+GRIDS = [[1, 4, 4], [2, 2, 4], [3, 4, 2]]
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "tokens"),
+    [
+        ({"im_newline_id": 9, "vision_config": {"max_image_size": 8}}, {}, (2 * 3 + 2, 2 * 3 + 2, 3 * 2 * 2 + 2)),
+        ({"vision_config": {"max_image_size": 8}}, {}, (2 * 3, 2 * 3, 3 * 2 * 2)),  # without tokens around an image
+        ({}, {"image_merge_sizes": torch.tensor([1, 2, 1])}, (16, 4, 24)),
+    ],
+)
+def test_images_by_patch_have_tokens_by_their_type(
+    config: dict[str, Any], more: dict[str, Tensor], tokens: tuple[int, int, int]
+) -> None:
+    tower = SimpleNamespace(**{**vars(TOWER), **config.get("vision_config", {})})
+    own = SimpleNamespace(**{**vars(CONFIG), **config, "vision_config": tower})
+    grids, rows = torch.tensor(GRIDS), ids([[tokens[0]], [], [*tokens[1:]]])
+    batch = {"input_ids": rows, "pixel_values": torch.randn(int(grids.prod(-1).sum()), 5), "image_grid_thw": grids}
+    assert items_of_rows(IMAGE, {**batch, **more}, own) == [1, 0, 2]
+    _, parts = divide_media({**batch, **more}, 3, 1, own)
+    assert [len(part.get("pixel_values", ())) for part in parts] == [16, 0, 16 + 24]
+    assert [part.keys() - {"pixel_values", "image_grid_thw"} for part in parts] == [{*more}, set(), {*more}]
+
+
+def test_images_with_padded_patches_have_tokens_by_their_shapes() -> None:
+    shapes, own = torch.tensor([[4, 4], [2, 8], [4, 2]]), SimpleNamespace(**vars(CONFIG), downsample_factor=2)
+    batch = {
+        **{"input_ids": ids([[4, 4], [2]]), "pixel_values": torch.randn(3, 16, 5), "spatial_shapes": shapes},
+        "pixel_attention_mask": torch.ones(3, 16),
+    }
+    assert items_of_rows(IMAGE, batch, own) == [2, 1]
+    _, parts = divide_media(batch, 2, 1, own)
+    assert [part["spatial_shapes"].tolist() for part in parts] == [shapes[:2].tolist(), shapes[2:].tolist()]
+    assert [len(part["pixel_attention_mask"]) for part in parts] == [2, 1]
+
+
 def test_videos_are_divided_beside_images() -> None:
     video, image = torch.randn(8, 5), torch.randn(4, 5)
     batch = {

@@ -484,6 +484,11 @@ def key_values_count_on_all_their_ranks(patch: Patch) -> None:
     patch.setattr(linear.KeyValueRowLinear, "forward", linear.RowParallelLinear.forward)
 
 
+def parameters_of_all_heads_without_sum_of_gradients(patch: Patch) -> None:
+    cls = local_attributes.SharedParametersModule
+    patch.setattr(cls, "forward", lambda self, *args, **kwargs: super(cls, self).forward(*args, **kwargs))
+
+
 def parameters_of_heads_without_sum_over_copies(patch: Patch) -> None:
     cls = local_attributes.OverlappingParametersModule
     patch.setattr(cls, "forward", lambda self, *args, **kwargs: super(cls, self).forward(*args, **kwargs))
@@ -710,6 +715,7 @@ MUTANTS: dict[str, list[Caught]] = {
                 (gates_read_other_heads, "wavlm"),
                 (hidden_states_without_sum_of_gradients, "wavlm"),
                 (norms_of_own_channels, "convnextv2"),
+                (parameters_of_all_heads_without_sum_of_gradients, "got_ocr2"),
             )
         ],
         (

@@ -19,6 +19,8 @@ IMAGES = (
     *("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids", "pixel_attention_mask"),
     *("pixel_values_videos", "video_grid_thw", "image_position_ids"),
     *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
+    *("spatial_shapes", "pixel_mask", "high_res_pixel_values", "image_merge_sizes"),
+    *("qformer_input_ids", "qformer_attention_mask", "target_sizes", "pixel_values_local", "num_local_patches"),
 )
 """Arguments with images and videos, or about them."""
 SOUNDS = ("input_features", "feature_attention_mask", "input_features_mask", "input_values", "padding_mask")
@@ -27,7 +29,14 @@ SOUNDS = ("input_features", "feature_attention_mask", "input_features_mask", "in
 
 def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
     """Return the tokens that a model generates for the prompt of a batch, by search method."""
-    names = (model.main_input_name, "attention_mask", "context_input_ids", "context_attention_mask", "doc_scores")
+    names = (
+        "input_ids",
+        model.main_input_name,
+        "attention_mask",
+        "context_input_ids",
+        "context_attention_mask",
+        "doc_scores",
+    )
     images = (*IMAGES, "token_type_ids") if "pixel_values" in batch else ()
     prompt = {key: batch[key] for key in (*names, *images, *SOUNDS) if key in batch}
     model.eval()

@@ -72,7 +72,7 @@ def parallel_model(
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tensor_parallel_size, dtype=dtype, seed=0, **options)
     load(model, weights)
-    return model
+    return model.train()
 
 
 def own_part(model: Any, name: str, full: Tensor) -> Tensor:

@@ -175,9 +175,25 @@ _QWEN_TOWER: dict[str, Any] = {
     **{"depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6, "patch_size": 4, "out_hidden_size": 24},
 }
 _SEEING: dict[str, Any] = {"image_token_id": 98, "pad_token_id": 0}
+_SAM: dict[str, Any] = {
+    **{**_BERT, "image_size": 16, "patch_size": 2, "mlp_dim": 35, "output_channels": 5, "window_size": 3},
+    "global_attn_indexes": [1],
+}
+_OPT: dict[str, Any] = {**_SIZE, "ffn_dim": 35, "word_embed_proj_dim": 24, "dropout": 0.0}
+_WITH_QFORMER: dict[str, Any] = {
+    "vision_config": {**_TOWER, "patch_size": 8, "initializer_range": 0.02},
+    "qformer_config": {
+        **{"hidden_size": 18, "num_attention_heads": 3, "intermediate_size": 26, "num_hidden_layers": 2},
+        **{"vocab_size": 31, "max_position_embeddings": 16, "cross_attention_frequency": 2},
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    },
+    **{"num_query_tokens": 3, "image_token_index": 98},
+}
 _LONGER: dict[str, Any] = {"max_position_embeddings": 64, "sliding_window": None}
 _GLM_TOWER = {"image_size": 16, "attention_bias": True}
 _GLM_SEEING = {**_SEEING, "image_start_token_id": 97, "image_end_token_id": 96, "video_token_id": 95}
+
+_MARKS = ("image_start", "image_end", "slice_start", "slice_end", "newline")
 
 
 _HEARING: dict[str, Any] = {"audio_token_id": 98, "pad_token_id": 0}
@@ -354,6 +370,17 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LLAMA, **_MIXTURE, **_WINDOW, "shared_expert_intermediate_size": 13},
         "intermediate_size": None,
     },
+    "deepseek_ocr2": {
+        "text_config": {
+            **{**_UNTIED, **TOKENS, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 11},
+            **{"mlp_layer_types": ["dense", "sparse"], "n_shared_experts": 1},
+        },
+        "vision_config": {
+            "sam_config": {**_SAM, "downsample_channels": [6, 24]},
+            "encoder_config": {**_KV, "num_key_value_heads": 3},
+        },
+        **_SEEING,
+    },
     "laguna": {
         **{**_LLAMA, **_SPARSE, "shared_expert_intermediate_size": 13},
         "num_attention_heads_per_layer": [6, 4],
@@ -399,6 +426,203 @@ MORE: dict[str, Mapping[str, Any]] = {
             "rope_parameters": _mrope(1, 1, 1),
         },
         **{"vision_config": {**_QWEN_TOWER, **_GLM_TOWER, "model_type": "glm_ocr_vision"}, **_GLM_SEEING},
+    },
+    "aria": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "model_type": "aria_text", "moe_num_experts": 5, "moe_topk": 2, "head_dim": 4},
+        },
+        "vision_config": {**_TOWER, "model_type": "idefics3_vision"},
+        **{"projector_patch_to_query_dict": {16: 4}, **_SEEING},
+    },
+    "cohere_compass": {
+        "text_config": {
+            **{**_KV, **_WINDOW, **TOKENS, "model_type": "cohere_compass_text", "logit_scale": 0.5},
+            **{"num_hidden_layers": 3, "layer_types": [*_WINDOW["layer_types"], "sliding_attention"]},
+            "rope_parameters": {"sliding_attention": _mrope(1, 1, 0), "full_attention": None},
+        },
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "cohere_compass_vision"},
+            **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        },
+        **_QWEN_SEEING,
+    },
+    "deepseek_vl_hybrid": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "patch_size": 8},
+        "high_res_vision_config": {
+            **_SAM,
+            "model_type": "sam_vision_model",
+            "image_size": 24,
+            "num_attention_heads": 3,
+        },
+    },
+    "exaone4_5": {
+        "text_config": {**_KV, **_WINDOW, **TOKENS, "model_type": "exaone4"},
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "exaone4_5_vision", "window_size": 8, "fullatt_block_indexes": [1]},
+            "num_key_value_heads": 3,
+        },
+        **{**_SEEING, "video_token_id": 96},
+    },
+    "gemma4_unified": {
+        "text_config": {
+            **{**_LLAMA, **_WINDOW, **TOKENS, "model_type": "gemma4_unified_text", "global_head_dim": 8},
+            **{"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+        },
+        "vision_config": {
+            **{"model_type": "gemma4_unified_vision", "patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 14},
+            **{"mm_posemb_size": 5, "output_proj_dims": 14},
+        },
+        **{**_SEEING, "video_token_id": 96, "audio_token_id": 95},
+    },
+    "granite_docling": {
+        "text_config": {
+            **{**_GRANITE, **TOKENS, "model_type": "granite_docling_text", "num_hidden_layers": 3},
+            "attention_multiplier": 0.4,
+        },
+        "vision_config": {
+            **{**_TOWER, "model_type": "granite_docling_vision", "out_hidden_size": 24, "scale_factor": 2},
+            "deepstack_visual_indexes": [0],
+        },
+        **_SEEING,
+    },
+    "florence2": {
+        **{"text_config": {**_BART, **TOKENS, "model_type": "bart"}, **_SEEING},
+        "vision_config": {
+            **{"model_type": "florence_vision", "depths": [1, 1], "embed_dim": [12, 24], "num_heads": [3, 6]},
+            **{"num_groups": [4, 3], "patch_size": [3, 3], "patch_stride": [4, 2], "patch_padding": [1, 1]},
+            **{"patch_prenorm": [False, True], "window_size": 3, "drop_path_rate": 0.0, "mlp_ratio": 2.0},
+            **{"projection_dim": 24, "max_position_embeddings": 8, "max_temporal_embeddings": 5},
+        },
+    },
+    "mistral4": {**_LATENT, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
+    "video_llama_3": {
+        **{"text_config": {**_KV, **TOKENS, "model_type": "qwen2"}, **_SEEING, "video_token_id": 96},
+        "vision_config": {**_TOWER, "model_type": "video_llama_3_vision"},
+    },
+    "blip": {
+        "text_config": {**_BERT, **TOKENS, "sep_token_id": 2},
+        "vision_config": {**_TOWER, "patch_size": 8, "initializer_range": 0.02},
+    },
+    "blip-2": {**_WITH_QFORMER, "text_config": {**_OPT, **TOKENS, "model_type": "opt"}},
+    "instructblip": {**_WITH_QFORMER, "text_config": {**_OPT, **TOKENS, "model_type": "opt"}},
+    "instructblipvideo": {
+        **{key: value for key, value in _WITH_QFORMER.items() if key != "image_token_index"},
+        **{"text_config": {**_T5, **TOKENS, "model_type": "t5"}, "video_token_index": 98},
+    },
+    "git": {**_BERT, **TOKENS, "vision_config": {**_TOWER, "patch_size": 8}},
+    "pix2struct": {
+        "text_config": {
+            **{"vocab_size": 101, "hidden_size": 24, "d_kv": 4, "d_ff": 35, "num_layers": 2, "num_heads": 6},
+            **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "dropout_rate": 0.0},
+        },
+        "vision_config": {
+            **{"hidden_size": 24, "patch_embed_hidden_size": 12, "d_ff": 35, "d_kv": 5, "num_hidden_layers": 2},
+            **{"num_attention_heads": 6, "seq_len": 17, "initializer_range": 0.02, "dropout_rate": 0.0},
+        },
+    },
+    "got_ocr2": {
+        **{"text_config": {**_KV, **TOKENS, "model_type": "qwen2"}, **_SEEING},
+        "vision_config": {**_SAM, "model_type": "got_ocr2_vision"},
+    },
+    "granite4_vision": {
+        "text_config": {
+            **{**_UNTIED, **TOKENS, **_LONGER, "model_type": "granite4_vision_text", "embedding_multiplier": 3.0},
+            **{"num_hidden_layers": 3, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.4},
+        },
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "hidden_size": 64, "num_attention_heads": 4},
+        "qformer_config": {
+            **{"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 20, "vocab_size": 9},
+            **{"use_qformer_text_input": False, "cross_attention_frequency": 1},
+        },
+        **{"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]], "downsample_rate": "1/2", **_SEEING},
+        **{"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [2], "projector_dropout": 0.0},
+    },
+    "hunyuan_vl": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "model_type": "hunyuan_vl_text", "head_dim": 8},
+            "rope_parameters": _mrope(1, 1, 1, 1),
+        },
+        "vision_config": {**_TOWER, "model_type": "hunyuan_vl_vision", "max_image_size": 12, "num_key_value_heads": 6},
+        **{**_SEEING, "im_newline_id": 97, "im_start_id": 96, "im_end_id": 95},
+    },
+    "hyperclovax_vision_v2": {
+        "text_config": {**_GRANITE, **TOKENS, "model_type": "hyperclovax", "use_post_norm": True},
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "qwen2_5_vl_vision", "window_size": 8, "fullatt_block_indexes": [1]},
+        },
+        **{**_SEEING, "video_token_id": 96},
+    },
+    "idefics2": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "mistral", "sliding_window": None}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "idefics2_vision"},
+        "perceiver_config": {
+            **{"model_type": "idefics2_perceiver", "hidden_size": 24, "resampler_n_latents": 4, "resampler_depth": 2},
+            **{"resampler_n_heads": 6, "resampler_head_dim": 5, "num_key_value_heads": 2},
+        },
+    },
+    "janus": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
+        "vision_config": {
+            **{**_TOWER, "model_type": "janus_vision_model", "patch_size": 8, "mlp_ratio": 2, "projection_dim": 24},
+            "num_image_tokens": 4,
+        },
+        "vq_config": {
+            **{"model_type": "janus_vqgan", "embed_dim": 5, "num_embeddings": 9, "latent_channels": 32},
+            **{"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "num_hidden_layers": 2},
+            **{"projection_dim": 24, "image_token_embed_dim": 24},
+        },
+    },
+    "lfm2_vl": {
+        "text_config": {**_KV, **TOKENS, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        "vision_config": {
+            **{**_BERT, "model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 9},
+            "vision_use_head": False,
+        },
+        **{**_SEEING, "projector_hidden_size": 26},
+    },
+    "lfm3_vl": {
+        "text_config": {
+            **{**_LLAMA, **_WINDOW, **TOKENS, "model_type": "lfm3", "num_hidden_layers": 3},
+            "layer_types": [*_WINDOW["layer_types"], "conv"],
+        },
+        "vision_config": {
+            **{**_TOWER, "model_type": "lfm3_vl_vision", "num_key_value_heads": 2, "conv_kernel_size": 3},
+            "layer_types": ["conv", "full_attention"],
+        },
+        **{**_SEEING, "video_token_id": 96, "vision_start_token_id": 97, "projector_hidden_size": 26},
+    },
+    "llava_next_video": {
+        **{"text_config": {**_LLAMA, **TOKENS, **_LONGER, "model_type": "llama"}, **_SEEING, "video_token_id": 96},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
+        "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]],
+    },
+    "minimax_m3_vl": {
+        "text_config": {
+            **{**_LLAMA, **_SPARSE, **TOKENS, "model_type": "minimax_m3_vl_text", "num_local_experts": 5},
+            **{"intermediate_size": 11, "dense_intermediate_size": 35, "shared_intermediate_size": 13},
+            **{"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8},
+            **{"index_block_size": 2, "index_topk_blocks": 2, "swiglu_limit": 0.5},
+        },
+        "vision_config": {**_TOWER, "model_type": "minimax_m3_vl_vision", "hidden_size": 36},
+        **{**_SEEING, "video_token_id": 96, "projector_hidden_size": 26},
+    },
+    "ovis2": {
+        **{"text_config": {**_KV, **TOKENS, "model_type": "qwen2"}, **_SEEING, "hidden_size": 24, "vocab_size": 101},
+        "vision_config": {
+            **{**_TOWER, "model_type": "ovis2_vision", "hidden_stride": 2, "vocab_size": 13},
+            "num_visual_indicator_tokens": 2,
+        },
+        "visual_indicator_token_ids": [97, 96],
+    },
+    "qianfan_ocr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "qianfan_ocr_vision", "drop_path_rate": 0.0},
+        "downsample_ratio": 0.5,
+    },
+    "video_llava": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING, "video_token_id": 96},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
     },
     "llava": {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, "image_seq_length": 4, **_SEEING},
@@ -519,6 +743,72 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "siglip2": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, "patch_size": 4, "num_patches": 9}},
     "siglip": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}},
+    "metaclip_2": {"text_config": {**_CLIP, **TOKENS}, "vision_config": {**_CLIP, **_PATCHES}, "projection_dim": 7},
+    "hiera": {
+        **{"image_size": [16, 16], "patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1]},
+        **{"embed_dim": 6, "depths": [1, 2, 1], "num_heads": [1, 3, 6], "num_query_pool": 2, "mlp_ratio": 2.0},
+        **{"masked_unit_size": [4, 4], "masked_unit_attention": [True, False, False]},
+        "problem_type": "single_label_classification",
+    },
+    "donut-swin": _WINDOWS,
+    "pvt": {
+        **{"image_size": 32, "num_encoder_blocks": 2, "depths": [2, 1], "sequence_reduction_ratios": [2, 1]},
+        **{"hidden_sizes": [8, 12], "patch_sizes": [4, 2], "strides": [4, 2], "num_attention_heads": [1, 3]},
+        **{"mlp_ratios": [2, 3], "problem_type": "single_label_classification"},
+    },
+    "pvt_v2": {
+        **{"image_size": 32, "num_encoder_blocks": 2, "depths": [2, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 12]},
+        **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 3], "mlp_ratios": [2, 3]},
+        "problem_type": "single_label_classification",
+    },
+    "muse_glimmer": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, **_WINDOW, "model_type": "muse_glimmer_text", "layer_rope_theta": [100.0, 0]},
+            **{"tie_word_embeddings": False, "final_logit_softcapping": 3.0},
+        },
+        "vision_config": {
+            **{**_BERT, "model_type": "muse_glimmer_vision", "patch_size": 4, "pos_emb_height": 2, "pos_emb_width": 2},
+            "layer_types": ["window_attention", "full_attention"],
+        },
+        **{**_SEEING, "video_token_id": 96, "out_hidden_size": 96, "projector_hidden_size": 20},
+    },
+    "cosmos3_edge": {
+        "text_config": {
+            **{**_UNTIED, **TOKENS, "model_type": "cosmos3_edge_text", "head_dim": 8},
+            "rope_parameters": _mrope(2, 1, 1),
+        },
+        "vision_config": {**_BERT, "model_type": "cosmos3_edge_vision", "patch_size": 4, "num_patches": 16},
+        **{**_QWEN_SEEING, "video_token_id": 96, "projector_hidden_size": 20},
+    },
+    "cvt": {
+        **{"embed_dim": [8, 12, 24], "num_heads": [1, 3, 6], "depth": [1, 2, 3], "mlp_ratio": [2.0, 1.5, 1.0]},
+        **{"problem_type": "single_label_classification"},
+    },
+    "focalnet": {
+        **{"image_size": 24, "patch_size": 4, "embed_dim": 10, "depths": [2, 1], "focal_levels": [2, 1]},
+        **{"focal_windows": [3, 3], "mlp_ratio": 2.0, "drop_path_rate": 0.0, "encoder_stride": 8},
+        **{"use_layerscale": True, "layerscale_value": 0.7, "problem_type": "single_label_classification"},
+    },
+    "emu3": {
+        "text_config": {**_UNTIED, **TOKENS, "model_type": "emu3_text_model", "attention_dropout": 0.0},
+        "vq_config": {
+            **{"codebook_size": 8, "embed_dim": 4, "base_channels": 32, "channel_multiplier": [1, 1, 1, 1]},
+            **{"num_res_blocks": 1, "hidden_size": 32, "temporal_downsample_factor": 2},
+        },
+        "vocabulary_map": {
+            **{"<image>": 98, "<|extra_200|>": 97},
+            **{f"<|visual token {code:06d}|>": 80 + code for code in range(8)},
+        },
+    },
+    "fuyu": {
+        "text_config": {**_BERT, **TOKENS, "model_type": "persimmon", "qk_layernorm": True},
+        **{"image_size": 16, "patch_size": 4, **_SEEING},
+    },
+    "vision-encoder-decoder": {
+        "encoder": {**_BERT, **_PATCHES, "model_type": "vit", "hidden_size": 18},
+        "decoder": {**_BERT, **TOKENS, "model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+        "decoder_start_token_id": 2,
+    },
     "smollm3": {**_KV, "no_rope_layers": [1, 0]},
     "squeezebert": {**_BERT, "intermediate_size": 36, "embedding_size": 24},
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 5, "conv_channels": 8, "max_source_positions": 30},
@@ -601,6 +891,15 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
         # transformers loads the head in float32, and unties it where that rounds
         **{"hc_mult": 3, "swiglu_limit": 0.5, "tie_word_embeddings": False},
+    },
+    "hy_v4_vl": {
+        "text_config": {
+            **{**_LATENT, **_INDEXED, **TOKENS, "model_type": "hy_v4_vl_text", "tie_word_embeddings": False},
+            **{"mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"], "hc_mult": 3},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]},
+        },
+        "vision_config": {**_TOWER, "model_type": "hy_v4_vl_vision", "max_image_size": 12, "out_hidden_size": 24},
+        **{**_SEEING, "video_token_id": 96},
     },
     "hy_v4_vl_text": {
         **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
@@ -706,6 +1005,20 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_5_vision", "num_position_embeddings": 16},
         **_QWEN_SEEING,
+    },
+    **{
+        kind: {
+            "text_config": {
+                **{**_LLAMA, **_LINEAR, **TOKENS, "model_type": "qwen3_5_text", "head_dim": 8},
+                "rope_parameters": {**_mrope(1, 0, 0), "partial_rotary_factor": 0.25},
+            },
+            "vision_config": {**_TOWER, "model_type": f"{kind}_vision"},
+            **{**_SEEING, **marks, "video_token_id": 96, "insert_layer_id": 0},
+        }
+        for kind, marks in {
+            **{"minicpm_ocr": {"downsample_mode": "16x"}, "minicpmv4_6": {}},
+            "minicpmv4_7": {f"{name}_id": 89 + n for n, name in enumerate(_MARKS)},
+        }.items()
     },
     "qwen3_5_moe": {
         "text_config": {
@@ -1118,12 +1431,14 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
-_PAIRS = ("clip", "siglip", "siglip2")
+_PAIRS = ("clip", "metaclip_2", "siglip", "siglip2")
+CAPTIONS = ("blip", "blip-2", "git", "instructblip", "instructblipvideo", "pix2struct")
+"""Model types with an image, or a video, for each row."""
 _OF_SOUNDS = {"audio_config", "encoder_config"}
 WITH_IMAGES = [
     kind
     for kind, values in MORE.items()
-    if "text_config" in values and kind not in _PAIRS and not _OF_SOUNDS & values.keys()
+    if "text_config" in values and kind not in (*_PAIRS, *CAPTIONS) and not _OF_SOUNDS & values.keys()
 ]
 """Model types with a decoder that reads images."""
 WITH_SOUNDS = [kind for kind, values in MORE.items() if "text_config" in values and _OF_SOUNDS & values.keys()]
@@ -1153,6 +1468,24 @@ LEFT_OUT: dict[str, set[str]] = {
     # models of images and text
     "llama4_text": {"Llama4ForConditionalGeneration", "Llama4VisionModel"},
     "aria_text": {"AriaForConditionalGeneration", "AriaModel"},
+    "aria": {"AriaTextForCausalLM", "AriaTextModel"},
+    "cohere_compass": {
+        *("CohereCompassForCausalLM", "CohereCompassTextForSequenceClassification", "CohereCompassTextModel"),
+    },
+    "gemma4_unified": {"Gemma4UnifiedForCausalLM", "Gemma4UnifiedTextModel"},
+    "blip": {"BlipForImageTextRetrieval", "BlipForQuestionAnswering", "BlipModel", "BlipTextModel"},
+    "blip-2": {
+        *("Blip2ForImageTextRetrieval", "Blip2Model", "Blip2QFormerModel", "Blip2TextModelWithProjection"),
+        "Blip2VisionModelWithProjection",
+    },
+    "instructblip": {"InstructBlipModel", "InstructBlipQFormerModel"},
+    "instructblipvideo": {"InstructBlipVideoModel", "InstructBlipVideoQFormerModel"},
+    "focalnet": {"FocalNetBackbone"},
+    "hiera": {"HieraBackbone", "HieraForPreTraining"},
+    "pvt_v2": {"PvtV2Backbone"},
+    "janus": {"JanusVQVAE"},
+    "pix2struct": {"Pix2StructTextModel"},
+    "minimax_m3_vl": {"MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextModel"},
     "gemma4_text": {
         *("Gemma4AudioModel", "Gemma4ForConditionalGeneration", "Gemma4Model", "Gemma4VisionModel"),
     },
@@ -1163,6 +1496,10 @@ LEFT_OUT: dict[str, set[str]] = {
         *("Apertus1p5ForConditionalGeneration", "Apertus1p5Model", "Apertus1p5VisionTokenizerModel"),
     },
     "hy_v4_vl_text": {"HYV4VLForConditionalGeneration", "HYV4VLModel", "HYV4VLVisionModel"},
+    "hy_v4_vl": {"HYV4VLTextModel"},
+    "cosmos3_edge": {"Cosmos3EdgeTextModel"},
+    "muse_glimmer": {"MuseGlimmerTextModel"},
+    "emu3": {"Emu3ForCausalLM", "Emu3TextModel", "Emu3VQVAE"},
     "inkling2_loop_text": {"Inkling2LoopForConditionalGeneration", "Inkling2LoopModel"},
     "blt": {"BltPatcher"},  # a submodel of the other classes
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
@@ -1201,6 +1538,11 @@ SLOW_TESTS_ONLY = {
     *("data2vec-audio", "ijepa", "unispeech", "unispeech-sat", "vit_msn", "siglip", "audio-spectrogram-transformer"),
     *("beit", "dinov2_with_registers", "glm46v", "glm4v_moe", "llava_onevision", "sew", "wav2vec2-bert"),
     *("convnext", "convnextv2", "data2vec-vision", "dinov3_vit", "paddleocr_vl", "segformer", "siglip2"),
+    *("cohere_compass", "deepseek_vl_hybrid", "exaone4_5", "gemma4_unified", "granite4_vision", "hunyuan_vl"),
+    *("hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "llava_next_video", "minimax_m3_vl", "qianfan_ocr"),
+    *("granite_docling", "instructblip", "instructblipvideo", "mistral4"),
+    *("donut-swin", "focalnet", "fuyu", "hiera", "metaclip_2", "pvt", "pvt_v2", "vision-encoder-decoder"),
+    *("florence2", "git", "pix2struct", "video_llama_3", "blip-2"),
     *("depth_anything", "dpt", "gemma4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
     *("wav2vec2-conformer", "wavlm", "yolos"),
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
@@ -1209,7 +1551,8 @@ SLOW_TESTS_ONLY = {
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
-    *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text"),
+    *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text", "hy_v4_vl"),
+    *("muse_glimmer", "cosmos3_edge", "cvt", "deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
@@ -1240,11 +1583,12 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
     if parts:  # the parts define vocabulary sizes
         tokens = {key: value for key, value in TOKENS.items() if key != "vocab_size"}
     made = CONFIG_MAPPING[model_type](**copy.deepcopy({**tokens, **values, **changes}))
+    parts += [name for name in ("text_config", "qformer_config", "vision_config") if name in values]
     for each in (made, *(getattr(made, name) for name in parts)):
         each.classifier_dropout = dropout  # otherwise 0.1 for configurations without the option
         for key, value in each.to_dict().items():
             if "drop" in key and "layerdrop" not in key and not isinstance(value, (bool, str)):
-                setattr(each, key, dropout)
+                setattr(each, key, type(value)(dropout for _ in value) if isinstance(value, (list, tuple)) else dropout)
     return made
 
 
@@ -1296,7 +1640,7 @@ def main_head(variant: str) -> str:
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
     text = (*text, "RagTokenForGeneration") if variant == "rag-token" else text
-    pairs = ("CLIPModel", "SiglipModel", "Siglip2Model")
+    pairs = ("CLIPModel", "MetaClip2Model", "SiglipModel", "Siglip2Model")
     order = (*text, *pairs, "ForCTC", "ForImageClassification", "ForObjectDetection")
     names = heads(variant)
     return next((name for end in order for name in names if name.endswith(end)), (lm_heads(variant) or names)[0])
@@ -1309,6 +1653,7 @@ def base(variant: str) -> str:
 
 
 _FAULTS = {
+    "cohere_compass": (21, "raises where a section of positions is empty"),
     "cohere_compass_text": (21, "raises where a section of positions is empty"),
     "doge-experts": (18, "passes a tuple to dropout"),
     "falcon_h1-normed": (23, "generates with the mask of another length"),
@@ -1347,7 +1692,13 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     """Return inputs for the forward of a class, with left padding, token types and some ignored labels."""
     known = parameters_of_forward(name)
     generator = torch.Generator().manual_seed(seed)
-    if original(name).main_input_name != "input_ids" or "input_ids" not in known or name.startswith(("CLIP", "Siglip")):
+    if name.startswith("Pix2Struct") or (config.model_type in CAPTIONS and "input_ids" in known):
+        return _captions(name, config, generator, dtype)
+    if (
+        original(name).main_input_name != "input_ids"
+        or "input_ids" not in known
+        or name.startswith(("CLIP", "MetaClip", "Siglip"))
+    ):
         return _signals(name, config, generator, dtype)
     if "context_input_ids" in known:
         return _documents(name, config, generator, dtype)
@@ -1358,7 +1709,10 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
     hears = bool({"input_features", "input_values"} & known.keys()) and not sees
-    length = (38 if hasattr(config, "image_grid_pinpoints") else 14) if sees or hears else length
+    longer = {"deepseek_ocr2": 445, "florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18}.get(
+        config.model_type, 14
+    )
+    length = (38 if hasattr(config, "image_grid_pinpoints") else longer) if sees or hears else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
         vocab = min(vocab, getattr(config, smaller, None) or vocab)
@@ -1366,10 +1720,14 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     shape = (rows, *choices, length)
     ids, mask = integers(3, vocab, *shape), torch.ones(shape, dtype=torch.long)
     ids[1, ..., 1], ids[2, ..., 2] = vocab - 1, 2  # the last token id, and an id outside of the random range
-    if config.is_encoder_decoder:
-        ids[..., -1] = config.eos_token_id  # T5ForSequenceClassification needs equally many in each row
-    # transformers 5.17 has the token of padding of Qwen2-VL in the configuration of its decoder only
-    pad = (config if hasattr(config, "pad_token_id") else config.get_text_config()).pad_token_id
+
+    def special(token: str) -> int:
+        # transformers 5.17 has the token of padding of Qwen2-VL in the configuration of its decoder only
+        return int(getattr(config if hasattr(config, token) else config.get_text_config(), token))
+
+    if config.is_encoder_decoder:  # T5ForSequenceClassification needs equally many in each row
+        ids[..., -1] = special("eos_token_id")
+    pad = special("pad_token_id")
     for row, padding in enumerate((3, 0, 1)):
         ids[row, ..., :padding] = pad
         mask[row, ..., :padding] = 0
@@ -1433,30 +1791,52 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
 IMAGES_OF_ROWS = (1, 0, 2)
 """Number of images in each row of a batch of text and images."""
+_TILES = {(16, 16): 4 + 2 * 3, (9, 30): 4 + 2 * 5, (30, 17): 4 + 4 * 3}
 TILED: dict[str, dict[tuple[int, int], int]] = {
-    "llava_next": {(16, 16): 4 + 2 * 3, (9, 30): 4 + 2 * 5, (30, 17): 4 + 4 * 3},
+    **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video"), _TILES),
+    **{kind: {(8, 8): 4, (4, 8): 2, (8, 4): 2} for kind in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
+    # by the number of tiles
+    "deepseek_ocr2": {(0, 0): 145, (1, 0): 145 + 144, (0, 1): 145},
     "llava_onevision": {(16, 16): 4 + 2 * 3, (20, 30): 4 + 1 * 3, (30, 30): 4 + 2 * 3},
 }
-"""Heights and widths of the images of model types that divide them into tiles of 4 patches, with their tokens."""
+"""Heights and widths of images, with their tokens, of model types that divide images into tiles of 4 patches, or that
+take patches of all images as one row."""
 
 
 def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return images, and the tokens with a placeholder for each of their features."""
     ids, token, side = ids.masked_fill(ids == config.image_token_id, 3), config.image_token_id, _TOWER["image_size"]
-    tokens = iter([*TILED[config.model_type].values()] if config.model_type in TILED else [4] * sum(IMAGES_OF_ROWS))
+    each = {"florence2": 5, "emu3": 6, "hunyuan_vl": 8, "hy_v4_vl": 6}.get(config.model_type, 4)
+    tokens = iter([*TILED[config.model_type].values()] if config.model_type in TILED else [each] * sum(IMAGES_OF_ROWS))
+    around = getattr(config, "visual_indicator_token_ids", ())  # only beside images
+    for indicator in around:
+        ids = ids.masked_fill(ids == indicator, 3)
     for row, images in enumerate(IMAGES_OF_ROWS):
         start = 4
         for count in islice(tokens, images):
             ids[row, start : start + count] = token
             if (before := getattr(config, "vision_start_token_id", None)) is not None:
                 ids[row, start - 1] = before
+            if around:
+                ids[row, start - 1], ids[row, start + count] = around[0], around[1]
             start += count + 1
     given = {"input_ids": ids}
     if "image_grid_thw" in (known := parameters_of_forward(name)):
         if "mm_token_type_ids" in known:
             given["mm_token_type_ids"] = (ids == token).long()
+        if "image_merge_sizes" in known:
+            given["image_merge_sizes"] = torch.full((sum(IMAGES_OF_ROWS),), 2)
         grids, patches = _patches(config.vision_config, generator, dtype)
         return {**given, "image_grid_thw": grids, "pixel_values": patches}
+    if "target_sizes" in known:  # MiniCPM-V
+        sizes = torch.tensor([*TILED[config.model_type]])
+        pixels = torch.randn(1, 3, 4, 4 * int(sizes.prod(-1).sum()), generator=generator, dtype=dtype)
+        types = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in known else {}
+        return {**given, **types, "pixel_values": pixels, "target_sizes": sizes}
+    if "pixel_values_local" in known:  # DeepSeek-OCR 2
+        counts = torch.tensor([*TILED[config.model_type]])[:, 0]
+        own, tiles = (torch.randn(n, 3, side, side, generator=generator, dtype=dtype) for n in (3, int(counts.sum())))
+        return {**given, "pixel_values": own, "pixel_values_local": tiles, "num_local_patches": counts}
     if config.model_type in TILED:
         sizes = torch.tensor([*TILED[config.model_type]])
         pixels = torch.randn(len(sizes), 5, 3, side, side, generator=generator, dtype=dtype)
@@ -1464,18 +1844,32 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     pixels = torch.randn(sum(IMAGES_OF_ROWS), 3, side, side, generator=generator, dtype=dtype)
     if name.startswith("Mllama"):
         return {**given, **_tiles_of_rows(ids, side, generator, dtype)}
-    if name.startswith(("Idefics3", "SmolVLM")):  # by row, padded to the most images of a row
+    if name.startswith(("GraniteDocling", "Idefics", "SmolVLM")):  # by row, padded to the most images of a row
         given["pixel_values"] = torch.zeros(len(IMAGES_OF_ROWS), max(IMAGES_OF_ROWS), *pixels.shape[1:], dtype=dtype)
         places = [(row, place) for row, images in enumerate(IMAGES_OF_ROWS) for place in range(images)]
         for (row, place), image in zip(places, pixels, strict=True):
             given["pixel_values"][row, place] = image
     else:
         given["pixel_values"] = pixels
+    if name.startswith("GraniteDocling"):
+        given["pixel_attention_mask"] = given["pixel_values"].flatten(2).any(-1)
+    if "spatial_shapes" in known:  # LFM2-VL
+        shapes = torch.tensor([[4, 4], [2, 8], [4, 4]])
+        given |= {"spatial_shapes": shapes, "pixel_attention_mask": torch.ones(len(shapes), 16, dtype=torch.long)}
+        given["pixel_values"] = torch.randn(len(shapes), 16, 48, generator=generator, dtype=dtype)
+    if name.startswith("Fuyu"):  # by patch of each image
+        given["pixel_values"] = torch.randn(len(pixels), 4, 48, generator=generator, dtype=dtype)
+    if "pixel_mask" in known:  # Aria, without the last column of patches of an image
+        given["pixel_mask"] = torch.ones(len(pixels), side, side, dtype=torch.long)
+        given["pixel_mask"][1, :, -4:] = 0
+    if "high_res_pixel_values" in known:
+        given["high_res_pixel_values"] = torch.randn(len(pixels), 3, 24, 24, generator=generator, dtype=dtype)
     if "image_position_ids" in known:  # Gemma 4, by patch
-        given["pixel_values"] = torch.rand(len(pixels), 16, 48, generator=generator, dtype=dtype)
-        given["image_position_ids"] = torch.cartesian_prod(*2 * [torch.arange(4)]).flip(-1).repeat(len(pixels), 1, 1)
+        places = torch.arange(2 if "Unified" in name else 4)  # patches are not pooled
+        given["pixel_values"] = torch.rand(len(pixels), len(places) ** 2, 48, generator=generator, dtype=dtype)
+        given["image_position_ids"] = torch.cartesian_prod(places, places).flip(-1).repeat(len(pixels), 1, 1)
         given["mm_token_type_ids"] = (ids == token).long()
-    if name.startswith(("Mistral3", "LightOn")):
+    if name.startswith(("Emu3", "Mistral3", "LightOn")):
         given["image_sizes"] = torch.full((len(pixels), 2), side)
     if "token_type_ids" in parameters_of_forward(name):  # PaliGemma's mark its answers, Gemma 3's its images
         given["token_type_ids"] = ((ids == token) ^ name.startswith("PaliGemma")).long()
@@ -1542,9 +1936,46 @@ def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tup
     """Return the patches of all images as one row, and the grid of each image."""
     grids, side = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]]), config.patch_size
     shape: tuple[int, ...] = (3, side, side)
-    if hasattr(config, "temporal_patch_size"):
-        shape = (config.in_channels * config.temporal_patch_size * side**2,)
+    flat = ("temporal_patch_size", "max_image_size", "num_patches", "patch_temporal")
+    if any(hasattr(config, name) for name in flat):
+        frames = getattr(config, "temporal_patch_size", getattr(config, "patch_temporal", 1))
+        shape = (3 * frames * side**2,)
     return grids, torch.randn(len(grids) * 16, *shape, generator=generator, dtype=dtype)
+
+
+def _captions(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return an image, or a video, for each row, a text with left padding, and labels."""
+    rows, length, known = 3, 12, parameters_of_forward(name)
+    given: dict[str, Tensor] = {}
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[1, :3] = 0
+    if "flattened_patches" in known:  # each with its row and column
+        places = torch.cartesian_prod(torch.arange(3), torch.arange(4)).repeat(rows, 1, 1) + 1
+        patches = torch.randn(rows, length, 12, generator=generator, dtype=dtype)
+        given = {"flattened_patches": torch.cat((places.to(dtype), patches), -1), "attention_mask": mask.flip(-1)}
+        if "labels" in known:
+            given["labels"] = integers(3, 101, rows, 7)
+            given["labels"][2, -2:] = -100
+        return given
+    frames = (2,) if config.model_type == "instructblipvideo" else ()
+    given = {"pixel_values": torch.randn(rows, *frames, 3, 16, 16, generator=generator, dtype=dtype)}
+    ids = integers(3, 97, rows, length)
+    ids[:, 0] = 1  # BLIP overwrites the first token
+    if hasattr(config, "num_query_tokens"):
+        token = getattr(config, "image_token_index", None) or config.video_token_index
+        ids[:, 4 : 4 + config.num_query_tokens * (2 if frames else 1)] = token
+    given |= {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    given["input_ids"][:, 0] = 1
+    if "qformer_input_ids" in known:
+        given["qformer_input_ids"] = integers(3, 31, rows, 5)
+        given["qformer_attention_mask"] = (torch.arange(5) < torch.tensor([[5], [3], [4]])).long()
+    if "labels" in known:
+        given["labels"] = ids.masked_fill((mask == 0) | (ids > 97), -100)
+    return given
 
 
 def text_only(config: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
