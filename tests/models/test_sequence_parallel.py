@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from oslo_models import registry
 from oslo_models.distributed import autograd_collectives
@@ -401,6 +402,39 @@ def refused_calls(config: Any) -> None:
     model.schedule = "zb-h1"
     with pytest.raises(ValueError, match="cannot be used with schedule='zb-h1'"):
         model(**batch)
+    model = make()
+    fully_shard(model, mesh=model.mesh.device_mesh["dp"])
+    with pytest.raises(ValueError, match="cannot be used with FSDP2"):
+        model(**batch)
+    with pytest.raises(ValueError, match="cannot be used with DeepSpeed"):
+        DeepSpeedEngine(make())
+
+
+class DeepSpeedEngine:
+    """Lists the parameters in its constructor, as DeepSpeed's class of this name does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.named_parameters())
+
+
+def check_compiled(config: Any, seed: int) -> None:
+    """Compiled code computes whole hidden states."""
+    results = []
+    for divides in (False, True):
+        cls: Any = registry.find("LlamaForCausalLM")
+        model = cls.from_config_with_parallel(config, 2, seed=0, sequence_parallel=divides, dtype=torch.float64)
+        compiled = torch.compile(model, backend="aot_eager")
+        with counting() as counts:
+            loss = compiled(**zoo.batch("LlamaForCausalLM", config, seed)).loss
+            loss.backward()
+        assert not counts["reduce_scatter"]
+        results.append([loss.detach(), *(param.grad for param in model.parameters())])
+    lines = [line for own, whole in zip(*results, strict=True) for line in differences("value", own, whole, TOLERANCE)]
+    assert not lines, "\n".join(lines)
+
+
+def test_compiled_model_computes_whole_hidden_states(pool: Pool, seed: int) -> None:
+    pool.run(2, check_compiled, zoo.config("llama-untied", num_hidden_layers=1, use_cache=False), seed)
 
 
 def test_unsupported_wrappers_are_refused(pool: Pool) -> None:
