@@ -72,7 +72,7 @@ CASES: dict[str, Case] = {
     "Llama, checkpointing": Case("LlamaForCausalLM", WIDE, checkpoints=True),
     "Llama, zb-h1": Case("LlamaForCausalLM", WIDE, sizes=((1, 2),), options={"dtype": "float32", "schedule": "zb-h1"}),
     "Llama, LoRA": Case("LlamaForCausalLM", WIDE, "lora", ((8, 256), (16, 64))),
-    "Llama, QLoRA": Case("LlamaForCausalLM", WIDE, "qlora", ((8, 256), (16, 64))),
+    "Llama, QLoRA": Case("LlamaForCausalLM", WIDE, "qlora", ((8, 256),)),
     "Llama, served": Case("LlamaForCausalLM", WIDE, "serve", ((16, 512), (32, 128))),
     "Qwen3-MoE": Case(
         "Qwen3MoeForCausalLM",

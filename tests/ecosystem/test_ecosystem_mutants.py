@@ -94,7 +94,7 @@ SLOW: dict[str, list[Row]] = {
             "planning.serving:_run_batch",
             "for own in limits_of_groups(limits, stages)",
             "for own in [limits]",
-            "test_cache_of_a_server_is_what_it_reserves",
+            "test_plan_has_the_cache_that_a_server_reserves",
             {"config": LLAMA_CONFIG, "tp": 1, "pp": 2},
         ),
     ],

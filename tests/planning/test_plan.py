@@ -99,7 +99,7 @@ def _reserved(config: Any, tp: int, pp: int, rows: int, length: int) -> tuple[in
 
 @pytest.mark.parametrize("config", [LLAMA, WINDOWED], ids=["llama", "windowed"])
 @pytest.mark.parametrize("tp, pp", [(3, 1), (1, 2), (2, 2)])
-def test_cache_of_a_server_is_what_it_reserves(pool: Pool, config: Any, tp: int, pp: int) -> None:
+def test_plan_has_the_cache_that_a_server_reserves(pool: Pool, config: Any, tp: int, pp: int) -> None:
     found = oslo_models.estimate(config, "serve", tp, pp, 5, 40)
     planned = {
         (rank.stage, tp_rank): rank.parts["key-value cache"] for rank in found.ranks for tp_rank in rank.tp_ranks

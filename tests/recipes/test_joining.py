@@ -19,14 +19,14 @@ from support.pool import Pool
 from support.trainers import fresh_accelerate
 
 STEP = {
-    **{"SLURM_JOB_ID": "41", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "3"},
-    **{"SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2,1(x2),1"},
+    **{"SLURM_JOB_ID": "41", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "5", "SLURM_PROCID": "4"},
+    **{"SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1(x2),1"},
     "SLURM_STEP_NODELIST": "gpu[007-008,12],big1",
 }
 
 
 def test_variables_of_a_task() -> None:
-    expected = {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "gpu007"}
+    expected = {"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "gpu007"}
     assert torch_variables(STEP) == {**expected, "MASTER_PORT": str(FIRST_PORT + 42)}
     assert torch_variables({**STEP, "MASTER_PORT": "7", "SLURM_NODEID": "0"}) == {
         **expected,
