@@ -226,11 +226,6 @@ SUMS = "layers.invariant_sums"
 MUTANTS = {
     "product": Edit(f"{SUMS}:_Product.forward", "x_ND @ w_OD.t()", "(x_ND.float() @ w_OD.t().float()).double()"),
     "weights of attention": Edit(f"{SUMS}:_attention", "to_integers(weights, bits_of(most))", "weights, scale * 0 + 1"),
-    "activations": Edit(
-        "modeling.exact_rollouts:_InvariantActivation.forward",
-        "lanewise(super().forward, input)",
-        "super(_InvariantActivation, self).forward(input)",
-    ),
     "partial sums": Edit(f"{SUMS}:_most", "axis.size == 1", "True"),
 }
 
