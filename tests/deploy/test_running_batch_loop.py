@@ -56,20 +56,29 @@ def test_short_prompts_are_computed_together(pair: Any, seed: int, monkeypatch: 
     application = Application(model, BatchLimits(8, 64, 30))
     for number, call in enumerate(calls):
         application.send(0, request(number, call, stream=True))
-    right, steps = application.batch.runners[0].run, []
+    runner, joined = application.batch.runners[0], list[list[int]]()
+    right, logits = runner.run, [list[Tensor]() for _ in calls]
 
     def run(step: Any) -> Any:
-        steps.append(step)
-        return right(step)
+        logits_BV = right(step)
+        numbers = [prompt.number for prompt in step.whole] or ([step.number] if step.chunk else runner.numbers)
+        for number, logits_V in zip(numbers, logits_BV, strict=True):
+            logits[number].append(logits_V)
+        if step.chunk:
+            joined.append(numbers)
+        return logits_BV
 
-    monkeypatch.setattr(application.batch.runners[0], "run", run)
+    monkeypatch.setattr(runner, "run", run)
     application.run()
-    joined = [[prompt.number for prompt in step.whole] or [step.number] for step in steps if step.chunk]
     assert joined == [[0, 1, 2], [3], [4, 5], [6]]
     assert reused(application) == [11]
     for number, call in enumerate(calls):
-        assert application.answer(number).result.tolist() == alone(whole, call)
+        answer = application.answer(number).result
+        assert answer.tolist() == alone(whole, call)
         assert len(application.streamed(number)) == 7
+        with torch.no_grad():
+            expected_LV = whole(answer).logits[0, -6:-1]
+        torch.testing.assert_close(torch.stack(logits[number]), expected_LV, rtol=1e-10, atol=1e-10)
 
 
 def test_rows_end_at_their_own_tokens_and_are_padded(pair: Any, seed: int) -> None:
