@@ -310,10 +310,6 @@ from oslo_models.models.ernie4_5 import Ernie4_5ForCausalLM as Ernie4_5ForCausal
 from oslo_models.models.ernie4_5 import Ernie4_5Model as Ernie4_5Model
 from oslo_models.models.ernie4_5_moe import Ernie4_5_MoeForCausalLM as Ernie4_5_MoeForCausalLM
 from oslo_models.models.ernie4_5_moe import Ernie4_5_MoeModel as Ernie4_5_MoeModel
-from oslo_models.models.ernie4_5_vl_moe import Ernie4_5_VLMoeForConditionalGeneration as Ernie4_5_VLMoeForConditionalGeneration
-from oslo_models.models.ernie4_5_vl_moe import Ernie4_5_VLMoeModel as Ernie4_5_VLMoeModel
-from oslo_models.models.ernie4_5_vl_moe import Ernie4_5_VLMoeTextModel as Ernie4_5_VLMoeTextModel
-from oslo_models.models.ernie4_5_vl_moe import Ernie4_5_VLMoeVisionTransformerPretrainedModel as Ernie4_5_VLMoeVisionTransformerPretrainedModel
 from oslo_models.models.exaone4 import Exaone4ForCausalLM as Exaone4ForCausalLM
 from oslo_models.models.exaone4 import Exaone4ForQuestionAnswering as Exaone4ForQuestionAnswering
 from oslo_models.models.exaone4 import Exaone4ForSequenceClassification as Exaone4ForSequenceClassification
@@ -539,9 +535,6 @@ from oslo_models.models.janus import JanusVisionModel as JanusVisionModel
 from oslo_models.models.jetmoe import JetMoeForCausalLM as JetMoeForCausalLM
 from oslo_models.models.jetmoe import JetMoeForSequenceClassification as JetMoeForSequenceClassification
 from oslo_models.models.jetmoe import JetMoeModel as JetMoeModel
-from oslo_models.models.kimi_k25 import Kimi_K25ForConditionalGeneration as Kimi_K25ForConditionalGeneration
-from oslo_models.models.kimi_k25 import Kimi_K25Model as Kimi_K25Model
-from oslo_models.models.kimi_k25 import Kimi_K25VisionModel as Kimi_K25VisionModel
 from oslo_models.models.kimi_linear import KimiLinearForCausalLM as KimiLinearForCausalLM
 from oslo_models.models.kimi_linear import KimiLinearModel as KimiLinearModel
 from oslo_models.models.kolibri1 import Kolibri1ForCausalLM as Kolibri1ForCausalLM
@@ -966,10 +959,6 @@ from oslo_models.models.starcoder2 import Starcoder2ForCausalLM as Starcoder2For
 from oslo_models.models.starcoder2 import Starcoder2ForSequenceClassification as Starcoder2ForSequenceClassification
 from oslo_models.models.starcoder2 import Starcoder2ForTokenClassification as Starcoder2ForTokenClassification
 from oslo_models.models.starcoder2 import Starcoder2Model as Starcoder2Model
-from oslo_models.models.step3p7 import Step3p7ForConditionalGeneration as Step3p7ForConditionalGeneration
-from oslo_models.models.step3p7 import Step3p7Model as Step3p7Model
-from oslo_models.models.step3p7 import Step3p7TextModel as Step3p7TextModel
-from oslo_models.models.step3p7 import Step3p7VisionModel as Step3p7VisionModel
 from oslo_models.models.swin import SwinForImageClassification as SwinForImageClassification
 from oslo_models.models.swin import SwinForMaskedImageModeling as SwinForMaskedImageModeling
 from oslo_models.models.swin import SwinModel as SwinModel
@@ -1196,9 +1185,6 @@ from transformers import Emu3TextConfig as Emu3TextConfig
 from transformers import EncoderDecoderConfig as EncoderDecoderConfig
 from transformers import Ernie4_5Config as Ernie4_5Config
 from transformers import Ernie4_5_MoeConfig as Ernie4_5_MoeConfig
-from transformers import Ernie4_5_VLMoeConfig as Ernie4_5_VLMoeConfig
-from transformers import Ernie4_5_VLMoeTextConfig as Ernie4_5_VLMoeTextConfig
-from transformers import Ernie4_5_VLMoeVisionConfig as Ernie4_5_VLMoeVisionConfig
 from transformers import ErnieConfig as ErnieConfig
 from transformers import Exaone4Config as Exaone4Config
 from transformers import Exaone4_5_Config as Exaone4_5_Config
@@ -1298,8 +1284,6 @@ from transformers import JanusConfig as JanusConfig
 from transformers import JanusVisionConfig as JanusVisionConfig
 from transformers import JetMoeConfig as JetMoeConfig
 from transformers import KimiLinearConfig as KimiLinearConfig
-from transformers import Kimi_K25Config as Kimi_K25Config
-from transformers import Kimi_K25VisionConfig as Kimi_K25VisionConfig
 from transformers import Kolibri1Config as Kolibri1Config
 from transformers import LEDConfig as LEDConfig
 from transformers import LagunaConfig as LagunaConfig
@@ -1445,9 +1429,6 @@ from transformers import Speech2TextConfig as Speech2TextConfig
 from transformers import SqueezeBertConfig as SqueezeBertConfig
 from transformers import StableLmConfig as StableLmConfig
 from transformers import Starcoder2Config as Starcoder2Config
-from transformers import Step3p7Config as Step3p7Config
-from transformers import Step3p7TextConfig as Step3p7TextConfig
-from transformers import Step3p7VisionConfig as Step3p7VisionConfig
 from transformers import SwinConfig as SwinConfig
 from transformers import Swinv2Config as Swinv2Config
 from transformers import SwitchTransformersConfig as SwitchTransformersConfig
@@ -1562,7 +1543,6 @@ from transformers.models.emu3.modeling_emu3 import Emu3PreTrainedModel as Emu3Pr
 from transformers.models.ernie.modeling_ernie import ErniePreTrainedModel as ErniePreTrainedModel
 from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5PreTrainedModel as Ernie4_5PreTrainedModel
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoePreTrainedModel as Ernie4_5_MoePreTrainedModel
-from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoePreTrainedModel as Ernie4_5_VLMoePreTrainedModel
 from transformers.models.exaone4.modeling_exaone4 import Exaone4PreTrainedModel as Exaone4PreTrainedModel
 from transformers.models.exaone4_5.modeling_exaone4_5 import Exaone4_5_PreTrainedModel as Exaone4_5_PreTrainedModel
 from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoePreTrainedModel as ExaoneMoePreTrainedModel
@@ -1644,7 +1624,6 @@ from transformers.models.jais2.modeling_jais2 import Jais2PreTrainedModel as Jai
 from transformers.models.jamba.modeling_jamba import JambaPreTrainedModel as JambaPreTrainedModel
 from transformers.models.janus.modeling_janus import JanusPreTrainedModel as JanusPreTrainedModel
 from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel as JetMoePreTrainedModel
-from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25PreTrainedModel as Kimi_K25PreTrainedModel
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearPreTrainedModel as KimiLinearPreTrainedModel
 from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1PreTrainedModel as Kolibri1PreTrainedModel
 from transformers.models.laguna.modeling_laguna import LagunaPreTrainedModel as LagunaPreTrainedModel
@@ -1762,7 +1741,6 @@ from transformers.models.speech_to_text.modeling_speech_to_text import Speech2Te
 from transformers.models.squeezebert.modeling_squeezebert import SqueezeBertPreTrainedModel as SqueezeBertPreTrainedModel
 from transformers.models.stablelm.modeling_stablelm import StableLmPreTrainedModel as StableLmPreTrainedModel
 from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2PreTrainedModel as Starcoder2PreTrainedModel
-from transformers.models.step3p7.modeling_step3p7 import Step3p7PreTrainedModel as Step3p7PreTrainedModel
 from transformers.models.swin.modeling_swin import SwinPreTrainedModel as SwinPreTrainedModel
 from transformers.models.swinv2.modeling_swinv2 import Swinv2PreTrainedModel as Swinv2PreTrainedModel
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersPreTrainedModel as SwitchTransformersPreTrainedModel
