@@ -37,7 +37,7 @@ def check_batches(steps: list[Step], tp: int) -> None:
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("model_type", zoo.WITH_IMAGES)
 def test_text_alone_and_images_in_other_rows_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
     if (reason := zoo.fault_of_release(model_type)) is not None:
@@ -74,7 +74,7 @@ def check_on_stages(step: Step, tokens: Tokens, alone: Step, sizes: tuple[int, i
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(4)
 @pytest.mark.stacks
 @pytest.mark.parametrize("model_type", [each for each in zoo.WITH_IMAGES if each not in ONE_STAGE])
 def test_micro_batches_with_images_of_their_rows_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
