@@ -233,9 +233,7 @@ from oslo_models.models.deberta_v2 import DebertaV2ForTokenClassification as Deb
 from oslo_models.models.deberta_v2 import DebertaV2Model as DebertaV2Model
 from oslo_models.models.deepseek_ocr2 import DeepseekOcr2ForConditionalGeneration as DeepseekOcr2ForConditionalGeneration
 from oslo_models.models.deepseek_ocr2 import DeepseekOcr2Model as DeepseekOcr2Model
-from oslo_models.models.deepseek_ocr2 import DeepseekOcr2SamVisionEncoder as DeepseekOcr2SamVisionEncoder
 from oslo_models.models.deepseek_ocr2 import DeepseekOcr2TextModel as DeepseekOcr2TextModel
-from oslo_models.models.deepseek_ocr2 import DeepseekOcr2VisionEncoder as DeepseekOcr2VisionEncoder
 from oslo_models.models.deepseek_v2 import DeepseekV2ForCausalLM as DeepseekV2ForCausalLM
 from oslo_models.models.deepseek_v2 import DeepseekV2ForSequenceClassification as DeepseekV2ForSequenceClassification
 from oslo_models.models.deepseek_v2 import DeepseekV2Model as DeepseekV2Model
@@ -349,7 +347,6 @@ from oslo_models.models.flint import FlintForCausalLM as FlintForCausalLM
 from oslo_models.models.flint import FlintModel as FlintModel
 from oslo_models.models.florence2 import Florence2ForConditionalGeneration as Florence2ForConditionalGeneration
 from oslo_models.models.florence2 import Florence2Model as Florence2Model
-from oslo_models.models.florence2 import Florence2VisionBackbone as Florence2VisionBackbone
 from oslo_models.models.focalnet import FocalNetForImageClassification as FocalNetForImageClassification
 from oslo_models.models.focalnet import FocalNetForMaskedImageModeling as FocalNetForMaskedImageModeling
 from oslo_models.models.focalnet import FocalNetModel as FocalNetModel
@@ -660,13 +657,10 @@ from oslo_models.models.minicpm3 import MiniCPM3ForSequenceClassification as Min
 from oslo_models.models.minicpm3 import MiniCPM3Model as MiniCPM3Model
 from oslo_models.models.minicpm_ocr import MiniCPMOcrForConditionalGeneration as MiniCPMOcrForConditionalGeneration
 from oslo_models.models.minicpm_ocr import MiniCPMOcrModel as MiniCPMOcrModel
-from oslo_models.models.minicpm_ocr import MiniCPMOcrVisionModel as MiniCPMOcrVisionModel
 from oslo_models.models.minicpmv4_6 import MiniCPMV4_6ForConditionalGeneration as MiniCPMV4_6ForConditionalGeneration
 from oslo_models.models.minicpmv4_6 import MiniCPMV4_6Model as MiniCPMV4_6Model
-from oslo_models.models.minicpmv4_6 import MiniCPMV4_6VisionModel as MiniCPMV4_6VisionModel
 from oslo_models.models.minicpmv4_7 import MiniCPMV4_7ForConditionalGeneration as MiniCPMV4_7ForConditionalGeneration
 from oslo_models.models.minicpmv4_7 import MiniCPMV4_7Model as MiniCPMV4_7Model
-from oslo_models.models.minicpmv4_7 import MiniCPMV4_7VisionModel as MiniCPMV4_7VisionModel
 from oslo_models.models.minimax import MiniMaxForCausalLM as MiniMaxForCausalLM
 from oslo_models.models.minimax import MiniMaxForQuestionAnswering as MiniMaxForQuestionAnswering
 from oslo_models.models.minimax import MiniMaxForSequenceClassification as MiniMaxForSequenceClassification
@@ -1040,7 +1034,6 @@ from oslo_models.models.vaultgemma import VaultGemmaForCausalLM as VaultGemmaFor
 from oslo_models.models.vaultgemma import VaultGemmaModel as VaultGemmaModel
 from oslo_models.models.video_llama_3 import VideoLlama3ForConditionalGeneration as VideoLlama3ForConditionalGeneration
 from oslo_models.models.video_llama_3 import VideoLlama3Model as VideoLlama3Model
-from oslo_models.models.video_llama_3 import VideoLlama3VisionModel as VideoLlama3VisionModel
 from oslo_models.models.video_llava import VideoLlavaForConditionalGeneration as VideoLlavaForConditionalGeneration
 from oslo_models.models.video_llava import VideoLlavaModel as VideoLlavaModel
 from oslo_models.models.videomae import VideoMAEForPreTraining as VideoMAEForPreTraining
@@ -1750,7 +1743,6 @@ from transformers.models.minicpmv4_6.modeling_minicpmv4_6 import MiniCPMV4_6PreT
 from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7PreTrainedModel as MiniCPMV4_7PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxPreTrainedModel as MiniMaxPreTrainedModel
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2PreTrainedModel as MiniMaxM2PreTrainedModel
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3PreTrainedModel as MiniMaxM3PreTrainedModel
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLPreTrainedModel as MiniMaxM3VLPreTrainedModel
 from transformers.models.ministral.modeling_ministral import MinistralPreTrainedModel as MinistralPreTrainedModel
 from transformers.models.ministral3.modeling_ministral3 import Ministral3PreTrainedModel as Ministral3PreTrainedModel

@@ -15,11 +15,15 @@ from oslo_models.models.got_ocr2 import WindowsParallel
 from oslo_models.models.llama import LlamaParallel
 
 
-class DeepseekOcr2SamVisionEncoder(WindowsParallel, hf.DeepseekOcr2SamVisionEncoder):
+class WindowsWithConvolutionsParallel(WindowsParallel):
+    """Sharding plan of SAM's encoder, with two convolutions after it."""
+
     head_plan = {"proj": Replicated()}
 
 
-class DeepseekOcr2VisionEncoder(LlamaParallel, hf.DeepseekOcr2VisionEncoder):
+class PatchesAndQueriesParallel(LlamaParallel):
+    """Sharding plan of the encoder of patches and queries, without words."""
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         return replace(super().plan(config), embed={})
@@ -37,8 +41,8 @@ class DeepseekOcr2Parallel(ParallelModel):
     def plan(cls, config: Any) -> Plan:
         vision = config.vision_config
         towers = [
-            ("vision_tower.sam_encoder", DeepseekOcr2SamVisionEncoder, vision.sam_config),
-            ("vision_tower.vision_encoder", DeepseekOcr2VisionEncoder, vision.encoder_config),
+            ("vision_tower.sam_encoder", WindowsWithConvolutionsParallel, vision.sam_config),
+            ("vision_tower.vision_encoder", PatchesAndQueriesParallel, vision.encoder_config),
         ]
         queries = (f"vision_tower.query_{size}_resolution" for size in (768, 1024))
         between = dict.fromkeys((*queries, "multi_modal_projector", "view_separator"), Replicated())

@@ -13,7 +13,9 @@ from oslo_models.models.llava import LlavaParallel
 from oslo_models.sharding.layout import EvenSplit
 
 
-class Florence2VisionBackbone(ParallelModel, hf.Florence2VisionBackbone):
+class DaViTParallel(ParallelModel):
+    """Sharding plan of the encoder."""
+
     @staticmethod
     def half(block: str, attention: str, attribute: str, heads: EvenSplit) -> Entries:
         """Return the plan of one half of a block: an attention, with heads or groups of channels, and an MLP."""
@@ -44,7 +46,7 @@ class Florence2VisionBackbone(ParallelModel, hf.Florence2VisionBackbone):
 class Florence2Parallel(LlavaParallel):
     """Sharding plan of the Florence-2 family."""
 
-    classes = {"vision_tower": Florence2VisionBackbone}
+    classes = {"vision_tower": DaViTParallel}
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

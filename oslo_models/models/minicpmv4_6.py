@@ -20,15 +20,11 @@ class MiniCPMEncoderParallel(PackedPatchesParallel):
     head_plan = {"post_layernorm": Norm(), "vit_merger": Replicated()}
 
 
-class MiniCPMV4_6VisionModel(MiniCPMEncoderParallel, hf.MiniCPMV4_6VisionModel):
-    pass
-
-
 class MiniCPMV4_6Parallel(LlavaParallel):
     """Sharding plan of the MiniCPM-V 4.6 family."""
 
     projectors = {"merger": Replicated()}
-    classes = {"vision_tower": MiniCPMV4_6VisionModel}
+    classes = {"vision_tower": MiniCPMEncoderParallel}
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

@@ -29,7 +29,9 @@ class PackedPatchesParallel(SiglipParallel):
         )
 
 
-class VideoLlama3VisionModel(PackedPatchesParallel, hf.VideoLlama3VisionModel):
+class NormedPatchesParallel(PackedPatchesParallel):
+    """Sharding plan of encoders of patches with a norm after the blocks."""
+
     head_plan = {"post_layernorm": Norm()}
 
 
@@ -38,6 +40,7 @@ class VideoLlama3Parallel(LlavaParallel):
 
     towers = {"vision_model": "vision_config"}
     projectors = {"projector": Replicated()}
+    classes = {"vision_model": NormedPatchesParallel}
 
 
 class VideoLlama3Model(VideoLlama3Parallel, hf.VideoLlama3Model):

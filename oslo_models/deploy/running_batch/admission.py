@@ -48,6 +48,13 @@ EXCLUSIVE: Mapping[str, str] = {
     "mllama": "some blocks read the features of images, beside the cache of tokens",
     "ovis2": "the tokens around an image have embeddings from the call with its pixels",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
+    **dict.fromkeys(
+        (
+            *("cosmos3_edge", "emu3", "exaone4_5", "fuyu", "hyperclovax_vision_v2", "idefics2", "janus"),
+            *("llava_next_video", "muse_glimmer", "qianfan_ocr", "video_llava"),
+        ),
+        "its images were not tested in a running batch",
+    ),
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
