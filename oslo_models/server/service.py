@@ -219,6 +219,11 @@ class Service:
 
 async def _together(streams: Sequence[AsyncGenerator[Answer, None]]) -> AsyncGenerator[tuple[int, Answer], None]:
     """Yield the pieces of several answers with their indices, as they arrive. If one fails, cancel the others."""
+    if len(streams) == 1:  # without a task and a queue, which would cost time for each token
+        async with contextlib.aclosing(streams[0]) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
     queue: asyncio.Queue[tuple[int, Answer] | BaseException | None] = asyncio.Queue()
 
     async def forward(index: int, stream: AsyncGenerator[Answer, None]) -> None:

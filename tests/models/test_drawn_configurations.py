@@ -62,7 +62,25 @@ def reference(name: str, drawn: draws.Draw, seed: int, folder: Path) -> tuple[St
     if not all(value.isfinite().all() for value in (step.value, *step.gradients.values()) if value is not None):
         raise ValueError("gradients are not finite")
     generates = zoo.original(name).can_generate() and not name.endswith(("DoubleHeadsModel", "ForCTC"))
-    return step, generate_tokens(reference_model(name, config, seed), batch, GREEDY) if generates else {}
+    tokens = generate_tokens(reference_model(name, config, seed), batch, GREEDY) if generates else {}
+    if tokens and hasattr(config, "index_topk_blocks"):
+        require_no_ties(name, config, seed, batch, tokens)
+    return step, tokens
+
+
+def require_no_ties(name: str, config: Any, seed: int, batch: dict[str, Any], tokens: Tokens) -> None:
+    """Raise ``ValueError`` if transformers' tokens change with rounding errors of the weights.
+
+    Padded positions have equal keys, so blocks of them have equal scores, and rounding chooses among these blocks.
+    """
+    for draw in range(4):
+        model, generator = reference_model(name, config, seed), torch.Generator().manual_seed(draw)
+        with torch.no_grad():
+            for param in model.parameters():
+                param *= 1 + 1e-14 * torch.randn(param.shape, generator=generator, dtype=param.dtype)
+        found = generate_tokens(model, batch, GREEDY)
+        if any(not torch.equal(found[way], tokens[way]) for way in tokens):
+            raise ValueError("the chosen blocks of keys depend on rounding")
 
 
 def check_class(pool: Pool, folder: Path, name: str, seed: int, meshes: tuple[Mesh, ...], record: Any) -> None:
