@@ -29,8 +29,7 @@ from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_o
 from oslo_models.modeling.weight_mapping import WeightMapping
 from oslo_models.sharding.plan import Plan
 
-_OTHERS = ("deploy", "resize_token_embeddings", "sequence_parallel")
-_KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in _OTHERS)]
+_KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy", "resize_token_embeddings"))]
 
 
 def initialize(
@@ -110,6 +109,11 @@ def _arguments(section: Mapping[str, Any]) -> Arguments:
     """Return the arguments in the section on parallelism."""
     if unknown := [f"{PARALLELISM}.{key}" for key in section.keys() - set(_KEYS)]:
         raise ValueError(f"config has unknown keys {sorted(unknown)}; {PARALLELISM} may have {_KEYS}")
+    if section.get("sequence_parallel"):
+        raise ValueError(
+            f"{PARALLELISM}.sequence_parallel must be false for a model that exists already: load it with "
+            "from_pretrained_with_parallel(..., sequence_parallel=True)"
+        )
     enable = section.get("enable", True)
     if not isinstance(enable, bool):
         raise ValueError(f"{PARALLELISM}.enable must be true or false, got {enable!r}")
