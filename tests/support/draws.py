@@ -632,7 +632,7 @@ def _configured(
     parts = [key for key, value in values.items() if isinstance(value, dict) and key != "backbone_config"]
     for part in parts:
         own = values[part]
-        _sizes(own, own.get("model_type", model_type), draw)
+        _sizes(own, own.get("model_type", "" if part == "rope_parameters" else model_type), draw)
     if model_type in ("siglip", "siglip2"):
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
     if model_type == "paligemma":
