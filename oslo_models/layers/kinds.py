@@ -68,7 +68,7 @@ class ShardedModule(nn.Module):
         tp: axis over which the layer is sharded.
         stream: random stream for dropout in the sharded region, or ``None`` if the model uses no dropout.
         layouts: layouts of the parameters.
-        tokens: divides tokens between sharded layers, or ``None`` without sequence parallelism.
+        token_parts: divides tokens between sharded layers, or ``None`` without sequence parallelism.
         is_wrapped: whether the code of a custom layer wraps the parallel layer, instead of the reverse.
         takes_parts: whether the layer gathers parts of the tokens itself. Other layers get whole inputs.
         returns_parts: whether the layer returns a part of the tokens of its sum.
@@ -80,7 +80,7 @@ class ShardedModule(nn.Module):
     tp: Axis
     stream: ShardedRngStream | None
     layouts: dict[str, Layout]
-    tokens: TokenParts | None = None
+    token_parts: TokenParts | None = None
 
     def configure(self, entry: Any, context: ShardingContext) -> None:
         """Set the attributes of the layer. Called once, while the parameters still have their full shapes.
@@ -131,7 +131,7 @@ class ShardedModule(nn.Module):
         """
         if self.stream is not None:
             self.stream.leave()
-        if self.tokens is not None:
+        if self.token_parts is not None:
             require_whole(x, self)
         return x
 

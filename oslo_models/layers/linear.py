@@ -159,7 +159,7 @@ class _RowParallel(_Linear):
 
     def sum_of(self, partial: Tensor) -> Tensor:
         """Return the sum of the products ``partial`` of all ranks plus the bias, or this rank's tokens of it."""
-        part = None if self.tokens is None else self.tokens.divide_sum(partial, self.bias)
+        part = None if self.token_parts is None else self.token_parts.divide_sum(partial, self.bias)
         return add_bias(reduce_from(self.tp, partial), self.bias) if part is None else part
 
     def _share_of_bias(self) -> Tensor:

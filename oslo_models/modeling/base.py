@@ -85,7 +85,7 @@ class ParallelModel(
         check_inputs: compares the inputs of the ranks. ``None`` disables the comparison.
         sharded_layers: detects replaced sharded layers. ``None`` without tensor parallelism.
         attention_outputs: gathers attention weights. ``None`` if every rank has all heads.
-        tokens: divides the tokens over tensor-parallel ranks. ``None`` without sequence parallelism.
+        token_parts: divides the tokens over tensor-parallel ranks. ``None`` without sequence parallelism.
     """
 
     head_plan: ClassVar[Entries] = {}
@@ -178,7 +178,7 @@ class ParallelModel(
         if mesh.tp.size > 1 or mesh.has_experts_over_replicas:
             apply_plan(self, plan, prefix, head, mesh, self.layouts)
         if sequence_parallel:
-            self.tokens = divide_tokens(self, plan, prefix, head, mesh)
+            self.token_parts = divide_tokens(self, plan, prefix, head, mesh)
         if mesh.pp.size > 1:
             pp = mesh.pp
             self.stage = split_stage(

@@ -49,7 +49,7 @@ def with_full_outputs(forward: Any) -> Any:
             if model.sharded_layers is not None:
                 model.sharded_layers.check(model)
             _refuse_transforms(model)
-            if model.tokens is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if model.token_parts is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 check_wrappers(model)
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
             if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):
@@ -177,7 +177,7 @@ def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
 def within_model(model: ParallelModelInternals) -> Any:
     """Return a context in which modules return local results: attention weights of local heads, parts of tokens."""
     outputs = nullcontext() if model.attention_outputs is None else model.attention_outputs.within_model()
-    return outputs if model.tokens is None else _within_both(outputs, model.tokens.within_model())
+    return outputs if model.token_parts is None else _within_both(outputs, model.token_parts.within_model())
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class FusableModel(PreTrainedModel):
 
     mesh: ParallelMesh | None = None
     gather_logits: bool | None = None
-    tokens: TokenParts | None = None
+    token_parts: TokenParts | None = None
     _fusion: Fusion | None = None
     _fuses_ngrams: bool = False
     _fuses_ngrams_by_default: bool = False
@@ -106,7 +106,7 @@ class FusableModel(PreTrainedModel):
             ValueError: the model has no such class, or the backend, ``weights``, ``float8`` or ``symmetric_memory`` is
                 not available, or the model has exact rollouts. The model is unchanged.
         """
-        if self.tokens is not None:
+        if self.token_parts is not None:
             raise ValueError("fuse() does not support sequence_parallel=True: leave one of them out")
         if getattr(self, "has_exact_rollouts", False):
             raise ValueError("fuse replaces layers that use_exact_rollouts needs: fused kernels sum in other orders")

@@ -28,7 +28,7 @@ class ParallelModelInternals(ShardedModel, Protocol):
     check_inputs: InputCheck | None
     full_layouts: dict[str, Layout]
     sharded_layers: ShardedLayers | None
-    tokens: TokenParts | None
+    token_parts: TokenParts | None
     training: bool
     _attention_choice: AttentionChoice | None
     _full_class: type

@@ -35,7 +35,7 @@ def divide_tokens(model: nn.Module, plan: Plan, prefix: str, head: Entries, mesh
             become(modules[name], TokenwiseModule)
     for module in modules.values():
         if isinstance(module, ShardedModule) and module.returns_parts:
-            module.tokens = tokens
+            module.token_parts = tokens
         elif isinstance(module, ShardedModule) and not module.takes_parts:
             module.register_forward_pre_hook(gathered_inputs, with_kwargs=True)
     return tokens

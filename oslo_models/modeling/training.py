@@ -45,15 +45,15 @@ class TrainableModel(PreTrainedModel):
     stage: Stage | None = None
     micro_batch_size: int = 1
     layouts: dict[str, Layout]
-    tokens: TokenParts | None = None
+    token_parts: TokenParts | None = None
     _attention_choice: AttentionChoice | None = None
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any
     ) -> None:
         """Like transformers' method. With sequence parallelism, parts of tokens pass through the function."""
-        if self.tokens is not None:
-            gradient_checkpointing_func = self.tokens.checkpointing(gradient_checkpointing_func)
+        if self.token_parts is not None:
+            gradient_checkpointing_func = self.token_parts.checkpointing(gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
@@ -112,7 +112,7 @@ class TrainableModel(PreTrainedModel):
                 require_replicas_in_fully_shard(f"one {type(self).__name__}", self.mesh)
         if recurse and self.mesh is not None and self.mesh.has_experts_over_replicas:
             _refuse_deepspeed()
-        if recurse and self.tokens is not None:
+        if recurse and self.token_parts is not None:
             refuse_deepspeed()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 

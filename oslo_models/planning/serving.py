@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,9 @@ from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.planning.meta_run import ACTIVATIONS, CACHE, MetaRun
 
-if TYPE_CHECKING:
-    from oslo_models.planning.job import Job
-
 
 @torch.no_grad()
-def serve(job: Job, model: ShardedModel, run: MetaRun) -> Counter[str]:
+def serve(job: Any, model: ShardedModel, run: MetaRun) -> Counter[str]:
     """Return the peak of a server with ``job.batch`` rows of ``job.length`` tokens."""
     chunk = (GPU_LIMITS if job.device_type == "cuda" else DEFAULT_LIMITS).chunk
     limits = BatchLimits(job.batch, max(job.length, 2), min(chunk, job.length))
@@ -56,7 +53,7 @@ def _run_batch(model: ShardedModel, run: MetaRun, limits: BatchLimits) -> Counte
     return run.peak
 
 
-def _prefill(job: Job, model: ShardedModel, run: MetaRun) -> Counter[str]:
+def _prefill(job: Any, model: ShardedModel, run: MetaRun) -> Counter[str]:
     """Compute prompts by one call. Return the peak, with the cache that remains as its own part."""
     run.reset_peak()
     tokens = torch.zeros(job.batch, job.length, dtype=torch.long, device="meta")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +44,8 @@ def run(task: str, argv: Sequence[str]) -> None:
         return
     if is_one_of_several() and parse(task, argv).parallel.nnodes == 1:
         environment = {**os.environ, **torch_variables(), "PYTHONPATH": import_path()}
-        os.execve(sys.executable, python_module("oslo_models", task, *argv), environment)
+        command = python_module("oslo_models", task, *argv)
+        os.execve(command[0], command, environment)
     recipe, sizes = check(task, argv)
     from oslo_models.recipes.launching import launch
 

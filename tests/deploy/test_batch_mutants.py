@@ -419,7 +419,7 @@ SLOW: list[Row] = [
         COME_AND_GO,
         {},
     ),
-    (f"{SAMPLING}:_drawn_scores", "generator=row.generator", "", DRAWS, DRAWN, {"ties": False}),
+    (f"{ROW}:Row.draw_", "generator=self.generator", "", DRAWS, DRAWN, {"ties": False}),
     (f"{SAMPLING}:_drawn_scores", "scores_BV[index] = row.processed", "row.processed", DRAWS, DRAWN, {"ties": False}),
     (
         f"{SAMPLING}:choose_tokens",

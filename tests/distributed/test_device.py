@@ -87,7 +87,7 @@ def test_ranks_broadcast_the_states_of_generators_in_one_order(device: str, monk
         generators = {"cuda": spare.pop(), "cpu": spare.pop()}
         sent: list[int] = []
 
-        def send(_: Any, state: Any, sent: list[int] = sent) -> Any:
+        def send(_: Any, state: Any, src: int, sent: list[int] = sent) -> Any:
             sent.append(int(state[0]))
             return state
 

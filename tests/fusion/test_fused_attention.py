@@ -130,6 +130,8 @@ def test_rotary_attention_matches_transformers(variant: str, seed: int) -> None:
 def test_rotary_attention_passes_the_same_arguments_on(variant: str) -> None:
     """Arguments include windows, scales and dropout, which only some attention functions use, and output dropout."""
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=0.3)
+    if hasattr(config, "qformer_config"):
+        config.qformer_config.hidden_dropout_prob = 0.0  # fused residuals draw other masks
     options = {"seed": 1, "dtype": torch.float64, "attn_implementation": "sdpa"}
     model = registry.find(name).from_config_with_parallel(config, **options).train()
     batch, found = zoo.batch(name, config, 1), []

@@ -15,7 +15,7 @@ from oslo_kernels.operation import Operation
 B, H, G, L, W = 2, 4, 2, 3, 8
 QUERY, KEY, TABLE = (B, H, L, W), (B, G, L, W), (B, L, W)
 ROWS = (3, 5, W)
-COLLECTIVES = {"all_reduce", "all_gather", "symmetric_sum"}
+COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "symmetric_sum"}
 """Operations without kernels: they take no addresses."""
 CALLS: dict[Operation, tuple[Any, ...]] = {
     dropout.bias_dropout_residual: (ROWS, (W,), ROWS, 0.5, 1),

@@ -361,7 +361,7 @@ class Streamer:
 def check_streamers(given: Case, tp: int, pp: int) -> None:
     model = model_on_stages(*given, tp, pp)
     rank, prompts = model.mesh.model.rank, [[5, 6, 7], [8, 9]]
-    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    options: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     streamer = Streamer()
     outputs = [*model.generate_batch(prompts, **options, streamer=streamer if rank == 0 else None).values()]
     if rank == 0:

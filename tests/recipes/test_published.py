@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 pytest.importorskip("trl", reason="recipes are TRL's")
 
@@ -24,6 +23,7 @@ from support.reference import TOLERANCE
 from support.trainers import fresh_accelerate
 from support.trl_trainers import exactly, sentences, tiny_config
 
+yaml = pytest.importorskip("yaml")
 MODEL = "Qwen/Qwen2.5-0.5B"
 PUBLISHED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "sft": ("sft", {"dataset_name": "stanfordnlp/imdb"}, ("text",)),
