@@ -469,7 +469,7 @@ def test_base_classes_of_transformers_are_exported() -> None:
             classes.pop(name_of_part, None)
         assert all(issubclass(cls, base) for cls in classes.values())
         assert name not in registry.model_classes(model_type)
-    assert without == ["encoder-decoder", "speech-encoder-decoder", "vision-encoder-decoder"]
+    assert without == ["encoder-decoder", "minimax_m3_vl", "speech-encoder-decoder", "vision-encoder-decoder"]
 
 
 def test_names_that_oslo_1_exported_are_there() -> None:
@@ -515,7 +515,7 @@ def test_plan_shards_every_module_that_the_plan_of_transformers_shards(model_typ
     layouts = layouts_of(model, plan, prefix, type(model).head_plan, 2)
     assert type(config).base_model_tp_plan
     for pattern, style in type(config).base_model_tp_plan.items():
-        if pattern.startswith("vision_adapter"):  # Muse Glimmer's projector is replicated
+        if pattern.startswith(("vision_adapter", "vision_projection")):  # Muse Glimmer's projector is replicated
             continue
         if style in ("local_params", "moe_identity_expert"):  # without parameters, or with separate plan lines for them
             continue

@@ -286,7 +286,8 @@ def test_vanished_hosts_are_noticed_within_two_minutes() -> None:
         listening(application(StubModel(), tokenizer()), ConnectionLimits()) as url,
         mock.patch.object(connections, "keep_alive", wraps=connections.keep_alive) as kept,
     ):
-        assert read_answer(connect(url, LIVE))[0] == 200
+        client = connect(url, LIVE)  # the server closes its socket after the client's
+        assert read_answer(client)[0] == 200
         (made,) = kept.call_args.args
         tcp = [
             made.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}")) for name in ("IDLE", "INTVL", "CNT")
