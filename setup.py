@@ -26,6 +26,7 @@ exec((ROOT / "oslo_models" / "_version.py").read_text(), version)
 FIRST, LAST = (int(python.split(".")[1]) for python in version["PYTHON"])
 readme = ROOT / "README.md"
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
+TRL = "trl>=1.15; python_version >= '3.11'"  # the first release with the head that our trainers shard
 TEST = [*SERVE, "accelerate>=1.10", "hypothesis", "pytest>=8", "pytest-xdist"]  # used by `make test-stacks`
 
 
@@ -104,13 +105,13 @@ setup(
             "accelerate>=1.10",
             "lightning>=2.5",
             "peft>=0.18",
-            "trl>=1.0",
+            TRL,
         ],
         # for dequantize=True of their formats, and for TorchAoConfig
         "quantization": ["bitsandbytes>=0.48", "compressed-tensors>=0.13", "torchao>=0.15"],
         "grammar": ["llguidance>=1.2"],  # json_schema, regular expressions and grammars of the server
         # of oslo-models sft, dpo, grpo and pretrain
-        "recipes": ["accelerate>=1.10", "datasets", "matplotlib", "peft>=0.18", "trl>=1.0"],
+        "recipes": ["accelerate>=1.10", "datasets", "matplotlib", "peft>=0.18", TRL],
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "serve": SERVE,
         "test": TEST,

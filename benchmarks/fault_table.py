@@ -6,6 +6,8 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import write_rows
+
 TABLE = Path(__file__).with_name("faults.csv")
 FIGURES = ("times", "hangs", "unnamed", "aborts", "median s", "max s", "processes left")
 FIELDS = ("date", "commit", "machine", "versions", "workers", "fault", *FIGURES, "refused", "wrong", "growth")
@@ -14,7 +16,4 @@ FIELDS = ("date", "commit", "machine", "versions", "workers", "fault", *FIGURES,
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows. Each replaces the earlier row of the same fault; other rows stay."""
     kept = {row["fault"]: row for row in csv.DictReader(path.open())} if path.exists() else {}
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows((kept | {row["fault"]: row for row in rows}).values())
+    write_rows(path, FIELDS, (kept | {row["fault"]: row for row in rows}).values())

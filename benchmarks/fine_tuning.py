@@ -8,7 +8,6 @@ process, and of all processes together. Then it prints the table of docs/guides/
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import statistics
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import COMMON
-from benchmarks.records import stamp
+from benchmarks.records import stamp, write_rows
 from oslo_models.starting import python_module
 
 RESULTS = Path(__file__).with_suffix(".csv")
@@ -139,10 +138,7 @@ def main() -> int:
                 print(*found, sep="\t", flush=True)
                 rows.append({**stamp(), **dict(zip(COLUMNS[4:], found, strict=True))})
     if not args.smoke:
-        with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(RESULTS, COLUMNS, rows)
         print("\n".join(table(rows)))
     return 0
 

@@ -9,7 +9,6 @@ docs/guides/consumer-gpus.md.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 
 from benchmarks.instruments import PeakMemory
 from benchmarks.launch import COMMON
-from benchmarks.records import stamp
+from benchmarks.records import stamp, write_rows
 from oslo_models.starting import python_module
 
 RESULTS = Path(__file__).with_suffix(".csv")
@@ -126,10 +125,7 @@ def main() -> int:
         figures = f"{states:.1f}", f"{growth:.0f}"
         rows.append({**stamp(), "optimizer": name, **dict(zip(FIGURES, figures, strict=True))})
         print(*rows[-1].values(), sep="\t", flush=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(RESULTS, COLUMNS, rows)
     print("\n".join(table(rows)))
     return 0
 

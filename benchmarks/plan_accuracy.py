@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.instruments import PeakMemory
 from benchmarks.launch import COMMON
+from benchmarks.records import write_rows
 from oslo_models.starting import python_module
 
 RESULTS = Path(__file__).with_suffix(".csv")
@@ -257,10 +258,7 @@ def write(rows: list[dict[str, str]]) -> None:
     measured_models = {row["model"] for row in rows}
     with RESULTS.open(newline="") as file:
         kept = [row for row in csv.DictReader(file) if row["model"] in CASES.keys() - measured_models]
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted((*kept, *rows), key=lambda row: list(CASES).index(row["model"])))
+    write_rows(RESULTS, COLUMNS, sorted((*kept, *rows), key=lambda row: list(CASES).index(row["model"])))
 
 
 if __name__ == "__main__":

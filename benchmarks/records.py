@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,6 +51,14 @@ def _git(*arguments: str) -> str:
     except OSError:  # there is no git
         return ""
     return done.stdout.strip()
+
+
+def write_rows(path: Path, fields: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace a CSV file by rows, after the names of the fields. Values of other fields are left out."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def append(path: Path, rows: list[dict[str, Any]]) -> None:

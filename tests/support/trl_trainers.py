@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -333,6 +334,12 @@ def count_batches(kind: str, args: Mapping[str, Any], rows: Rows) -> None:
         patch.setattr(OfflineBatch, "run", lambda self, *given: (calls.append(1), run(self, *given))[1])
         trainer.train()
     assert len(calls) == trainer.state.max_steps and "generate" not in vars(model)
+    from oslo_models.integrations.trl.rollouts import generating_in_batch
+
+    replaced = model.generate = mock.Mock()  # by the caller
+    with generating_in_batch(model):
+        assert model.generate is replaced
+    assert model.generate is replaced
 
 
 def refuse(kind: str, pp: int, args: Mapping[str, Any], rows: Rows, message: str) -> None:

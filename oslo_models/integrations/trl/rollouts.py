@@ -31,7 +31,7 @@ def generating_in_batch(module: Any) -> Iterator[None]:
         module: the model, with or without wrappers.
     """
     model = find_parallel_model(module)
-    if model is None:
+    if model is None or "generate" in vars(model):  # another library, or the caller, has replaced generate
         yield
         return
     is_training, own = model.training, model.generate
