@@ -1195,7 +1195,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"num_kv_shared_layers": 2, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.7, 0.0, 0.6, 0.0]},
     },
     "blt": {  # number of blocks in the cache of transformers; it has no default
-        "num_hidden_layers": 2,
+        **{"num_hidden_layers": 2, "vocab_size": 101},
         "encoder_config": {**_BYTES, "num_hidden_layers": 1, "num_key_value_heads": 2, "cross_attn_k": 2},
         "global_config": {**_BYTES, "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 2},
         "decoder_config": {**_BYTES, "num_hidden_layers": 2, "hidden_size_global": 30, "cross_attn_k": 2},
