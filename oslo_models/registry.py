@@ -360,10 +360,12 @@ _SINCE = {
     **dict.fromkeys(("apertus1p5_text", "dory", "exaone", "hy_v4_vl_text", "inkling2_loop_text", "lara_mini"), (5, 24)),
     **dict.fromkeys(("omniasr", "omniasr_ctc", "sarvam_mla", "sarvam_moe", "dinov2"), (5, 24)),
     **dict.fromkeys(("depth_anything", "dinov2_with_registers", "hy_v4_vl"), (5, 24)),
-    **dict.fromkeys(("hyperclovax_vision_v2", "minicpmv4_7"), (5, 18)),
-    "minicpm_ocr": (5, 21),
+    **dict.fromkeys(("git", "hyperclovax_vision_v2", "minicpmv4_7"), (5, 18)),
+    "minicpmv4_6": (5, 19),
+    **dict.fromkeys(("minicpm_ocr", "video_llava"), (5, 21)),
+    "minimax_m3_vl": (5, 23),
 }
-"""Release of transformers that added a model type, if older releases are supported, too."""
+"""First release of transformers that has a model type and computes it right, if older releases are supported."""
 _VERSION = installed_version("transformers") or "999"  # assume that a source tree without metadata is new
 INSTALLED = release_of(_VERSION)
 """Release of the installed transformers, such as ``(5, 24)``."""

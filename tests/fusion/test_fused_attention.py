@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
@@ -76,8 +77,11 @@ def inputs_of(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def decoded(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Return the logits of the last tokens, computed with a cache of the earlier tokens."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
+    given: dict[str, Any] = {"use_cache": True}
+    if model.config.model_type == "granite4_vision":  # makes no cache by itself
+        given[generation_name()] = DynamicCache(config=model.config)
     with lifted_casts(), torch.no_grad():
-        cache = model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)[generation_name()]
+        cache = model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], **given)[generation_name()]
         return model(input_ids=ids[:, -2:], attention_mask=mask, **{generation_name(): cache}).logits
 
 

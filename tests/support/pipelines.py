@@ -75,9 +75,10 @@ def batch(
         patches = torch.cat([part["pixel_values"] for part in parts], -1)
         made["pixel_values"] = patches[..., : patches.shape[2] * int(made["target_sizes"].prod(-1).sum())]
     if "labels" in made and made["labels"].dim() > 1 and not made["labels"].is_floating_point():
-        made["labels"][2] = -100
+        ignored = zoo.ignored_label(name, config)
+        made["labels"][2] = ignored
         made["labels"][1, ..., 0] = 1
-        made["labels"][0, ..., : 4 + seed % 3] = -100
+        made["labels"][0, ..., : 4 + seed % 3] = ignored
     if name == "FSMTModel":  # without labels, transformers hides later tokens only without a cache
         made["use_cache"] = False  # type: ignore[assignment]
     if "start_positions" in made:

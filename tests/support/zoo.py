@@ -534,6 +534,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         "qformer_config": {
             **{"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 20, "vocab_size": 9},
             **{"use_qformer_text_input": False, "cross_attention_frequency": 1},
+            **{"hidden_size": 64, "num_attention_heads": 1, "encoder_hidden_size": 64},  # as newer releases derive them
         },
         **{"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]], "downsample_rate": "1/2", **_SEEING},
         **{"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [2], "projector_dropout": 0.0},
@@ -2051,6 +2052,11 @@ def _regions(
     return given
 
 
+def ignored_label(name: str, config: Any) -> int:
+    """Return the label that a loss ignores. Losses of Parakeet's relatives ignore -100 since transformers 5.21."""
+    return int(config.pad_token_id) if name.startswith(("GraniteSpeech5", "Lasr", "Parakeet")) else -100
+
+
 def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return `batch` of a class for images or audio: right-padded audio, and labels of its kind."""
     known, rows, positions = parameters_of_forward(name), 3, 19
@@ -2122,7 +2128,7 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if name.endswith(("ForConditionalGeneration", "ForCTC", "EncoderDecoderModel")):
         vocab = getattr(config, "decoder", config).vocab_size
         given["labels"] = integers(3, vocab, rows, 7)
-        given["labels"][2, -2:] = -100
+        given["labels"][2, -2:] = ignored_label(name, config)
     elif name.endswith("ForAudioFrameClassification"):
         given["labels"] = torch.nn.functional.one_hot(integers(0, 2, rows, positions), 2)
     elif "sampled_negative_indices" in known:
