@@ -157,7 +157,8 @@ rehearse-gpu: $(if $(filter .venv/bin,$(BIN)),$(READY))
 
 # the peers that a machine without network lacks, for --wheels; for its Python, which is named here
 rehearse-wheels:
-	$(PYTHON) -m pip -qq download --no-deps --only-binary=:all: --python-version 3.12 --dest $(OUT) liger-kernel
+	$(PYTHON) -m pip -qq download --no-deps --only-binary=:all: --python-version 3.12 --dest $(OUT) \
+		liger-kernel trl datasets dill multiprocess
 
 clean:
 	rm -rf .venv .venv-stacks build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

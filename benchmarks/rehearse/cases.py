@@ -53,6 +53,7 @@ FIRST = (
     *("tests/ceilings", "tests/fused_decoding", "tests/single_rank", "tests/from_pretrained", "tests/two_ranks"),
     *(
         "tests/split_files",
+        "tests/exact_rollouts",
         "tests/threaded_streamer",
         "tests/sampling",
         "tests/head_sizes",
@@ -63,6 +64,7 @@ FIRST = (
     # how fast are models
     *("decoding/llama-1b, batch 8 /", "training/llama-1b / oslo_models fused", "training/llama-1b / transformers"),
     *("training/llama-1b / Liger", "decoding/llama-1b, batch 32 /", "decoding/running batch", "decoding/served"),
+    *("training/recipe", "decoding/rollouts"),
     # and operations
     *("kernels/head and loss, V=128256", "kernels/rmsnorm", "kernels/add-rmsnorm", "kernels/swiglu", "kernels/rotary"),
     *("kernels/float8", "kernels/launch", "tests/large", "tests/loading", "tests/kept_caches"),
@@ -86,7 +88,9 @@ def _tests() -> Iterator[Case]:
     limits = {"fused_decoding": 360}  # some twenty compilations
     for name in ("ceilings", "single_rank", "two_ranks", "from_pretrained", "fused_decoding"):
         yield Case("tests", name, f"{HERE}.checks:{name}", limits.get(name, 120), quick=name == "two_ranks")
-    yield Case("tests", "split_files", f"{HERE}.checks:split_files", 120)
+    for name in ("sequence_parallel", "split_files"):
+        yield Case("tests", name, f"{HERE}.checks:{name}", 120)
+    yield Case("tests", "exact_rollouts", f"{HERE}.fine_tuning:exact_rollouts", 180, 24)
     for path in gpu_tests():
         yield Case("tests", path, f"{HERE}.checks:pytest_file", 420, 6, {"path": path}, quick="ngrams" in path)
     for name in ("threaded_streamer", "sampling", "head_sizes", "experts", "deterministic", "capture_beside_queries",
@@ -144,6 +148,12 @@ def _training() -> Iterator[Case]:
             )
 
 
+    lora = {"use_peft": True, "lora_r": 16, "learning_rate": 1e-4}
+    for name, keys in {"LoRA": lora, "QLoRA": {**lora, "load_in_4bit": True}}.items():
+        yield Case("training", f"recipe, {name}", f"{HERE}.fine_tuning:recipes", 240, 40, {"keys": keys},
+                   larger=name == "QLoRA")  # fmt: skip
+
+
 def _decoding() -> Iterator[Case]:
     def case(model: str, peer: str, batch: int, beams: int = 1, gigabytes: float = 12) -> Case:
         name = f"{model}, batch {batch}{f', {beams} beams' if beams > 1 else ''} / {peer}"
@@ -176,6 +186,9 @@ def _decoding() -> Iterator[Case]:
     yield Case("decoding", "running batch, tokens", f"{HERE}.running_batch:tokens", 180, 4)
     yield Case("decoding", "running batch, llama-1b", f"{HERE}.running_batch:speeds", 300, 24)
     yield Case("decoding", "served", f"{HERE}.running_batch:served", 240, 24)
+    for peer in ("oslo_models running batch", fused, default):
+        yield Case("decoding", f"rollouts, llama-1b / {peer}", f"{HERE}.fine_tuning:rollouts", 120, 24, {"peer": peer},
+                   quick=peer.endswith("batch"), larger=not peer.endswith("batch"))  # fmt: skip
 
 
 def _nccl() -> Iterator[Case]:

@@ -92,6 +92,13 @@ def two_ranks(bench: Bench) -> None:
         _report(bench, name, error)
 
 
+def sequence_parallel(bench: Bench) -> None:
+    """The same with tokens divided over the ranks between the layers."""
+    with bench.attempt(OURS):
+        for name, error in ranks.launch(bench.device, ranks.compare_sequence_parallel).items():
+            _report(bench, name, error)
+
+
 def split_files(bench: Bench) -> None:
     """Split checkpoints of two ranks, with the states of the optimizer."""
     with bench.attempt(OURS):

@@ -50,7 +50,7 @@ def step(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), grads
 
 
-def compare(kind: str, size: int, device: torch.device) -> dict[str, float]:
+def compare(kind: str, size: int, device: torch.device, **options: Any) -> dict[str, float]:
     """On every rank: the errors of loss, gradients and tokens of ``size`` ranks against transformers."""
     from oslo_models import registry
 
@@ -60,7 +60,7 @@ def compare(kind: str, size: int, device: torch.device) -> dict[str, float]:
             model.save_pretrained(folder)
         dist.barrier()
         load = registry.find(KINDS[kind]).from_pretrained_with_parallel
-        ours = load(folder, tensor_parallel_size=size, dtype=torch.float64)
+        ours = load(folder, tensor_parallel_size=size, dtype=torch.float64, **options)
     expected, theirs = step(model, ids)
     loss, grads = step(ours, ids)
     found = {
@@ -94,6 +94,12 @@ def _a_folder_of_all_ranks() -> Iterator[str]:
 def compare_kinds(device: torch.device) -> dict[str, float]:
     """`compare` for each kind, on two ranks."""
     return {f"{kind}: {name}": x for kind in KINDS for name, x in compare(kind, 2, device).items()}
+
+
+def compare_sequence_parallel(device: torch.device) -> dict[str, float]:
+    """`compare` with sequence parallelism, on two ranks."""
+    found = {kind: compare(kind, 2, device, sequence_parallel=True) for kind in KINDS}
+    return {f"{kind}: {name}": x for kind, errors in found.items() for name, x in errors.items()}
 
 
 def resume_from_split_files(device: torch.device) -> dict[str, float]:

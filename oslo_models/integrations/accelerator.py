@@ -149,11 +149,16 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Prepare a model as accelerate does. Wrap a parallel model in DDP over its data-parallel group."""
+        """Prepare a model as accelerate does. Wrap a parallel model in DDP over its data-parallel group.
+
+        A process group of one process needs no DDP, whose buckets would be a second copy of the gradients.
+        """
         self.use_model(model, evaluation_mode)
         parallel = find_parallel_model(model)
         if parallel is None:
-            return super().prepare_model(model, device_placement, evaluation_mode)
+            replicated = self.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+            alone = replicated and super().num_processes == 1
+            return super().prepare_model(model, device_placement, evaluation_mode or alone)
         assert parallel.mesh is not None
         first_time = not getattr(model, "_is_accelerate_prepared", False)
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)  # evaluation: no DDP wrapper

@@ -119,8 +119,8 @@ def _reason_against(model: Any) -> str | None:
         return "it is fused, and fused kernels sum in other orders; call it before fuse(), or not at all"
     if not types <= {torch.float32, torch.bfloat16} or len(types) != 1:
         return f"its weights are {', '.join(sorted(map(str, types)))}; load it with dtype=torch.float32 or bfloat16"
-    if model.device.type != "cpu":
-        return f"it is on {model.device.type}, where this was not tested; load it on a CPU"
+    if model.device.type not in ("cpu", "cuda"):
+        return f"it is on {model.device.type}, where this was not tested; load it on a CPU or a GPU"
     rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return f"its rotary positions depend on the longest sequence of a batch (rope_type {rope['rope_type']})"

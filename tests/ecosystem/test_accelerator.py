@@ -264,3 +264,20 @@ def test_mixed_precision_reaches_every_micro_batch(pool: Pool, sizes: str, seed:
     for dtype, norm in pool.run(ranks, bf16_steps, run, tp, pp, rows, env=True):
         assert dtype == "torch.bfloat16"
         assert norm == pytest.approx(expected, rel=0.1)
+
+
+def prepared_type(run: Run) -> tuple[str, str]:
+    trainers.fresh_accelerate()
+    accelerator = Accelerator()
+    model = pipelines.model_on_stages(NAME, run.config, run.weights, 1, 1)
+    prepared = accelerator.prepare(model)
+    return accelerator.distributed_type.value, type(prepared).__name__
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(1, NAME), (2, "DistributedDataParallel")])
+def test_one_process_needs_no_ddp(pool: Pool, seed: int, ranks: int, expected: str) -> None:
+    """Buckets of DDP would be a second copy of the gradients."""
+    config = pipelines.config("gpt2")
+    run = Run(NAME, config, trainers.full_parameters(trainers.reference_model(NAME, config, seed)))
+    for kind, found in pool.run(ranks, prepared_type, run, env=True):
+        assert (kind, found) == ("MULTI_CPU", expected)
