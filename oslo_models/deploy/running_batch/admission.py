@@ -50,8 +50,8 @@ EXCLUSIVE: Mapping[str, str] = {
     "paligemma": "the tokens of a prompt attend to each other in both directions",
     **dict.fromkeys(
         (
-            *("cosmos3_edge", "emu3", "exaone4_5", "fuyu", "hyperclovax_vision_v2", "idefics2", "janus"),
-            *("llava_next_video", "muse_glimmer", "qianfan_ocr", "video_llava"),
+            *("cosmos3_edge", "emu3", "fuyu", "idefics2", "janus", "llava_next_video", "muse_glimmer", "qianfan_ocr"),
+            "video_llava",
         ),
         "its images were not tested in a running batch",
     ),
