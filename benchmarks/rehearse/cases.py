@@ -147,7 +147,6 @@ def _training() -> Iterator[Case]:
                 "training", f"{model} / {peer}", f"{HERE}.training:train", 200, gigabytes, options, quick, larger
             )
 
-
     lora = {"use_peft": True, "lora_r": 16, "learning_rate": 1e-4}
     for name, keys in {"LoRA": lora, "QLoRA": {**lora, "load_in_4bit": True}}.items():
         yield Case("training", f"recipe, {name}", f"{HERE}.fine_tuning:recipes", 240, 40, {"keys": keys},

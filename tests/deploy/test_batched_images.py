@@ -101,7 +101,7 @@ def running_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if name != "seed"}
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
 @pytest.mark.parametrize("model_type", JOINING)
 def test_rows_with_images_get_their_own_tokens(
