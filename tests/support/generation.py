@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from support.float64 import lifted_casts
 
@@ -40,6 +41,9 @@ def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str,
     images = (*IMAGES, "token_type_ids") if "pixel_values" in batch else ()
     prompt = {key: batch[key] for key in (*names, *images, *SOUNDS) if key in batch}
     model.eval()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):  # its running statistics depend on the training steps before
+            module.train().track_running_stats = False
     with lifted_casts():
         return {way: model.generate(**prompt, **ways[way], do_sample=False, max_new_tokens=5) for way in ways}
 
