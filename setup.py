@@ -26,7 +26,8 @@ exec((ROOT / "oslo_models" / "_version.py").read_text(), version)
 FIRST, LAST = (int(python.split(".")[1]) for python in version["PYTHON"])
 readme = ROOT / "README.md"
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
-TRL = "trl>=1.15; python_version >= '3.11'"  # the first release with the head that our trainers shard
+OPTIONAL = {library: f"{library}>={first}" for library, first in version["OPTIONAL"].items()}
+TRL = f"{OPTIONAL['trl']}; python_version >= '3.11'"
 TEST = [*SERVE, "accelerate>=1.10", "hypothesis", "pytest>=8", "pytest-xdist"]  # used by `make test-stacks`
 
 
@@ -104,14 +105,14 @@ setup(
         "ecosystem": [
             "accelerate>=1.10",
             "lightning>=2.5",
-            "peft>=0.18",
+            OPTIONAL["peft"],
             TRL,
         ],
         # for dequantize=True of their formats, and for TorchAoConfig
-        "quantization": ["bitsandbytes>=0.48", "compressed-tensors>=0.13", "torchao>=0.15"],
+        "quantization": ["bitsandbytes>=0.48", "compressed-tensors>=0.13", "torchao>=0.18"],
         "grammar": ["llguidance>=1.2"],  # json_schema, regular expressions and grammars of the server
         # of oslo-models sft, dpo, grpo and pretrain
-        "recipes": ["accelerate>=1.10", "datasets", "matplotlib", "peft>=0.18", TRL],
+        "recipes": ["accelerate>=1.10", "datasets", "matplotlib", OPTIONAL["peft"], TRL],
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "serve": SERVE,
         "test": TEST,

@@ -6,6 +6,8 @@ PYTHON = ("3.10", "3.13")
 """First and last tested version."""
 TESTED = {"torch": ("2.11", "2.16"), "transformers": ("5.17", "5.25")}
 """For each library, the first tested version and the first later version without tests."""
+OPTIONAL = {"peft": "0.21", "trl": "1.15"}
+"""First version of optional libraries that works with sharded models: older ones train other values silently."""
 
 
 def requirement(library: str) -> str:

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from oslo_models._version import TESTED, __version__, requirement
+from oslo_models._version import OPTIONAL, TESTED, __version__, requirement
 
 
 def check_versions(path: Sequence[str] | None = None) -> None:
@@ -43,6 +43,21 @@ def check_versions(path: Sequence[str] | None = None) -> None:
             "installed; `python -m oslo_models.testing` checks in two minutes whether they work together",
             UserWarning,
             stacklevel=3,  # the import of oslo_models
+        )
+
+
+def require_first_version(library: str, path: Sequence[str] | None = None) -> None:
+    """Raise ``ImportError`` if an optional library is older than its first version that works with sharded models.
+
+    Args:
+        path: directories of the installed libraries. Default: ``sys.path``.
+    """
+    version, first = installed_version(library, path), OPTIONAL[library]
+    if version is not None and release_of(version) < release_of(first):
+        raise ImportError(
+            f"sharded models need {library} {first} or later, but {version} is installed; run "
+            f"pip install '{library}>={first}'",
+            name=library,
         )
 
 

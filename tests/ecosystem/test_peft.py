@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -351,6 +352,23 @@ def refuse(config: Any, message: str) -> None:
 def test_unsupported_calls_are_refused_by_name(pool: Pool, kind: str) -> None:
     make, message = REFUSED[kind]
     pool.run(2, refuse, make(), message)
+
+
+def refuse_old_version(config: Any, variant: str) -> None:
+    from oslo_models import LlamaForCausalLM, installed
+
+    model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config(variant), 2)
+    is_old = mock.patch.object(installed, "installed_version", lambda *_: "0.20.1")
+    with is_old, pytest.raises(ImportError, match=r"need peft 0\.21 or later, but 0\.20\.1 is installed"):
+        peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "prompts"])
+def test_older_versions_are_refused_on_every_rank(pool: Pool, kind: str) -> None:
+    """They would draw other initial values, and merge shards of another shape."""
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    config = peft.LoraConfig(task_type="CAUSAL_LM") if kind == "LoRA" else prompts
+    pool.run(2, refuse_old_version, config, "llama")
 
 
 def refuse_biases() -> None:

@@ -6,12 +6,13 @@ import re
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from oslo_models._version import PYTHON, TESTED
-from oslo_models.installed import check_versions, installed_version
+from oslo_models.installed import check_versions, installed_version, require_first_version
 
 from support import ROOT
 from support.stacks import STACKS, StackError, find_python
@@ -71,6 +72,15 @@ def test_newer_versions_warn_once(tmp_path: Path, version: str) -> None:
 def test_older_versions_are_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=re.escape("pip install 'transformers>=5.17,<5.25'")):
         check_versions(installed(tmp_path, transformers="5.9.1"))
+
+
+def test_older_optional_libraries_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    for version, is_old in (("0.20.9", True), ("0.21.0", False), ("1.0", False)):
+        folder = tmp_path / version
+        (folder / f"peft-{version}.dist-info").mkdir(parents=True)
+        with pytest.raises(ImportError, match=r"pip install 'peft>=0\.21'") if is_old else nullcontext():
+            require_first_version("peft", [str(folder)])
+    require_first_version("peft", [str(tmp_path)])
 
 
 def test_import_checks_the_versions_without_importing_them(tmp_path: Path) -> None:

@@ -48,6 +48,12 @@ class SFTTrainer(TRLMixin, sft_trainer.SFTTrainer):  # type: ignore[misc]
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return super().training_step(model, inputs, *args, **kwargs)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the trained tokens. On stages, no call of `compute_loss` sets them in evaluation."""
+        if self._staged is not None and not self.model.training:
+            self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
+        super().log(logs, *args, **kwargs)
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:

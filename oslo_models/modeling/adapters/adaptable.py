@@ -14,6 +14,7 @@ from oslo_models.contracts import require
 from oslo_models.distributed.callers import peft_call
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.rng import default_generator
+from oslo_models.installed import require_first_version
 
 
 class AdaptableModel(PreTrainedModel):
@@ -49,12 +50,16 @@ class AdaptableModel(PreTrainedModel):
 
         Args:
             are_new: whether ``peft`` has just added them with random values. Otherwise their values are kept.
+
+        Raises:
+            ImportError: ``peft`` is too old for sharded models.
         """
         configs = self._peft_config
         if configs is None or self.mesh is None or self.mesh.world.size == 1:
             return
         if len(configs) == len(self._adopted) and all(self._adopted.get(name) is configs[name] for name in configs):
             return
+        require_first_version("peft")
         from oslo_models.modeling.adapters.adoption import adopt
 
         require("modeling.adapters")

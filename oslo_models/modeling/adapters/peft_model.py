@@ -9,6 +9,7 @@ from peft import PeftModel, PeftType
 from peft.utils.other import AuxiliaryTrainingWrapper
 
 from oslo_models.distributed.object_exchange import agree
+from oslo_models.installed import require_first_version
 from oslo_models.modeling.adapters.layouts import adapter_layouts
 from oslo_models.modeling.adapters.prompts import local_heads
 from oslo_models.modeling.adapters.saving import save_peft_model
@@ -103,7 +104,12 @@ class ShardedPeftModel(PeftModel):
 
 
 def become_sharded(peft_model: Any) -> None:
-    """Change the class of a ``PeftModel`` to the sharded one, in place."""
+    """Change the class of a ``PeftModel`` to the sharded one, in place.
+
+    Raises:
+        ImportError: ``peft`` is too old for sharded models.
+    """
+    require_first_version("peft")
     if not isinstance(peft_model, ShardedPeftModel):
         peft_model.__class__ = _sharded_class(type(peft_model))  # type: ignore[arg-type]
 
