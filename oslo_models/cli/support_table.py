@@ -18,6 +18,7 @@ COLUMNS = ("model type", "classes", "tp", "pp", "ep", "sp", "fused", "kind of mo
 DEPTHS = {
     *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
     *("encoder_layers", "decoder_layers", "l_layers", "r_layers", "x_layers"),
+    *("encoder_num_hidden_layers", "decoder_num_hidden_layers"),
 }
 """The attributes in which configurations state their number of blocks."""
 KERNELS = {
@@ -115,6 +116,13 @@ def _tensor_parallel(plan: Plan) -> str:
     return "MLP" if any(isinstance(entry, ColumnParallel) for entry in entries) else "vocabulary"
 
 
+WITHOUT_DEFAULT: Mapping[str, Any] = {
+    **{"layer_types": ["full_attention"], "mlp_layer_types": ["dense"], "deepstack_layer_map": []},
+    **{"spatial_target_layers": [], "downsample_rate": "1/2", "vocabulary_map": {}},
+}
+"""Options without a default in some configurations, with a value for each."""
+
+
 def _fused_operations(cls: Any) -> list[str]:
     """Return the operations that `fuse` replaces on a GPU, found in a model with one block."""
     config = cls.config_class()
@@ -124,6 +132,13 @@ def _fused_operations(cls: Any) -> list[str]:
         if hasattr(each, "num_kv_shared_layers"):  # there is no earlier block to share with
             each.num_kv_shared_layers = 0
             each.layer_types = each.layer_types[:1]
+        if each.model_type == "cohere_compass_text":  # the default lacks an entry for each kind of block
+            each.rope_parameters = dict.fromkeys(each.layer_types)
+        if vars(each).get("head_dim", 0) is None:
+            each.head_dim = each.hidden_size // each.num_attention_heads
+        for name, value in WITHOUT_DEFAULT.items():
+            if getattr(each, name, value) is None:
+                setattr(each, name, value)
     if config.model_type == "detr":  # the default backbone is from a package that may be missing
         config.backbone_config = CONFIG_MAPPING["resnet"]()
     if vars(config).get("num_key_value_heads", 0) is None:  # the default of HunYuan
@@ -133,14 +148,8 @@ def _fused_operations(cls: Any) -> list[str]:
             setattr(config, name, 1)
     if hasattr(config, "attn_config") and hasattr(config, "ffn_config"):  # the default of DBRX lacks it
         config.attn_config.rope_theta = 10000.0
-    if getattr(config, "layer_types", "") is None:  # the default of LFM2 MoE
-        config.layer_types = ["full_attention"]
-    if config.model_type == "cohere_compass_text":  # the default lacks an entry for each kind of block
-        config.rope_parameters = dict.fromkeys(config.layer_types)
     if config.model_type == "aya_vision":  # the heads of the default do not divide its width
         config.vision_config.num_attention_heads = 16
-    if vars(config).get("head_dim", 0) is None:
-        config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):
         model = cls._from_config(config)
     operations = {candidate.operation for candidate in fusion_candidates(model, "triton") if candidate.cls is not None}

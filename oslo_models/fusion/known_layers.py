@@ -97,12 +97,18 @@ RMS_NORMS = _names("""
     qwen2_5_vl.Qwen2_5_VLRMSNorm qwen2_vl.Qwen2VLRMSNorm qwen3_vl.Qwen3VLTextRMSNorm qwen3_vl_moe.Qwen3VLMoeTextRMSNorm
     glm4v.Glm4vRMSNorm glm4v_moe.Glm4vMoeRMSNorm glm4v_moe.Glm4vMoeTextRMSNorm glm_ocr.GlmOcrRMSNorm
     mllama.MllamaTextRMSNorm paddleocr_vl.PaddleOCRRMSNorm
+    cosmos3_edge.Cosmos3EdgeTextRMSNorm deepseek_ocr2.DeepseekOcr2TextRMSNorm deepseek_ocr2.DeepseekOcr2VisionRMSNorm
+    emu3.Emu3RMSNorm exaone4_5.Exaone4_5_RMSNorm granite4_vision.Granite4VisionTextRMSNorm
+    granite_docling.GraniteDoclingTextRMSNorm hunyuan_vl.HunYuanVLRMSNorm idefics2.Idefics2RMSNorm
+    lfm3_vl.Lfm3VlVisionRMSNorm mistral4.Mistral4RMSNorm ovis2.Ovis2RMSNorm pix2struct.Pix2StructLayerNorm
+    qianfan_ocr.QianfanOCRVisionRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
     gemma.GemmaRMSNorm gemma2.Gemma2RMSNorm gemma3.Gemma3RMSNorm minimax_m3_vl.MiniMaxM3VLRMSNorm qwen3_5.Qwen3_5RMSNorm
     qwen3_5_moe.Qwen3_5MoeRMSNorm qwen3_next.Qwen3NextRMSNorm recurrent_gemma.RecurrentGemmaRMSNorm
     vaultgemma.VaultGemmaRMSNorm
+    muse_glimmer.MuseGlimmerTextCenteredRMSNorm
 """)
 """Copies of GemmaRMSNorm."""
 OLMO2_NORMS = _names("""
@@ -139,6 +145,9 @@ GATED_MLPS = _names("""
     pixtral.PixtralMLP qwen2_5_vl.Qwen2MLP qwen2_vl.Qwen2MLP qwen3_vl.Qwen3VLTextMLP qwen3_vl_moe.Qwen3VLMoeTextMLP
     dinov2.Dinov2SwiGLUFFN dinov2_with_registers.Dinov2WithRegistersSwiGLUFFN glm4v_moe.Glm4vMoeTextMLP
     dinov3_vit.DINOv3ViTGatedMLP mllama.MllamaTextMLP paddleocr_vl.PaddleOCRMLP
+    deepseek_ocr2.DeepseekOcr2TextMLP deepseek_ocr2.DeepseekOcr2VisionMLP emu3.Emu3MLP
+    granite4_vision.Granite4VisionTextMLP granite_docling.GraniteDoclingTextMLP hunyuan_vl.HunYuanVLMLP
+    mistral4.Mistral4MLP muse_glimmer.MuseGlimmerTextMLP ovis2.Ovis2MLP ovis2.Ovis2VisionMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -170,6 +179,9 @@ BERT_INTERMEDIATES = _names("""
     xmod.XmodIntermediate
     data2vec.Data2VecVisionIntermediate dpt.DPTViTIntermediate swinv2.Swinv2Intermediate videomae.VideoMAEIntermediate
     yolos.YolosIntermediate
+    sew_d.SEWDIntermediate
+    blip_2.Blip2QFormerIntermediate donut.DonutSwinIntermediate git.GitIntermediate
+    instructblip.InstructBlipQFormerIntermediate instructblipvideo.InstructBlipVideoQFormerIntermediate
 """)
 """Copies of BertIntermediate: a linear layer and its activation."""
 
@@ -193,6 +205,9 @@ LLAMA_BLOCKS = _names("""
     qwen2_5_vl.Qwen2_5_VLDecoderLayer qwen2_vl.Qwen2VLDecoderLayer
     glm4v_moe.Glm4vMoeTextDecoderLayer
     paddleocr_vl.PaddleOCRDecoderLayer
+    moonshine.MoonshineEncoderLayer
+    cosmos3_edge.Cosmos3EdgeTextDecoderLayer deepseek_ocr2.DeepseekOcr2TextDecoderLayer
+    deepseek_ocr2.DeepseekOcr2VisionEncoderLayer hunyuan_vl.HunYuanVLDenseV1DecoderLayer mistral4.Mistral4DecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
@@ -201,11 +216,13 @@ PHI3_BLOCKS = _names("""
 """Copies of Phi3DecoderLayer, which has dropout before its residuals."""
 GEMMA2_BLOCKS = _names("""
     gemma2.Gemma2DecoderLayer gemma3.Gemma3DecoderLayer
+    muse_glimmer.MuseGlimmerTextDecoderLayer
 """)
 """Copies of Gemma2DecoderLayer."""
 OLMO2_BLOCKS = _names("""
     exaone4.Exaone4DecoderLayer flex_olmo.FlexOlmoDecoderLayer olmo2.Olmo2DecoderLayer olmo3.Olmo3DecoderLayer
     olmo_hybrid.OlmoHybridAttentionDecoderLayer
+    exaone4_5.Exaone4_5_DecoderLayer
 """)
 """Copies of Olmo2DecoderLayer and FlexOlmoDecoderLayer, with norms after attention and MLP."""
 NEOX_BLOCKS = _names("""
@@ -236,10 +253,15 @@ BERT_OUTPUTS = _names("""
     roc_bert.RoCBertOutput roc_bert.RoCBertSelfOutput roformer.RoFormerOutput roformer.RoFormerSelfOutput
     tapas.TapasOutput tapas.TapasSelfOutput visual_bert.VisualBertOutput visual_bert.VisualBertSelfOutput
     xlm_roberta.XLMRobertaOutput xlm_roberta.XLMRobertaSelfOutput
+    sew_d.SEWDOutput sew_d.SEWDSelfOutput
+    blip_2.Blip2QFormerOutput blip_2.Blip2QFormerSelfOutput git.GitOutput git.GitSelfOutput
+    instructblip.InstructBlipQFormerOutput instructblip.InstructBlipQFormerSelfOutput
+    instructblipvideo.InstructBlipVideoQFormerOutput instructblipvideo.InstructBlipVideoQFormerSelfOutput
 """)
 """Copies of BertOutput: linear layer, dropout, residual, LayerNorm."""
 T5_FEED_FORWARDS = _names("""
     mt5.MT5LayerFF t5.T5LayerFF umt5.UMT5LayerFF
+    pix2struct.Pix2StructTextLayerFF
 """)
 """Copies of T5LayerFF."""
 
@@ -307,6 +329,23 @@ CALL_EAGER_ATTENTION = _names("""
     mllama.MllamaVisionAttention paddleocr_vl.PaddleOCRAttention paddleocr_vl.PaddleOCRVisionAttention
     siglip2.Siglip2Attention videomae.VideoMAESelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention
     yolos.YolosSelfAttention
+    audioflamingo3.AudioFlamingo3Attention canary.CanaryCrossAttention canary.CanarySelfAttention
+    cohere_asr.CohereAsrCrossAttention cohere_asr.CohereAsrSelfAttention fun_asr_nano.FunAsrNanoAttention
+    glmasr.GlmAsrAttention
+    granite_speech5.GraniteSpeech5EncoderAttention lasr.LasrEncoderAttention moonshine.MoonshineAttention
+    omniasr.OmniASRAttention parakeet.ParakeetEncoderAttention qwen2_audio.Qwen2AudioAttention
+    qwen3_asr.Qwen3ASRAudioAttention voxtral.VoxtralAttention
+    cosmos3_edge.Cosmos3EdgeTextAttention cosmos3_edge.Cosmos3EdgeVisionAttention
+    deepseek_ocr2.DeepseekOcr2TextAttention deepseek_ocr2.DeepseekOcr2VisionAttention emu3.Emu3Attention
+    emu3.Emu3VQVAEAttentionBlock exaone4_5.Exaone4_5_Attention exaone4_5.Exaone4_5_VisionAttention
+    florence2.Florence2VisionChannelAttention florence2.Florence2VisionWindowAttention git.GitVisionAttention
+    granite4_vision.Granite4VisionTextAttention granite_docling.GraniteDoclingTextAttention
+    granite_docling.GraniteDoclingVisionAttention hunyuan_vl.HunYuanVLDenseV1Attention
+    hunyuan_vl.HunYuanVLVisionAttention janus.JanusVisionAttention lfm3_vl.Lfm3VlVisionAttention
+    metaclip_2.MetaClip2Attention minicpm_ocr.MiniCPMOcrVisionAttention minicpmv4_6.MiniCPMV4_6VisionAttention
+    minicpmv4_7.MiniCPMV4_7VisionAttention mistral4.Mistral4Attention muse_glimmer.MuseGlimmerTextAttention
+    muse_glimmer.MuseGlimmerVisionAttention ovis2.Ovis2VisionAttention pix2struct.Pix2StructTextAttention
+    pix2struct.Pix2StructVisionAttention video_llama_3.VideoLlama3VisionAttention
 """)
 """Attention layers that call ``eager_attention_forward`` as copied from Llama, BERT, GPT-2, OPT, T5 or Gemma 2."""
 COMPARE_IMPLEMENTATIONS = _names("""
@@ -317,6 +356,7 @@ COMPARE_IMPLEMENTATIONS = _names("""
 ROTARY_ATTENTIONS = {
     "exaone4.Exaone4Attention": _names("""
         exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention
+        exaone4_5.Exaone4_5_Attention
     """),
     "gemma2.Gemma2Attention": _names("gemma2.Gemma2Attention vaultgemma.VaultGemmaAttention"),
     "gemma3.Gemma3Attention": _names("gemma3.Gemma3Attention"),
@@ -329,6 +369,8 @@ ROTARY_ATTENTIONS = {
         granitemoe.GraniteMoeAttention granitemoeshared.GraniteMoeSharedAttention hyperclovax.HyperCLOVAXAttention
         jais2.Jais2Attention llama.LlamaAttention phimoe.PhimoeAttention qwen2_moe.Qwen2MoeAttention
         solar_open.SolarOpenAttention
+        cosmos3_edge.Cosmos3EdgeTextAttention deepseek_ocr2.DeepseekOcr2TextAttention emu3.Emu3Attention
+        granite4_vision.Granite4VisionTextAttention granite_docling.GraniteDoclingTextAttention
     """),
     "mistral.MistralAttention": _names("""
         minimax.MiniMaxAttention mistral.MistralAttention mixtral.MixtralAttention
@@ -339,7 +381,10 @@ ROTARY_ATTENTIONS = {
     "olmo3.Olmo3Attention": _names("olmo3.Olmo3Attention"),
     "phi.PhiAttention": _names("phi.PhiAttention"),
     "phi3.Phi3Attention": _names("phi3.Phi3Attention"),
-    "qwen2.Qwen2Attention": _names("cwm.CwmAttention ministral.MinistralAttention qwen2.Qwen2Attention"),
+    "qwen2.Qwen2Attention": _names("""
+        cwm.CwmAttention ministral.MinistralAttention qwen2.Qwen2Attention
+        deepseek_ocr2.DeepseekOcr2VisionAttention
+    """),
     "qwen3.Qwen3Attention": _names("""
         dots1.Dots1Attention mellum.MellumAttention qwen3.Qwen3Attention qwen3_moe.Qwen3MoeAttention
     """),
@@ -372,5 +417,7 @@ ROTARY_LEFT_UNFUSED = _names("""
     qwen3_vl_moe.Qwen3VLMoeTextAttention
     glm4v_moe.Glm4vMoeTextAttention
     mllama.MllamaTextSelfAttention paddleocr_vl.PaddleOCRAttention
+    lasr.LasrEncoderAttention
+    mistral4.Mistral4Attention muse_glimmer.MuseGlimmerTextAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""

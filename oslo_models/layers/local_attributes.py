@@ -22,6 +22,28 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.local_config import LocalConfig
 
 
+class LocalHeads(int):
+    """Local number of heads. A full width divided by it is the width of a head, as divided by the number of all heads.
+
+    For attention that reshapes to ``[..., heads, width // heads]`` with the width of its replicated input.
+    """
+
+    head_dim: int
+
+    def __new__(cls, count: int, head_dim: int = 0) -> LocalHeads:
+        made = super().__new__(cls, count)
+        made.head_dim = head_dim
+        return made
+
+    def __rfloordiv__(self, width: int) -> int:
+        return self.head_dim
+
+    @classmethod
+    def of(cls, heads: EvenSplit) -> LocalValue:
+        """Return the local number of ``heads``, for `LocalAttributes`."""
+        return lambda n, rank: cls(heads.local_count(n, rank), heads.width)
+
+
 @dataclass(frozen=True)
 class LocalAttributes(Replicated):
     """Module with attributes that count heads or elements. Each rank sets them to its local counts.

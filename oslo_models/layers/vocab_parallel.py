@@ -253,10 +253,12 @@ def _view(logits: Any, *shape: Any) -> Any:
 
 
 def _getitem(logits: Any, index: Any) -> Any:
-    """Index without the vocabulary dimension: ``[..., a:b, :]`` or fewer plain indices than dimensions.
+    """Index without the vocabulary dimension: ``[..., a:b, :]``, fewer plain indices than dimensions, or a mask.
 
     Also keep the first ``n`` tokens, ``[..., :n]``, if every rank has some of them (Inkling pads its head).
     """
+    if isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() < logits.local().dim():
+        return logits._with_local(logits.local()[index])
     parts = index if isinstance(index, tuple) else (index,)
     if any(not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
         return NotImplemented

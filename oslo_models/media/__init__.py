@@ -1,1 +1,1 @@
-"""How a batch holds images and videos, and which of them belong to which row."""
+"""How a batch holds images, videos and sounds, and which of them belong to which row."""

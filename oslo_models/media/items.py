@@ -1,14 +1,16 @@
-"""Assigns the images and videos of a batch to its rows. Pure functions of a batch and a configuration.
+"""Assigns the images, videos and sounds of a batch to its rows. Pure functions of a batch and a configuration.
 
 Images belong to rows in order. The placeholder tokens of a row are replaced by the features of its images, so the
-number of placeholders tells how many images a row has. Batches hold images in these layouts:
+number of placeholders tells how many images a row has. Sounds are ``input_features`` or ``input_values``,
+``[sounds, ...]``, perhaps with a mask ``[sounds, frames]``. A long sound may have several entries. Batches hold images
+in these layouts:
 
 * by patch: ``pixel_values [patches of all images, ...]``, with ``image_grid_thw [images, 3]``;
 * by image or by tile: ``pixel_values [images, channels, height, width]``, perhaps with ``image_sizes [images, 2]``;
 * by image with its tiles: ``pixel_values [images, tiles, channels, height, width]``, padded to the most tiles of an
   image, with ``image_sizes [images, 2]``;
 * by image with its patches: ``pixel_values [images, patches, values]``, padded to the most patches of an image, with
-  ``image_position_ids [images, patches, 2]``;
+  ``image_position_ids [images, patches, 2]`` or ``spatial_shapes [images, 2]``;
 * by row: ``pixel_values [rows, images, ...]``, padded to the most images of a row.
 """
 
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oslo_models.media.sounds import tokens_of_sounds
 from oslo_models.media.tiles import tokens_of_tiles
 
 
@@ -31,46 +34,64 @@ class Kind:
 
     Attributes:
         name: noun for messages.
-        values: argument with the pixels.
-        grid: argument with the patches of each item in time, height and width.
+        modality: name in transformers, as in ``get_image_features``.
+        values: argument with the pixels, the spectrograms or the waveforms.
         each: further arguments with one entry per item.
+        pixels: arguments among them that only towers read.
         token: attributes of configurations with the id of the placeholder token.
+        grid: argument with the patches of each item in time, height and width.
     """
 
     name: str
+    modality: str
     values: str
-    grid: str
     each: tuple[str, ...]
     token: tuple[str, ...]
+    grid: str = ""
+    pixels: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        return self.values, self.grid, *self.each
+        return tuple(filter(None, (self.values, self.grid, *self.each)))
 
 
+PIXEL_MASK = "pixel_attention_mask"
+"""Argument that hides pixels or patches of images."""
 KINDS = (
     Kind(
         "image",
+        "image",
         "pixel_values",
-        "image_grid_thw",
-        ("image_sizes", "image_position_ids"),
+        (
+            *("image_sizes", "image_position_ids", "image_merge_sizes", "spatial_shapes", PIXEL_MASK, "pixel_mask"),
+            "high_res_pixel_values",
+        ),
         ("image_token_id", "image_token_index"),
+        "image_grid_thw",
+        ("high_res_pixel_values",),
     ),
     Kind(
         "video",
+        "video",
         "pixel_values_videos",
-        "video_grid_thw",
-        ("second_per_grid_ts", "video_sizes"),
+        ("second_per_grid_ts", "video_sizes", "video_merge_sizes"),
         ("video_token_id", "video_token_index"),
+        "video_grid_thw",
     ),
+    Kind(
+        "sound",
+        "audio",
+        "input_features",
+        ("feature_attention_mask", "input_features_mask"),
+        ("audio_token_id", "audio_token_index"),
+    ),
+    Kind("sound", "audio", "input_values", ("padding_mask",), ("audio_token_id", "audio_token_index")),
 )
-PIXELS = tuple(kind.values for kind in KINDS)
-"""Arguments that only towers read."""
-IMAGE = KINDS[0]
+PIXELS = tuple(name for kind in KINDS for name in (kind.values, *kind.pixels))
+"""Arguments that only towers read: pixels, spectrograms and waveforms."""
+IMAGE, _, SOUND, _ = KINDS
 IMAGES_OF_ROWS = "batch_num_images"
 """Argument with the number of images of each row."""
-PIXEL_MASK = "pixel_attention_mask"
-"""Argument that hides pixels of images that are held by row."""
 
 
 def divide_media(
@@ -228,10 +249,19 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
                 f"{kind.values} has {len(values)} patches, and {kind.grid} counts {int(patches.sum())} in "
                 f"{len(grid)} {kind.name}s"
             )
-        return list((patches // merged**2).tolist())
+        return list(_tokens_of_grids(kind, grid, batch, config).tolist())
+    mask = next((batch[name] for name in kind.each if batch.get(name) is not None), None)
+    if kind.name == "sound" and mask is not None:
+        if len(mask) != len(values):
+            raise ValueError(f"{kind.values} has {len(values)} {kind.name}s, and their mask {len(mask)}")
+        return tokens_of_sounds(mask, config)
+    shapes = batch.get("spatial_shapes")
+    if kind.name == "image" and isinstance(shapes, Tensor):
+        return list((shapes // config.downsample_factor).prod(-1).tolist())
     places = batch.get("image_position_ids")
     if kind.name == "image" and isinstance(places, Tensor) and hasattr(tower, "pooling_kernel_size"):
-        return list((places.ne(-1).all(-1).sum(-1) // tower.pooling_kernel_size**2).tolist())
+        pooled = 1 if hasattr(tower, "mm_embed_dim") else tower.pooling_kernel_size  # without tower: before projection
+        return list((places.ne(-1).all(-1).sum(-1) // pooled**2).tolist())
     if kind.name == "image" and sizes is not None and getattr(config, "image_grid_pinpoints", None):
         sizes = torch.as_tensor(sizes).tolist()
         if len(sizes) != len(values):
@@ -247,6 +277,18 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
             "which they cannot share evenly"
         )
     return [placeholders // len(values)] * len(values)
+
+
+def _tokens_of_grids(kind: Kind, grid: Tensor, batch: Mapping[str, Any], config: Any) -> Tensor:
+    """Return the number of placeholder tokens of each item that is held by patch."""
+    tower: Any = getattr(config, "vision_config", None)
+    merged: Any = getattr(config, "spatial_merge_size", None) or getattr(tower, "spatial_merge_size", None)
+    merged = merged or getattr(tower, "merge_size", 1)  # Muse Glimmer
+    if hasattr(tower, "max_image_size"):  # HunYuan has a token after each line of patches, and may have two around them
+        lines, length = (grid[:, 1:] // merged).unbind(-1)
+        return grid[:, 0] * lines * (length + 1) + 2 * hasattr(config, "im_newline_id")
+    merged = batch.get(f"{kind.name}_merge_sizes", merged)  # VideoLLaMA 3
+    return grid.prod(-1) // merged**2
 
 
 def _misfit(kind: Kind, values: Tensor, placeholders: Sequence[int], tokens: Sequence[int], problem: str) -> str:

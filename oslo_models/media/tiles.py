@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from math import sqrt
 from typing import Any
 
@@ -23,7 +24,7 @@ def tokens_of_tiles(size: tuple[int, int], config: Any, is_alone: bool) -> int:
     from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 
     tower = config.vision_config
-    side = tower.image_size // tower.patch_size
+    side = int(tower.image_size // tower.patch_size * Fraction(getattr(config, "downsample_rate", None) or 1))
     if not is_alone:
         return side * side + 1
     rows, columns = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, tower.image_size)

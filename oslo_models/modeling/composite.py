@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.sharding.plan import Entries, Plan
+from oslo_models.sharding.plan import Entries, Plan, Replicated, VocabParallel
 
 
 def replicated_in_part(cls: type[ParallelModel], config: Any, outputs: Mapping[str, str]) -> list[str]:
@@ -46,6 +46,24 @@ def plan_of_part(name: str, cls: type[ParallelModel], config: Any) -> Plan:
     )
 
 
+def plan_of_generator(name: str, cls: type[ParallelModel], config: Any) -> Plan:
+    """Return the plan of a part that generates by itself. Every rank holds its vocabulary.
+
+    Args:
+        name, cls, config: as for `plan_of_part`.
+
+    Raises:
+        ValueError: the part cannot be sharded inside of another model. The message names its class.
+    """
+    _check_part(cls, config)
+    plan = plan_of_part(name, cls, config)
+    embed, head = (
+        {key: Replicated() if isinstance(entry, VocabParallel) else entry for key, entry in entries.items()}
+        for entries in (plan.embed, plan.head)
+    )
+    return replace(plan, embed=embed, head=head).with_rules(single_stage_reason="a part of it generates by itself")
+
+
 def plan_with_towers(
     decoder: tuple[str, type[ParallelModel], Any],
     towers: Sequence[tuple[str, type[ParallelModel], Any]],
@@ -56,7 +74,7 @@ def plan_with_towers(
     Args:
         decoder: its attribute name in the model, its class and its configuration.
         towers: the same of each tower.
-        projectors: the modules between towers and decoder.
+        projectors: the modules between towers and decoder, and towers that every rank holds in full.
 
     Raises:
         ValueError: a part cannot be sharded inside of another model. The message names its class.
@@ -69,8 +87,9 @@ def plan_with_towers(
         for plan in [cls.plan(config)]
     }
     own = plans.pop(decoder[0])
-    first, *others = plans  # projectors are on the same pipeline stage as towers
-    plans = {first: replace(plans[first], head={**plans[first].head, **projectors}), **{o: plans[o] for o in others}}
+    first = next(iter(plans or projectors))  # projectors are on the same pipeline stage as towers
+    tower = plans.get(first, Plan(embed={}, blocks={}, head={}))
+    plans |= {first: replace(tower, head={**tower.head, **projectors})}
     reasons = (plan.single_rank_reason for plan in (own, *plans.values()))
     return replace(own, towers=plans, single_rank_reason=next(filter(None, reasons), ""))
 
@@ -94,5 +113,5 @@ def _check_part(cls: type[ParallelModel], config: Any) -> None:
 @cache
 def _prefix_of(cls: type[ParallelModel]) -> str:
     """Return the path of the base model in a class's models, from an instance on the meta device."""
-    with torch.device("meta"):
+    with torch.device("meta"), torch.random.fork_rng([]):  # Wav2Vec2 draws a parameter on the CPU
         return cls._from_config(cls.config_class())._prefix()

@@ -24,7 +24,8 @@ class EncoderDecoderParallel(ParallelModel):
         name = "enc_to_dec_proj"  # if their hidden sizes differ
         between = Plan(embed={}, blocks={}, head={}, optional=(name,)).with_rules(on_every_stage={name: Replicated()})
         encoding = plan_of_part("encoder", encoder, config.encoder)
-        return encoding | plan_of_part("decoder", decoder, config.decoder) | between
+        plan = encoding | plan_of_part("decoder", decoder, config.decoder) | between
+        return plan.with_rules(early_outputs={})  # the decoder reads the last hidden states only
 
     @classmethod
     def replicated_attentions(cls, config: Any) -> Collection[str]:

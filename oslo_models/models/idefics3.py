@@ -13,7 +13,7 @@ from oslo_models.models.siglip import SiglipParallel
 class Idefics3Parallel(LlavaParallel):
     """Sharding plan of the Idefics3 family."""
 
-    decoder = "text_model"
+    decoder_name = "text_model"
     towers = {"vision_model": "vision_config"}
     projectors = {"connector": Replicated()}
 

@@ -1,6 +1,6 @@
 """InternVL: an encoder of image patches with scaled residuals, a projector and a decoder of another model."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import InternVLConfig, InternVLVisionConfig
 from transformers.models.internvl import modeling_internvl as hf
@@ -21,7 +21,15 @@ from oslo_models.models.llava import LlavaParallel
 from oslo_models.models.vit import patch_positions
 
 
-class InternVLVisionModel(ParallelModel, hf.InternVLVisionModel):
+class InternVLEncoderParallel(ParallelModel):
+    """Sharding plan of encoders of image patches with scaled residuals.
+
+    Attributes:
+        stack: the blocks.
+    """
+
+    stack: ClassVar[str] = "encoder.layer"
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = heads_of(config)
@@ -40,10 +48,14 @@ class InternVLVisionModel(ParallelModel, hf.InternVLVisionModel):
             block |= {"attention.q_norm": WidthNorm(heads), "attention.k_norm": WidthNorm(heads)}
         return Plan(
             embed={"embeddings": Replicated()},
-            blocks={"encoder.layer": block},
+            blocks={cls.stack: block},
             head={"layernorm": Norm()},
             optional=("layernorm",),
-        ).with_rules(input_positions={"encoder.layer": patch_positions(config.patch_size, extra_positions=1)})
+        ).with_rules(input_positions={cls.stack: patch_positions(config.patch_size, extra_positions=1)})
+
+
+class InternVLVisionModel(InternVLEncoderParallel, hf.InternVLVisionModel):
+    pass
 
 
 class InternVLModel(LlavaParallel, hf.InternVLModel):

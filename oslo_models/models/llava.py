@@ -16,20 +16,20 @@ class LlavaParallel(ParallelModel):
     """Sharding plan of the LLaVA family, and base class for other models of a decoder and towers.
 
     Attributes:
-        decoder: the attribute name of the decoder. Its configuration is ``text_config``.
+        decoder_name: the attribute name of the decoder. Its configuration is ``text_config``.
         towers: the attribute name of each tower, with the name of its configuration.
         projectors: the modules between towers and decoder.
         classes: the class of each part that transformers does not export.
     """
 
-    decoder: ClassVar[str] = "language_model"
+    decoder_name: ClassVar[str] = "language_model"
     towers: ClassVar[dict[str, str]] = {"vision_tower": "vision_config"}
     projectors: ClassVar[Entries] = {"multi_modal_projector": Replicated()}
     classes: ClassVar[dict[str, type[ParallelModel]]] = {}
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        parts = {cls.decoder: config.text_config, **{name: getattr(config, of) for name, of in cls.towers.items()}}
+        parts = {cls.decoder_name: config.text_config, **{name: getattr(config, of) for name, of in cls.towers.items()}}
         decoder, *towers = [(name, cls.classes.get(name) or AutoModel.class_for(of), of) for name, of in parts.items()]
         return plan_with_towers(decoder, towers, cls.projectors)
 

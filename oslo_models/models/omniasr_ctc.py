@@ -12,17 +12,21 @@ from oslo_models.modeling.blocks import heads_of
 from oslo_models.models.wav2vec2 import audio_positions, encoder_block
 
 
+def encoder_plan(config: Any) -> Plan:
+    """Return the plan of the encoder of audio."""
+    return Plan(
+        embed={"subsampling": Replicated(), "encode_positions": Replicated()},
+        blocks={"layers": encoder_block(heads_of(config))},
+        head={"layer_norm": Norm()},
+    ).with_rules(input_positions={"layers": audio_positions(config)})
+
+
 class OmniASRParallel(ParallelModel):
     """Sharding plan of the OmniASR CTC family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        plan = Plan(
-            embed={"subsampling": Replicated(), "encode_positions": Replicated()},
-            blocks={"layers": encoder_block(heads_of(config.audio_config))},
-            head={"layer_norm": Norm()},
-        ).with_rules(input_positions={"layers": audio_positions(config.audio_config)})
-        return plan.under("audio_tower.")
+        return encoder_plan(config.audio_config).under("audio_tower.")
 
 
 class OmniASRCTCModel(OmniASRParallel, hf.OmniASRCTCModel):

@@ -1,6 +1,6 @@
 """SigLIP: CLIP without a class token; an attention layer, replicated on every rank, pools the patches."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
 from transformers.models.siglip import modeling_siglip as hf
@@ -20,7 +20,7 @@ def _pools(config: Any) -> bool:
 class SiglipParallel(CLIPParallel):
     """Sharding plan of the SigLIP family."""
 
-    image_embed = {"embeddings": Replicated()}
+    image_embed: ClassVar[Entries] = {"embeddings": Replicated()}
     text_head = {"final_layer_norm": Norm(), "head": Replicated()}
     extra_positions = 0
 

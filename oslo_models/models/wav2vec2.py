@@ -25,10 +25,14 @@ SPEAKERS: Entries = {
 
 
 def audio_positions(config: Any) -> InputPositions:
-    """Return the function that gives rows and positions after the convolutions over ``input_values``."""
+    """Return the function that gives rows and positions after the convolutions over ``input_values``.
+
+    A model around the encoder calls them ``inputs``.
+    """
 
     def positions(batch: Any) -> tuple[int, int]:
-        rows, length = batch["input_values"].shape[0], batch["input_values"].shape[-1]
+        values = batch["inputs"] if batch.get("input_values") is None else batch["input_values"]
+        rows, length = values.shape[0], values.shape[-1]
         for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
             length = (length - kernel) // stride + 1
         return rows, length

@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 from transformers import WhisperConfig
 from transformers.models.whisper import modeling_whisper as hf
 
-from oslo_models.layers.entries import LocalAttributes, Plan, Replicated, VocabParallel
+from oslo_models.layers.entries import LocalAttributes, Norm, Plan, Replicated, VocabParallel
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of
 from oslo_models.models.bart import BartParallel
 from oslo_models.models.wav2vec2 import WEIGHTED_SUM
 from oslo_models.sharding.layout import EvenSplit
@@ -44,6 +46,28 @@ class WhisperParallel(BartParallel):
         summed = WEIGHTED_SUM if "layer_weights" in cls.head_plan and config.use_weighted_layer_sum else ""
         plan = replace(plan, embed={**audio, **tokens}, optional=optional)
         return plan.with_rules(input_positions=positions, single_stage_reason=summed)
+
+
+class WhisperEncoderParallel(ParallelModel):
+    """Sharding plan of other encoders of sounds with the blocks of Whisper.
+
+    Attributes:
+        audio_layers: the modules that embed the audio.
+        final_norm: the norm after the blocks.
+        reason: see `PipelineRules.single_stage_reason`.
+    """
+
+    audio_layers: ClassVar[tuple[str, ...]] = WhisperParallel.audio_layers
+    final_norm: ClassVar[str] = "layer_norm"
+    reason: ClassVar[str] = "none of its modules outputs the embedded audio"
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        return Plan(
+            embed=dict.fromkeys(cls.audio_layers, Replicated()),
+            blocks={"layers": WhisperParallel.block(heads_of(config), "self_attn")},
+            head={cls.final_norm: Norm()},
+        ).with_rules(single_stage_reason=cls.reason)
 
 
 class WhisperModel(WhisperParallel, hf.WhisperModel):

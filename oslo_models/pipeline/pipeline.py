@@ -242,7 +242,10 @@ class Pipeline:
     def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MoEModelOutput:
         """Run the encoder on the arguments of ``generate``. Returns its output on every stage."""
         self._end_open_loop("generate")
-        name, accepted = self.model.main_input_name, inspect.signature(self.model.get_encoder().forward).parameters
+        encoder = self.model.get_encoder()
+        # as in transformers: the encoder of SpeechEncoderDecoder has another name for its input than the model
+        name = getattr(encoder, "main_input_name", self.model.main_input_name)
+        accepted = inspect.signature(encoder.forward).parameters
         prompt = args[0] if args else kwargs.get(name, kwargs.get("inputs"))
         arguments = {name: prompt, **{key: value for key, value in kwargs.items() if key in accepted}}
         batch = {key: value for key, value in arguments.items() if value is not None}
@@ -275,11 +278,11 @@ class Pipeline:
             return self.without_pixels(kwargs)
         if self.stage.index == 0:
             for kind in given:
-                encode = getattr(base, f"get_{kind.name}_features")
+                encode = getattr(base, f"get_{kind.modality}_features")
                 accepted = inspect.signature(encode).parameters
                 own = {name: value for name, value in kwargs.items() if name in accepted}
                 if failure is None:
-                    encoded[kind.name], failure = _catch(partial(encode, **own, return_dict=True))
+                    encoded[kind.modality], failure = _catch(partial(encode, **own, return_dict=True))
         self._broadcast_from(torch.zeros(1, dtype=self.model.dtype, device=self.mesh.device), 0, failure)
         rest = {name: value for name, value in kwargs.items() if name not in PIXELS}
         return {**rest, "mm_encoder_outputs": encoded} if encoded else rest

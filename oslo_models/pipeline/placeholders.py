@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
 
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding
 
@@ -130,7 +131,15 @@ def _on_meta(module: nn.Module) -> nn.Module:
 @cache
 def _placeholder_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass with the name of ``cls``: transformers' initialization checks classes and their names."""
-    return type(cls.__name__, (Placeholder, cls), {"__module__": cls.__module__})
+    members: dict[str, Any] = {"__module__": cls.__module__}
+    if issubclass(cls, PreTrainedModel):  # Qwen2-Audio reads the device of its encoder, which has no parameters here
+        members["device"] = property(_device_of)
+    return type(cls.__name__, (Placeholder, cls), members)
+
+
+def _device_of(placeholder: nn.Module) -> torch.device:
+    inside = (module for module in placeholder.modules() if isinstance(module, Placeholder))
+    return next(getattr(module, name).device for module in inside for name in module._weights)
 
 
 class BoundaryDropout(nn.Dropout):

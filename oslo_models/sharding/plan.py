@@ -86,7 +86,7 @@ class Plan:
         """Return the outermost modules of the towers and the modules between towers and blocks."""
         between = (key for plan in self.towers.values() for key in plan.head)
         inside = tuple(f"{name}." for name in self.towers)
-        return *self.towers, *(key for key in between if not key.startswith(inside))
+        return tuple(dict.fromkeys((*self.towers, *(key for key in between if not key.startswith(inside)))))
 
     def kinds_of_blocks(self) -> list[Entries]:
         """Return the entries of each kind of block, including the blocks of towers."""

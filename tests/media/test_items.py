@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from oslo_models.media.items import KINDS, divide_media, items_of_rows
+from oslo_models.media.sounds import tokens_of_sounds
 
-IMAGE, VIDEO = KINDS
+IMAGE, VIDEO, SOUND, _ = KINDS
 TOWER = SimpleNamespace(spatial_merge_size=2, patch_size=4)
 CONFIG = SimpleNamespace(image_token_id=7, video_token_id=8, vision_config=TOWER)
 
@@ -67,6 +68,42 @@ def test_images_of_several_sizes_have_tokens_by_their_sizes() -> None:
     assert [part["image_sizes"].tolist() for part in parts] == [sizes[:2].tolist(), sizes[2:].tolist()]
 
 
+GRIDS = [[1, 4, 4], [2, 2, 4], [3, 4, 2]]
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "tokens"),
+    [
+        ({"im_newline_id": 9, "vision_config": {"max_image_size": 8}}, {}, (2 * 3 + 2, 2 * 3 + 2, 3 * 2 * 2 + 2)),
+        ({"vision_config": {"max_image_size": 8}}, {}, (2 * 3, 2 * 3, 3 * 2 * 2)),  # without tokens around an image
+        ({}, {"image_merge_sizes": torch.tensor([1, 2, 1])}, (16, 4, 24)),
+    ],
+)
+def test_images_by_patch_have_tokens_by_their_type(
+    config: dict[str, Any], more: dict[str, Tensor], tokens: tuple[int, int, int]
+) -> None:
+    tower = SimpleNamespace(**{**vars(TOWER), **config.get("vision_config", {})})
+    own = SimpleNamespace(**{**vars(CONFIG), **config, "vision_config": tower})
+    grids, rows = torch.tensor(GRIDS), ids([[tokens[0]], [], [*tokens[1:]]])
+    batch = {"input_ids": rows, "pixel_values": torch.randn(int(grids.prod(-1).sum()), 5), "image_grid_thw": grids}
+    assert items_of_rows(IMAGE, {**batch, **more}, own) == [1, 0, 2]
+    _, parts = divide_media({**batch, **more}, 3, 1, own)
+    assert [len(part.get("pixel_values", ())) for part in parts] == [16, 0, 16 + 24]
+    assert [part.keys() - {"pixel_values", "image_grid_thw"} for part in parts] == [{*more}, set(), {*more}]
+
+
+def test_images_with_padded_patches_have_tokens_by_their_shapes() -> None:
+    shapes, own = torch.tensor([[4, 4], [2, 8], [4, 2]]), SimpleNamespace(**vars(CONFIG), downsample_factor=2)
+    batch = {
+        **{"input_ids": ids([[4, 4], [2]]), "pixel_values": torch.randn(3, 16, 5), "spatial_shapes": shapes},
+        "pixel_attention_mask": torch.ones(3, 16),
+    }
+    assert items_of_rows(IMAGE, batch, own) == [2, 1]
+    _, parts = divide_media(batch, 2, 1, own)
+    assert [part["spatial_shapes"].tolist() for part in parts] == [shapes[:2].tolist(), shapes[2:].tolist()]
+    assert [len(part["pixel_attention_mask"]) for part in parts] == [2, 1]
+
+
 def test_videos_are_divided_beside_images() -> None:
     video, image = torch.randn(8, 5), torch.randn(4, 5)
     batch = {
@@ -90,6 +127,59 @@ def test_images_held_by_row_follow_it_and_models_without_placeholders_are_refuse
     by_image = {"input_ids": ids([[1], [1]]), "pixel_values": torch.randn(2, 3, 8, 8)}
     with pytest.raises(ValueError, match="pixel_values: the configuration has no image_token_id"):
         items_of_rows(IMAGE, by_image, SimpleNamespace())
+
+
+def hearing(kind: str | None, **sizes: Any) -> Any:
+    """Return a configuration with an encoder of sounds of this type; without a type, its masks mark features."""
+    encoder = {} if kind is None else {"audio_config": SimpleNamespace(model_type=kind, **sizes)}
+    return SimpleNamespace(audio_token_id=9, **encoder)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "marked", "tokens"),
+    [
+        (hearing("qwen2_audio_encoder"), "feature_attention_mask", [3000, 1, 0, 7, 8, 9], [750, 0, 0, 2, 2, 2]),
+        (hearing("audioflamingo3_encoder"), "input_features_mask", [3000, 2, 3, 4, 5], [750, 0, 1, 1, 1]),
+        (hearing("glmasr_encoder"), "input_features_mask", [3000, 6, 7, 14, 15], [375, 0, 1, 1, 2]),
+        (
+            hearing("qwen3_asr_encoder", n_window=50),
+            "input_features_mask",
+            [300, 100, 99, 101, 8, 9],
+            [39, 13, 13, 14, 1, 2],
+        ),
+        (hearing("fun_asr_nano_encoder"), "input_features_mask", [4, 0, 7], [4, 0, 7]),
+        (hearing(None), "input_features_mask", [4, 0, 7], [4, 0, 7]),
+    ],
+)
+def test_sounds_have_tokens_by_their_masks(config: Any, name: str, marked: list[int], tokens: list[int]) -> None:
+    mask = (torch.arange(3000) < torch.tensor(marked)[:, None]).long()
+    assert tokens_of_sounds(mask, config) == tokens
+    heard = [number for number, count in enumerate(tokens) if count]
+    rows = [tokens[number] for number in heard]
+    features = torch.arange(len(heard)).float()[:, None, None].expand(-1, 5, 3000)
+    batch = {"input_ids": ids([rows[:1], [], rows[1:]], 9), "input_features": features, name: mask[heard]}
+    names, parts = divide_media(batch, 3, 1, config)
+    assert names == ("input_features", name) and not parts[1]
+    assert items_of_rows(SOUND, batch, config) == [1, 0, len(rows) - 1]
+    assert parts[0]["input_features"][:, 0, 0].tolist() == [0]
+    assert parts[2]["input_features"][:, 0, 0].tolist() == list(range(1, len(rows)))
+    assert torch.equal(parts[2][name], mask[heard][1:])
+    with pytest.raises(ValueError, match=f"input_features has {len(rows)} sounds, and their mask {len(rows) - 1}"):
+        items_of_rows(SOUND, {**batch, name: mask[heard][1:]}, config)
+
+
+def test_pieces_of_sounds_without_masks_share_the_placeholders_evenly() -> None:
+    batch = {"input_ids": ids([[3], [], [3, 3]], 9), "input_features": torch.randn(3, 5, 16)}
+    assert items_of_rows(SOUND, batch, hearing("voxtral_encoder")) == [1, 0, 2]
+    with pytest.raises(ValueError, match="input_features has 3 sounds, and input_ids have 8 placeholder tokens"):
+        items_of_rows(SOUND, {**batch, "input_ids": ids([[3], [], [3, 2]], 9)}, hearing("voxtral_encoder"))
+
+
+def test_masks_of_unknown_encoders_of_sounds_are_refused() -> None:
+    with pytest.raises(ValueError, match="the number of tokens of a sound is unknown for the encoder 'other'"):
+        tokens_of_sounds(torch.ones(1, 4), hearing("other"))
+    with pytest.raises(ValueError, match="a mask of 150 frames has no whole chunks of 100: pad the sounds"):
+        tokens_of_sounds(torch.ones(1, 150), hearing("qwen3_asr_encoder", n_window=50))
 
 
 @pytest.mark.parametrize(

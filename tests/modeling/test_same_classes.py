@@ -28,14 +28,13 @@ SIZES: dict[str, Any] = {
 }
 
 
-def check(name: str, saved: Path, ids: Tensor, logits: Tensor, tokens: Tensor) -> None:
-    for auto in (True, False):
-        cls: Any = oslo_models.AutoModelForCausalLM if auto else registry.find(name)
+def check(auto: str, name: str, saved: Path, batch: dict[str, Tensor], logits: Tensor, tokens: Tensor) -> None:
+    for cls in (getattr(oslo_models, auto), registry.find(name)):
         options = {"gather_logits": True, "dtype": torch.float64}
         model = cls.from_pretrained_with_parallel(saved, tensor_parallel_size=2, **options).eval()
         with torch.no_grad(), lifted_casts():
-            assert not differences("logits", model(ids).logits, logits, TOLERANCE)
-            assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0), tokens)
+            assert not differences("logits", model(**batch).logits, logits, TOLERANCE)
+            assert torch.equal(model.generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=0), tokens)
     cls.from_config_with_parallel(model.config, tensor_parallel_size=2)
     model.save_pretrained_with_parallel(saved / "merged", save_with_merging=True)
 
@@ -44,19 +43,25 @@ def check(name: str, saved: Path, ids: Tensor, logits: Tensor, tokens: Tensor) -
 def test_model_matches_transformers_and_keeps_its_type(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
     torch.manual_seed(seed)
     same = registry.SAME_CLASSES[model_type]
-    config = CONFIG_MAPPING[model_type](**SIZES if same == "llama" else {**zoo.MORE[same], "vocab_size": 61})
-    name = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+    sees = same in zoo.WITH_IMAGES
+    auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+    values = SIZES if same == "llama" else zoo.MORE[same] if sees else {**zoo.MORE[same], "vocab_size": 61}
+    if f"{model_type}_vision" in CONFIG_MAPPING:
+        values = {**values, "vision_config": {**values["vision_config"], "model_type": f"{model_type}_vision"}}
+    config = CONFIG_MAPPING[model_type](**values)
+    name = getattr(transformers, auto)._model_mapping[type(config)].__name__
     full = reference_model(name, config, seed).eval()
     assert same == type(full).config_class.model_type
     full.save_pretrained(tmp_path)
-    ids = torch.randint(3, 61, (2, 7))
+    batch = zoo.batch(name, zoo.config(same), seed) if sees else {"input_ids": torch.randint(3, 61, (2, 7))}
+    batch.pop("labels", None)
     with torch.no_grad(), lifted_casts():
-        logits = full(ids).logits
-        tokens = full.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    pool.run(2, check, name, tmp_path, ids, logits, tokens)
+        logits = full(**batch).logits
+        tokens = full.generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    pool.run(2, check, auto, name, tmp_path, batch, logits, tokens)
     merged = tmp_path / "merged"
     assert json.loads((merged / "config.json").read_text())["model_type"] == model_type
-    again = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64).state_dict()
+    again = getattr(transformers, auto).from_pretrained(merged, dtype=torch.float64).state_dict()
     assert all(torch.equal(again[name], weight) for name, weight in full.state_dict().items())
 
 

@@ -45,9 +45,10 @@ def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path
     mixes_rows = getattr(step.config, "conv_pos_batch_norm", False)
     size = 2 if cls.loss_is_mean and not mixes_rows else pipelines.ROWS
     model = cls.from_pretrained_with_parallel(folder, tp, pp, size, gather_logits=True, **options).train()
+    lines = token_differences(model, step.batch, tokens, GREEDY)  # before a step changes statistics
+    model.train()
     torch.manual_seed(0)  # Wav2Vec2 samples its targets
-    lines = step_differences(model, step) if pp == 1 else loop_differences(model, step)
-    lines += token_differences(model, step.batch, tokens, GREEDY)
+    lines += step_differences(model, step) if pp == 1 else loop_differences(model, step)
     assert not lines, "\n".join(lines)
 
 
@@ -104,7 +105,7 @@ def check_class(pool: Pool, folder: Path, name: str, seed: int, meshes: tuple[Me
     assert not failures, "\n".join([drawn.text, *(f"(not by transformers: {line})" for line in refused), *failures])
 
 
-@pytest.mark.drawn(67)
+@pytest.mark.drawn(78)
 @pytest.mark.parametrize("name", [name for kind in registry.ARCHITECTURES for name in registry.model_classes(kind)])
 def test_every_class_with_a_drawn_configuration_matches_transformers(
     pool: Pool, tmp_path: Path, name: str, seed: int, request: pytest.FixtureRequest, record_property: Any

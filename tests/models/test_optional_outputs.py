@@ -168,8 +168,8 @@ def missing_differences(model: Any, own: Outputs, expected: Outputs) -> list[str
     lines = []
     for path in expected:
         name, _, index = path.rpartition(".")
-        if path.startswith(("image_outputs", "image_hidden_states")):  # the first stage has the tower
-            continue
+        if path.startswith(("image_outputs", "image_hidden_states", "audio_features", "audio_hidden_states")):
+            continue  # the first stage has the tower
         if name.endswith(("hidden_states", "attentions")) and index.isdigit():
             lists.setdefault(name, []).append(path)
         elif path not in own:
@@ -225,7 +225,7 @@ def reference(
 ) -> tuple[dict[str, Any], tuple[Outputs, Outputs, Outputs]]:
     """Return the batch with all options that transformers' class takes, and what it returns."""
     plan = registry.find(name).plan(config)  # type: ignore[attr-defined]
-    whole = plan.pipeline.single_stage_reason or (config.model_type in zoo.WITH_IMAGES)
+    whole = plan.pipeline.single_stage_reason or config.model_type in (*zoo.WITH_IMAGES, *zoo.WITH_SOUNDS)
     batch = without_labels(name, (zoo if whole else pipelines).batch(name, config, seed))
     model = reference_model(name, config, seed, attn_implementation="eager").eval()
     model.save_pretrained(folder)

@@ -51,7 +51,7 @@ def test_videos_beside_images_match_transformers(pool: Pool, model_type: str, se
 def test_videos_belong_to_rows_in_order(model_type: str, seed: int) -> None:
     name, config = configured(model_type)
     batch = batch_of(model_type, name, config, seed)
-    assert [items_of_rows(kind, batch, config) for kind in KINDS] == [[1, 0, 0], [1, 0, 2]]
+    assert [items_of_rows(kind, batch, config) for kind in KINDS[:2]] == [[1, 0, 0], [1, 0, 2]]
     moved = {**batch, "input_ids": batch["input_ids"].clone()}
     moved["input_ids"][0, -1] = config.video_token_id
     with pytest.raises(ValueError, match="pixel_values_videos"):

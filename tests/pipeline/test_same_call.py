@@ -38,6 +38,7 @@ BY_OTHER_NUMBERS = {
     "block_repeats": "by the pools of Funnel, which allows one stage only",
     "sscp_conv_stride_size": "by the convolution of an audio encoder",
     "hidden_sizes": "by the level of SegFormer, which allows one stage only",
+    "cls_token": "by the stage of CvT, which allows one pipeline stage only",
 }
 """Configuration values that forwards index by a number other than the layer number, with that index."""
 

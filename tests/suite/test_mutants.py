@@ -40,15 +40,27 @@ from oslo_models.layers import (
     token_region,
 )
 from oslo_models.layers import vocab_parallel as vocab
+from oslo_models.media import items
 from oslo_models.modeling import base, training
 from oslo_models.modeling import forward as calls
 from oslo_models.modeling import initialization as init
-from oslo_models.models import convnextv2, dbrx, doge, gemma3n_text, gpt2, minimax, switch_transformers, wavlm, zaya
+from oslo_models.models import (
+    convnextv2,
+    dbrx,
+    doge,
+    gemma3n_text,
+    gpt2,
+    granite_speech,
+    minimax,
+    switch_transformers,
+    wavlm,
+    zaya,
+)
 from oslo_models.pipeline import pipeline, placeholders, schedule
 from oslo_models.pipeline import stage as stages
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Plan
+from oslo_models.sharding.plan import ColumnParallel, Plan, Replicated
 
 from support.mutants import Edit, MutantPool, Patch, is_in_run, load_test, with_mutant
 from support.pool import Pool, WorkerError
@@ -397,6 +409,20 @@ def hidden_states_without_sum_of_gradients(patch: Patch) -> None:
     patch.setattr(wavlm, "copy_to", lambda axis, x: x)
 
 
+def distances_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(granite_speech, "SharedOutput", Replicated)
+
+
+def a_sound_in_the_place_of_its_neighbour(patch: Patch) -> None:
+    right = items._items
+
+    def of_items(kind: items.Kind, name: str, *args: Any) -> Any:
+        value = right(kind, name, *args)
+        return value.flip(0) if name == items.SOUND.values else value
+
+    patch.setattr(items, "_items", of_items)
+
+
 def norms_of_own_channels(patch: Patch) -> None:
     patch.setattr(convnextv2, "reduce_from", lambda axis, x: x)
 
@@ -456,6 +482,11 @@ def inner_outputs_without_their_region(patch: Patch) -> None:
 
 def key_values_count_on_all_their_ranks(patch: Patch) -> None:
     patch.setattr(linear.KeyValueRowLinear, "forward", linear.RowParallelLinear.forward)
+
+
+def parameters_of_all_heads_without_sum_of_gradients(patch: Patch) -> None:
+    cls = local_attributes.SharedParametersModule
+    patch.setattr(cls, "forward", lambda self, *args, **kwargs: super(cls, self).forward(*args, **kwargs))
 
 
 def parameters_of_heads_without_sum_over_copies(patch: Patch) -> None:
@@ -665,6 +696,13 @@ MUTANTS: dict[str, list[Caught]] = {
         ],
         (dropout_masks_of_local_tokens, "test_step_with_dropout_equals_whole_hidden_states", {"variant": "gpt2"}),
     ],
+    "models/test_sounds.py": [
+        (mutant, "test_sounds_in_any_rows_match_transformers", {"model_type": model_type})
+        for mutant, model_type in (
+            (distances_without_sum_of_gradients, "granite_speech"),
+            (a_sound_in_the_place_of_its_neighbour, "qwen2_audio"),
+        )
+    ],
     "models/test_zoo.py": [
         (
             decays_of_other_heads,
@@ -677,6 +715,7 @@ MUTANTS: dict[str, list[Caught]] = {
                 (gates_read_other_heads, "wavlm"),
                 (hidden_states_without_sum_of_gradients, "wavlm"),
                 (norms_of_own_channels, "convnextv2"),
+                (parameters_of_all_heads_without_sum_of_gradients, "got_ocr2"),
             )
         ],
         (

@@ -41,6 +41,7 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activa
 
 NO_OPTIONS = {
     # options that change the outputs, the execution or the kind of model
+    "use_decoder_only_language_model",  # follows from the text model
     "moe_apply_router_weight_on_input",  # transformers refuses it
     "output_router_logits",  # pipeline stages refuse its auxiliary loss; separate tests cover it
     *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_cache", "gradient_checkpointing"),
@@ -254,6 +255,23 @@ def _fit_windows(values: Values, draw: random.Random) -> None:
     values["encoder_stride"] = 4 * 2 ** (len(heads) - 1)
 
 
+def _fit_hiera(values: Values, draw: random.Random) -> None:
+    values["embed_dim"], values["num_heads"] = 6, [draw.choice((1, 2, 3)), draw.choice((3, 4)), draw.choice((4, 6))]
+    values["depths"] = [draw.randint(1, 2) for _ in range(3)]
+
+
+def _fit_florence(values: Values, draw: random.Random) -> None:
+    values["num_heads"], values["num_groups"] = ([draw.randint(3, 6) for _ in range(2)] for _ in range(2))
+    pairs = zip(values["num_heads"], values["num_groups"], strict=True)
+    values["embed_dim"] = [math.lcm(*pair) * (1 if math.lcm(*pair) > 12 else 2) for pair in pairs]
+
+
+def _fit_cvt(values: Values, draw: random.Random) -> None:
+    values["num_heads"] = [draw.choice((1, 2)), draw.randint(3, 4), draw.randint(3, 6)]
+    values["embed_dim"] = [heads * draw.randint(2, 4) for heads in values["num_heads"]]
+    values["depth"] = [draw.randint(1, 2), 2, 3]  # transformers needs a block more than the number of the stage
+
+
 def _fit_convolutions(values: Values, draw: random.Random) -> None:
     values["num_stages"] = draw.randint(1, 3)
     for key, least, most in (("depths", 1, 2), ("hidden_sizes", 5, 11)):
@@ -268,6 +286,9 @@ def _fit_segformer(values: Values, draw: random.Random) -> None:
     for key, least, most in (("depths", 1, 2), ("mlp_ratios", 1, 4)):
         values[key] = [draw.randint(least, most) for _ in heads]
     values["patch_sizes"], values["strides"] = [3 for _ in heads], [2 for _ in heads]
+    if "sequence_reduction_ratios" in values:  # PVT
+        values["sequence_reduction_ratios"] = values.pop("sr_ratios")
+        values["patch_sizes"] = values["strides"] = [4, *(2 for _ in heads[1:])]
 
 
 def _fit_data2vec_vision(values: Values, draw: random.Random) -> None:
@@ -295,6 +316,22 @@ def _fit_yolos(values: Values, draw: random.Random) -> None:
 def _fit_wav2vec2(values: Values, draw: random.Random) -> None:
     values["num_conv_pos_embedding_groups"] = 2
     values["num_conv_pos_embeddings"] = draw.randint(3, 6)
+
+
+def _fit_voxtral_encoder(values: Values, draw: random.Random) -> None:
+    values["intermediate_size"] = 2 * values["hidden_size"]  # the projector joins two positions
+
+
+def _fit_glmasr_encoder(values: Values, draw: random.Random) -> None:
+    values["intermediate_size"] = 4 * values["hidden_size"]  # the projector joins four positions
+
+
+def _fit_moonshine(values: Values, draw: random.Random) -> None:
+    heads = draw.randint(3, 6)  # transformers builds both stacks with the same number of heads
+    values["encoder_num_attention_heads"] = values["decoder_num_attention_heads"] = heads
+    values["hidden_size"] = heads * draw.choice((4, 6, 8))
+    for stack in ("encoder", "decoder"):
+        values[f"{stack}_num_hidden_layers"] = draw.randint(2, 3)
 
 
 def _fit_detr(values: Values, draw: random.Random) -> None:
@@ -388,6 +425,11 @@ def _fit_rotary_grid(values: Values, draw: random.Random) -> None:
     values["embed_dim" if "embed_dim" in values else "hidden_size"] = heads * draw.choice((4, 8))
 
 
+def _fit_rotary_volume(values: Values, draw: random.Random) -> None:
+    # a third of a head for times, rows and columns each, in pairs
+    values["hidden_size"] = values["num_attention_heads"] * draw.choice((6, 8))
+
+
 def _fit_qwen4(values: Values, draw: random.Random) -> None:
     if "ple_layer_ids" in values:  # otherwise its embeddings have the size of a real checkpoint
         linear = [number for number, kind in enumerate(values["layer_types"], 1) if kind == "linear_attention"]
@@ -426,14 +468,20 @@ def _fit_zamba(values: Values, draw: random.Random) -> None:
 def _fit_qwen_tower(text: Values, tower: Values) -> None:
     if "deepstack_visual_indexes" in tower:  # a stage begins after the blocks that add features
         text["num_hidden_layers"] = 3
-    if "partial_rotary_factor" in text["rope_parameters"]:  # Qwen3.5
-        text["head_dim"] = 8
+        if "layer_types" in text:
+            text["layer_types"] = [*text["layer_types"], "sliding_attention"][:3]
     tower["hidden_size" if "embed_dim" in tower else "out_hidden_size"] = text["hidden_size"]
 
 
 def _fit_sections(text: Values) -> None:
+    if "partial_rotary_factor" in text["rope_parameters"]:  # Qwen3.5
+        text["head_dim"] = 8
+    if len(text["rope_parameters"]["mrope_section"]) == 4:  # HunYuan-VL
+        text["head_dim"] = 8
+        return
     sections = {2: [1, 0, 0], 4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}
     width = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
+    width = text.get("qk_rope_head_dim", width)
     rotated = int(width * text["rope_parameters"].get("partial_rotary_factor", 1.0))
     text["rope_parameters"]["mrope_section"] = sections[rotated]
 
@@ -449,6 +497,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "bailing_hybrid": _fit_low_rank_query,
     "convbert": _fit_convbert,
     **dict.fromkeys(("convnext", "convnextv2"), _fit_convolutions),
+    "cvt": _fit_cvt,
     "data2vec-vision": _fit_data2vec_vision,
     "deepseek_v2": _fit_latent_attention,
     "deepseek_v3": _fit_latent_attention,
@@ -459,6 +508,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "dinov3_vit": _fit_dinov3,
     "dory": _fit_dory,
     "dots3_note_text": _fit_dots3_note,
+    "florence_vision": _fit_florence,
     "funnel": _fit_funnel,
     "gemma3n_text": _fit_gemma3n,
     "gemma4_text": _fit_gemma4,
@@ -466,10 +516,11 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "gemma4_vision": _fit_gemma4_vision,
     "glm4_moe_lite": _fit_latent_attention,
     "glm_moe_dsa": _fit_indexers,
-    "hy_v4": _fit_indexers,
+    **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), _fit_indexers),
     "gpt_neo": _fit_gpt_neo,
     "gptj": _fit_gptj,
     "granitemoehybrid": _fit_mamba_beside_attention,
+    "glmasr_encoder": _fit_glmasr_encoder,
     "helium": _fit_helium,
     **dict.fromkeys(("hubert", "unispeech", "unispeech-sat", "wav2vec2-bert"), _fit_wav2vec2),
     **dict.fromkeys(("wav2vec2-conformer", "wav2vec2"), _fit_wav2vec2),
@@ -488,23 +539,30 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "minimax_m3_vl_text": _fit_minimax_m3,
     "mllama_text_model": _fit_mllama_text,
     "mobilebert": _fit_mobilebert,
+    "moonshine": _fit_moonshine,
     "olmo_hybrid": _fit_two_kinds,
-    "omniasr_ctc": _fit_omniasr,
+    **dict.fromkeys(("omniasr_audio", "omniasr_ctc"), _fit_omniasr),
     "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
     **dict.fromkeys(("qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _fit_rotary_grid),
-    "paddleocr_vl_vision": _fit_rotary_grid,
+    **dict.fromkeys(("paddleocr_vl_vision", "exaone4_5_vision", "lfm3_vl_vision"), _fit_rotary_grid),
+    **dict.fromkeys(("cohere_compass_vision",), _fit_rotary_grid),
+    **dict.fromkeys(("video_llama_3_vision", "muse_glimmer_vision"), _fit_rotary_grid),
+    "minimax_m3_vl_vision": _fit_rotary_volume,
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
     "segformer": _fit_segformer,
     "smollm3": _fit_smollm3,
-    **dict.fromkeys(("swin", "swinv2"), _fit_windows),
+    "hiera": _fit_hiera,
+    **dict.fromkeys(("pvt", "pvt_v2"), _fit_segformer),
+    **dict.fromkeys(("donut-swin", "swin", "swinv2"), _fit_windows),
     "squeezebert": _fit_squeezebert,
     **dict.fromkeys(("videomae", "vit_mae"), _fit_masked),
+    "voxtral_encoder": _fit_voxtral_encoder,
     "wavlm": _fit_wavlm,
     "xlstm": _fit_xlstm,
     "yolos": _fit_yolos,
@@ -531,8 +589,10 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "deberta-v2": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"]), "conv_kernel_size": (0, 3)},
     "funnel": {"attention_type": ("relative_shift", "factorized"), "pooling_type": ("mean", "max")},
     "hubert": {"feat_extract_norm": ("group", "layer")},
+    "llava_next_video": {"spatial_pool_mode": ("max", "conv")},
     "mistral": {"sliding_window": (None, 3)},
     "opt": {"do_layer_norm_before": (True, False)},
+    "sew-d": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"]), "feat_extract_norm": ("group", "layer")},
     "t5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu", "silu")},
     "mt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
     "umt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
@@ -573,7 +633,7 @@ def _configured(
     parts = [key for key, value in values.items() if isinstance(value, dict) and key != "backbone_config"]
     for part in parts:
         own = values[part]
-        _sizes(own, own.get("model_type", model_type), draw)
+        _sizes(own, own.get("model_type", "" if part == "rope_parameters" else model_type), draw)
     if model_type in ("siglip", "siglip2"):
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
     if model_type == "paligemma":
@@ -581,8 +641,47 @@ def _configured(
     if model_type == "depth_anything":
         _sizes(values["backbone_config"], "dinov2", draw)
         values["reassemble_hidden_size"] = values["backbone_config"]["hidden_size"]
+    if model_type == "janus":
+        for part in ("vision_config", "vq_config"):
+            values[part]["projection_dim"] = values["text_config"]["hidden_size"]
+        values["vq_config"]["image_token_embed_dim"] = values["text_config"]["hidden_size"]
+    if model_type == "ovis2":
+        values["hidden_size"] = values["text_config"]["hidden_size"]
+    if model_type == "idefics2":
+        values["perceiver_config"]["hidden_size"] = values["text_config"]["hidden_size"]
+    if model_type == "granite4_vision":
+        values["vision_config"] |= {"hidden_size": 64, "num_attention_heads": draw.choice((4, 8))}
+        values["text_config"]["num_hidden_layers"] = values["vision_config"]["num_hidden_layers"] = 3
+        values["qformer_config"]["num_hidden_layers"] = draw.randint(1, 2)
+    if model_type == "granite_docling":
+        values["text_config"]["num_hidden_layers"] = 3
+    if model_type in ("granite_docling", "hy_v4_vl"):
+        values["vision_config"]["out_hidden_size"] = values["text_config"]["hidden_size"]
+    if model_type == "florence2":
+        values["vision_config"]["projection_dim"] = values["text_config"]["d_model"]
+    if model_type == "muse_glimmer":
+        values["out_hidden_size"] = 4 * values["vision_config"]["hidden_size"]
+    if model_type in ("blip-2", "instructblip") and "word_embed_proj_dim" in values["text_config"]:
+        values["text_config"]["word_embed_proj_dim"] = values["text_config"]["hidden_size"]
+    if model_type == "pix2struct":
+        text = values["text_config"]
+        text["num_heads"], text["d_kv"] = draw.randint(3, 6), draw.choice((4, 6))
+        values["vision_config"]["hidden_size"] = text["hidden_size"] = text["num_heads"] * text["d_kv"]
     if model_type == "mllama":
         values["vision_config"]["vision_output_dim"] = 2 * values["vision_config"]["hidden_size"]
+    if model_type == "qwen3_asr":
+        values["audio_config"]["output_dim"] = values["text_config"]["hidden_size"]
+    if model_type == "fun_asr_nano":
+        width = values["text_config"]["hidden_size"]
+        values["adaptor_config"] |= {"hidden_size": width, "num_attention_heads": 2, "intermediate_size": width // 4}
+    if model_type == "canary":  # the decoder reads the hidden states of the encoder
+        encoder, decoder = values["encoder_config"], values["decoder_config"]
+        decoder["hidden_size"] = encoder["hidden_size"]
+        decoder["num_attention_heads"] = decoder["num_key_value_heads"] = encoder["num_attention_heads"]
+    if "projector_config" in values:
+        encoder = values["encoder_config"]
+        width = encoder["hidden_dim"] * (1 + len(encoder.get("cat_hidden_layers", ())))
+        values["projector_config"]["encoder_hidden_size"] = width
     if "depth" in values.get("vision_config", {}):
         _fit_qwen_tower(values["text_config"], values["vision_config"])
     if "mrope_section" in values.get("text_config", {}).get("rope_parameters", {}):

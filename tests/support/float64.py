@@ -31,7 +31,7 @@ _CASTS = {
 _SMALLEST = torch.finfo(torch.float64).min
 _PRODUCTS = {torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__}
 _PRODUCTS |= {F.grid_sample, torch.grid_sampler}  # GLM-4V's positions, at coordinates in float32
-_OTHERS = {Tensor.float, torch.full, Tensor.__mul__, Tensor.mul, Tensor.scatter_reduce, torch._grouped_mm}
+_OTHERS = {F.batch_norm, Tensor.float, torch.full, Tensor.__mul__, Tensor.mul, Tensor.scatter_reduce, torch._grouped_mm}
 _CHANGED = frozenset(_CASTS | _PRODUCTS | _OTHERS)
 """All changed functions: every other function, and thus nearly every call, takes the fast path."""
 
@@ -65,6 +65,8 @@ class lifted_casts(TorchFunctionMode):  # noqa: N801  reads as the context manag
             args = (_widen(args[0]), args[1])  # ProphetNet's masks, which begin as integers
         elif func is Tensor.scatter_reduce and any(_is_double(value) for value in (*args[1:], *kwargs.values())):
             args = (_widen(args[0]), *args[1:])  # TAPAS's zeros to reduce into
+        elif func is F.batch_norm and _is_double(args[0]):  # Granite Speech 5 keeps its statistics in float32
+            args = (args[0], *map(_widen, args[1:]))
         elif func is torch._grouped_mm and _is_double(args[0]):  # takes no float64: transformers' own way without it
             return torch.ops.transformers.grouped_mm_fallback(*args, offs=kwargs["offs"])
         elif func in _PRODUCTS and any(_is_double(arg) for arg in args):

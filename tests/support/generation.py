@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from support.float64 import lifted_casts
 
@@ -19,16 +20,30 @@ IMAGES = (
     *("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids", "pixel_attention_mask"),
     *("pixel_values_videos", "video_grid_thw", "image_position_ids"),
     *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
+    *("spatial_shapes", "pixel_mask", "high_res_pixel_values", "image_merge_sizes"),
+    *("qformer_input_ids", "qformer_attention_mask", "target_sizes", "pixel_values_local", "num_local_patches"),
 )
 """Arguments with images and videos, or about them."""
+SOUNDS = ("input_features", "feature_attention_mask", "input_features_mask", "input_values", "padding_mask")
+"""Arguments with sounds, or about them, of models with a decoder of text."""
 
 
 def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
     """Return the tokens that a model generates for the prompt of a batch, by search method."""
-    names = (model.main_input_name, "attention_mask", "context_input_ids", "context_attention_mask", "doc_scores")
+    names = (
+        "input_ids",
+        model.main_input_name,
+        "attention_mask",
+        "context_input_ids",
+        "context_attention_mask",
+        "doc_scores",
+    )
     images = (*IMAGES, "token_type_ids") if "pixel_values" in batch else ()
-    prompt = {key: batch[key] for key in (*names, *images) if key in batch}
+    prompt = {key: batch[key] for key in (*names, *images, *SOUNDS) if key in batch}
     model.eval()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):  # its running statistics depend on the training steps before
+            module.train().track_running_stats = False
     with lifted_casts():
         return {way: model.generate(**prompt, **ways[way], do_sample=False, max_new_tokens=5) for way in ways}
 

@@ -44,6 +44,7 @@ PER_TOKEN = torch.linspace(-1, 2, 15, dtype=torch.float64).view(3, 5, 1)
 TARGET = torch.arange(15).view(3, 5)
 
 OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "mask of rows": lambda x: x[torch.arange(x[..., 0].numel()).view(x.shape[:-1]) % 3 > 0],
     "softmax": lambda x: x.softmax(-1),
     "F.softmax": lambda x: F.softmax(x, dim=-1),
     "F.log_softmax": lambda x: F.log_softmax(x, -1),

@@ -71,10 +71,14 @@ def batch(
         if isinstance(x, Tensor):  # three rows have three images, and four rows have four
             joined = torch.cat([part[key] for part in parts])
             made[key] = joined[: len(joined) * rows // (3 * len(parts))]
+    if "target_sizes" in made:  # MiniCPM-V, with the patches of all images as one row
+        patches = torch.cat([part["pixel_values"] for part in parts], -1)
+        made["pixel_values"] = patches[..., : patches.shape[2] * int(made["target_sizes"].prod(-1).sum())]
     if "labels" in made and made["labels"].dim() > 1 and not made["labels"].is_floating_point():
-        made["labels"][2] = -100
+        ignored = zoo.ignored_label(name, config)
+        made["labels"][2] = ignored
         made["labels"][1, ..., 0] = 1
-        made["labels"][0, ..., : 4 + seed % 3] = -100
+        made["labels"][0, ..., : 4 + seed % 3] = ignored
     if name == "FSMTModel":  # without labels, transformers hides later tokens only without a cache
         made["use_cache"] = False  # type: ignore[assignment]
     if "start_positions" in made:

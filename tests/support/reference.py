@@ -72,7 +72,7 @@ def parallel_model(
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tensor_parallel_size, dtype=dtype, seed=0, **options)
     load(model, weights)
-    return model
+    return model.train()
 
 
 def own_part(model: Any, name: str, full: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ def take_step(
         key: value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in batch.items()
     }
-    if "input_values" in inputs:  # transformers' models make a leaf of them themselves
-        inputs["input_values"] = batch["input_values"]
+    for name in {"inputs", "input_values"} & inputs.keys():  # transformers' models make a leaf of them themselves
+        inputs[name] = batch[name]
     if lift:
         with lifted_casts():
             output = model(**inputs)

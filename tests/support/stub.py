@@ -18,8 +18,8 @@ from oslo_models import registry
 from support import ROOT
 
 STUB = ROOT / "oslo_models" / "__init__.pyi"
-WITHOUT_BASE = ("encoder-decoder",)
-"""Architectures without a base class in transformers."""
+WITHOUT_BASE = ("encoder-decoder", "minimax_m3_vl", "speech-encoder-decoder", "vision-encoder-decoder")
+"""Architectures without a base class of their prefix in transformers."""
 HEADER = '''\
 # ruff: noqa
 # fmt: off

@@ -11,8 +11,13 @@ from oslo_models.media.items import KINDS, divide_media
 
 from support import zoo
 
-BY_PATCH = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-TYPES = (*BY_PATCH, "llava_onevision")
+BY_PATCH = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5"),
+    *("hyperclovax_vision_v2", "lfm3_vl", "minimax_m3_vl"),
+)
+BY_IMAGE = {"llava_next_video": (10, 2), "llava_onevision": (10, 3), "video_llava": (4, 10)}
+"""Types with tokens of tiles or frames: the tokens of an image, and of a video of two frames."""
+TYPES = tuple(kind for kind in (*BY_PATCH, *BY_IMAGE) if kind in zoo.MORE)
 ITEMS = (("image", "video"), (), ("video", "video"))
 """Kinds of the items of each row."""
 
@@ -31,8 +36,8 @@ def batch_of(model_type: str, name: str, config: Any, seed: int) -> dict[str, Te
         for kind in kinds:
             count = 1 if kind == "image" else 2 - len(frames[kind]) % 2
             frames[kind].append(count)
-            if model_type == "llava_onevision":  # tiles of 4 tokens and lines of 3; or frames pooled to one token
-                sizes = [10 if kind == "image" else 3]
+            if model_type in BY_IMAGE:
+                sizes = [BY_IMAGE[model_type][kind == "video"]]
             else:  # models from Qwen3-VL on have the time between frames
                 sizes = [4] * count if model_type.startswith("qwen3") else [4 * count]
             for size in sizes:
@@ -40,21 +45,22 @@ def batch_of(model_type: str, name: str, config: Any, seed: int) -> dict[str, Te
                 at += size + 1
     labels = ids.masked_fill((types > 0) | (mask == 0), -100)
     given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    if model_type == "llava_onevision":
-        images = torch.randn(1, 5, 3, 16, 16, generator=generator, dtype=torch.float64)
+    if model_type in BY_IMAGE:
+        tiles = (5,) if hasattr(config, "image_grid_pinpoints") else ()
+        images = torch.randn(1, *tiles, 3, 16, 16, generator=generator, dtype=torch.float64)
         videos = torch.randn(3, 2, 3, 16, 16, generator=generator, dtype=torch.float64)
-        given |= {"pixel_values": images, "image_sizes": torch.tensor([[16, 16]])}
-        return {**given, "pixel_values_videos": videos}
+        given |= {"image_sizes": torch.tensor([[16, 16]])} if tiles else {}
+        return {**given, "pixel_values": images, "pixel_values_videos": videos}
     tower = config.vision_config
-    width = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    width = 3 * tower.temporal_patch_size * tower.patch_size**2
     for kind, values, grid in (
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
     ):
         given[grid] = torch.tensor([[count, 4, 4] for count in frames[kind]])
         given[values] = torch.randn(16 * sum(frames[kind]), width, generator=generator, dtype=torch.float64)
-    given["mm_token_type_ids"] = types
-    return given
+    known = zoo.parameters_of_forward(name)
+    return {**given, "mm_token_type_ids": types} if "mm_token_type_ids" in known else given
 
 
 def configured(model_type: str) -> tuple[str, Any]:

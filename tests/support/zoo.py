@@ -22,7 +22,7 @@ from transformers.models.umt5 import modeling_umt5
 
 from oslo_models import registry
 
-from support.generation import IMAGES
+from support.generation import IMAGES, SOUNDS
 
 TOKENS = {"vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 _GPT2: dict[str, Any] = {"n_embd": 24, "n_inner": 35, "n_layer": 2, "n_head": 6, "n_positions": 32}
@@ -175,9 +175,52 @@ _QWEN_TOWER: dict[str, Any] = {
     **{"depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6, "patch_size": 4, "out_hidden_size": 24},
 }
 _SEEING: dict[str, Any] = {"image_token_id": 98, "pad_token_id": 0}
+_SAM: dict[str, Any] = {
+    **{**_BERT, "image_size": 16, "patch_size": 2, "mlp_dim": 35, "output_channels": 5, "window_size": 3},
+    "global_attn_indexes": [1],
+}
+_OPT: dict[str, Any] = {**_SIZE, "ffn_dim": 35, "word_embed_proj_dim": 24, "dropout": 0.0}
+_WITH_QFORMER: dict[str, Any] = {
+    "vision_config": {**_TOWER, "patch_size": 8, "initializer_range": 0.02},
+    "qformer_config": {
+        **{"hidden_size": 18, "num_attention_heads": 3, "intermediate_size": 26, "num_hidden_layers": 2},
+        **{"vocab_size": 31, "max_position_embeddings": 16, "cross_attention_frequency": 2},
+        **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    },
+    **{"num_query_tokens": 3, "image_token_index": 98},
+}
 _LONGER: dict[str, Any] = {"max_position_embeddings": 64, "sliding_window": None}
 _GLM_TOWER = {"image_size": 16, "attention_bias": True}
 _GLM_SEEING = {**_SEEING, "image_start_token_id": 97, "image_end_token_id": 96, "video_token_id": 95}
+
+_MARKS = ("image_start", "image_end", "slice_start", "slice_end", "newline")
+
+
+_HEARING: dict[str, Any] = {"audio_token_id": 98, "pad_token_id": 0}
+_EAR: dict[str, Any] = {
+    **{"d_model": 24, "encoder_ffn_dim": 48, "encoder_layers": 2, "encoder_attention_heads": 6},
+    **{"num_mel_bins": 5, "max_source_positions": 8},
+}
+_EAR_BY_LAYER: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"num_mel_bins": 5, "max_source_positions": 8},
+}
+_CONFORMER: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"num_mel_bins": 8, "conv_kernel_size": 3, "layerdrop": 0.0},
+}
+_GRANITE_HEARING: dict[str, Any] = {
+    "text_config": {**_GRANITE, **TOKENS, "model_type": "granite"},
+    "projector_config": {
+        **{"model_type": "blip_2_qformer", "hidden_size": 18, "intermediate_size": 31, "num_hidden_layers": 2},
+        **{"num_attention_heads": 3, "encoder_hidden_size": 22, "cross_attention_frequency": 1},
+    },
+    **{"audio_token_index": 98, "pad_token_id": 0, "window_size": 4, "downsample_rate": 2},
+}
+_GRANITE_EAR: dict[str, Any] = {
+    **{"input_dim": 7, "num_layers": 2, "hidden_dim": 22, "num_heads": 6, "dim_head": 4, "feedforward_mult": 2},
+    **{"output_dim": 9, "context_size": 4, "max_pos_emb": 5, "conv_kernel_size": 3},
+}
 
 
 def _mrope(*sections: int) -> dict[str, Any]:
@@ -327,6 +370,17 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LLAMA, **_MIXTURE, **_WINDOW, "shared_expert_intermediate_size": 13},
         "intermediate_size": None,
     },
+    "deepseek_ocr2": {
+        "text_config": {
+            **{**_UNTIED, **TOKENS, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 11},
+            **{"mlp_layer_types": ["dense", "sparse"], "n_shared_experts": 1},
+        },
+        "vision_config": {
+            "sam_config": {**_SAM, "downsample_channels": [6, 24]},
+            "encoder_config": {**_KV, "num_key_value_heads": 3},
+        },
+        **_SEEING,
+    },
     "laguna": {
         **{**_LLAMA, **_SPARSE, "shared_expert_intermediate_size": 13},
         "num_attention_heads_per_layer": [6, 4],
@@ -372,6 +426,204 @@ MORE: dict[str, Mapping[str, Any]] = {
             "rope_parameters": _mrope(1, 1, 1),
         },
         **{"vision_config": {**_QWEN_TOWER, **_GLM_TOWER, "model_type": "glm_ocr_vision"}, **_GLM_SEEING},
+    },
+    "aria": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "model_type": "aria_text", "moe_num_experts": 5, "moe_topk": 2, "head_dim": 4},
+        },
+        "vision_config": {**_TOWER, "model_type": "idefics3_vision"},
+        **{"projector_patch_to_query_dict": {16: 4}, **_SEEING},
+    },
+    "cohere_compass": {
+        "text_config": {
+            **{**_KV, **_WINDOW, **TOKENS, "model_type": "cohere_compass_text", "logit_scale": 0.5},
+            **{"num_hidden_layers": 3, "layer_types": [*_WINDOW["layer_types"], "sliding_attention"]},
+            "rope_parameters": {"sliding_attention": _mrope(1, 1, 0), "full_attention": None},
+        },
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "cohere_compass_vision"},
+            **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        },
+        **_QWEN_SEEING,
+    },
+    "deepseek_vl_hybrid": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "patch_size": 8},
+        "high_res_vision_config": {
+            **_SAM,
+            "model_type": "sam_vision_model",
+            "image_size": 24,
+            "num_attention_heads": 3,
+        },
+    },
+    "exaone4_5": {
+        "text_config": {**_KV, **_WINDOW, **TOKENS, "model_type": "exaone4"},
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "exaone4_5_vision", "window_size": 8, "fullatt_block_indexes": [1]},
+            "num_key_value_heads": 3,
+        },
+        **{**_SEEING, "video_token_id": 96},
+    },
+    "gemma4_unified": {
+        "text_config": {
+            **{**_LLAMA, **_WINDOW, **TOKENS, "model_type": "gemma4_unified_text", "global_head_dim": 8},
+            **{"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+        },
+        "vision_config": {
+            **{"model_type": "gemma4_unified_vision", "patch_size": 2, "pooling_kernel_size": 2, "mm_embed_dim": 14},
+            **{"mm_posemb_size": 5, "output_proj_dims": 14},
+        },
+        **{**_SEEING, "video_token_id": 96, "audio_token_id": 95},
+    },
+    "granite_docling": {
+        "text_config": {
+            **{**_GRANITE, **TOKENS, "model_type": "granite_docling_text", "num_hidden_layers": 3},
+            "attention_multiplier": 0.4,
+        },
+        "vision_config": {
+            **{**_TOWER, "model_type": "granite_docling_vision", "out_hidden_size": 24, "scale_factor": 2},
+            "deepstack_visual_indexes": [0],
+        },
+        **_SEEING,
+    },
+    "florence2": {
+        **{"text_config": {**_BART, **TOKENS, "model_type": "bart"}, **_SEEING},
+        "vision_config": {
+            **{"model_type": "florence_vision", "depths": [1, 1], "embed_dim": [12, 24], "num_heads": [3, 6]},
+            **{"num_groups": [4, 3], "patch_size": [3, 3], "patch_stride": [4, 2], "patch_padding": [1, 1]},
+            **{"patch_prenorm": [False, True], "window_size": 3, "drop_path_rate": 0.0, "mlp_ratio": 2.0},
+            **{"projection_dim": 24, "max_position_embeddings": 8, "max_temporal_embeddings": 5},
+        },
+    },
+    "mistral4": {**_LATENT, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}},
+    "video_llama_3": {
+        **{"text_config": {**_KV, **TOKENS, "model_type": "qwen2"}, **_SEEING, "video_token_id": 96},
+        "vision_config": {**_TOWER, "model_type": "video_llama_3_vision"},
+    },
+    "blip": {
+        "text_config": {**_BERT, **TOKENS, "sep_token_id": 2},
+        "vision_config": {**_TOWER, "patch_size": 8, "initializer_range": 0.02},
+    },
+    "blip-2": {**_WITH_QFORMER, "text_config": {**_OPT, **TOKENS, "model_type": "opt"}},
+    "instructblip": {**_WITH_QFORMER, "text_config": {**_OPT, **TOKENS, "model_type": "opt"}},
+    "instructblipvideo": {
+        **{key: value for key, value in _WITH_QFORMER.items() if key != "image_token_index"},
+        **{"text_config": {**_T5, **TOKENS, "model_type": "t5"}, "video_token_index": 98},
+    },
+    "git": {**_BERT, **TOKENS, "vision_config": {**_TOWER, "patch_size": 8}},
+    "pix2struct": {
+        "text_config": {
+            **{"vocab_size": 101, "hidden_size": 24, "d_kv": 4, "d_ff": 35, "num_layers": 2, "num_heads": 6},
+            **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "dropout_rate": 0.0},
+        },
+        "vision_config": {
+            **{"hidden_size": 24, "patch_embed_hidden_size": 12, "d_ff": 35, "d_kv": 5, "num_hidden_layers": 2},
+            **{"num_attention_heads": 6, "seq_len": 17, "initializer_range": 0.02, "dropout_rate": 0.0},
+        },
+    },
+    "got_ocr2": {
+        **{"text_config": {**_KV, **TOKENS, "model_type": "qwen2"}, **_SEEING},
+        "vision_config": {**_SAM, "model_type": "got_ocr2_vision"},
+    },
+    "granite4_vision": {
+        "text_config": {
+            **{**_UNTIED, **TOKENS, **_LONGER, "model_type": "granite4_vision_text", "embedding_multiplier": 3.0},
+            **{"num_hidden_layers": 3, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.4},
+        },
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "hidden_size": 64, "num_attention_heads": 4},
+        "qformer_config": {
+            **{"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 20, "vocab_size": 9},
+            **{"use_qformer_text_input": False, "cross_attention_frequency": 1},
+            **{"hidden_size": 64, "num_attention_heads": 1, "encoder_hidden_size": 64},  # as newer releases derive them
+        },
+        **{"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]], "downsample_rate": "1/2", **_SEEING},
+        **{"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [2], "projector_dropout": 0.0},
+    },
+    "hunyuan_vl": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "model_type": "hunyuan_vl_text", "head_dim": 8},
+            "rope_parameters": _mrope(1, 1, 1, 1),
+        },
+        "vision_config": {**_TOWER, "model_type": "hunyuan_vl_vision", "max_image_size": 12, "num_key_value_heads": 6},
+        **{**_SEEING, "im_newline_id": 97, "im_start_id": 96, "im_end_id": 95},
+    },
+    "hyperclovax_vision_v2": {
+        "text_config": {**_GRANITE, **TOKENS, "model_type": "hyperclovax", "use_post_norm": True},
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "qwen2_5_vl_vision", "window_size": 8, "fullatt_block_indexes": [1]},
+        },
+        **{**_SEEING, "video_token_id": 96},
+    },
+    "idefics2": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "mistral", "sliding_window": None}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "idefics2_vision"},
+        "perceiver_config": {
+            **{"model_type": "idefics2_perceiver", "hidden_size": 24, "resampler_n_latents": 4, "resampler_depth": 2},
+            **{"resampler_n_heads": 6, "resampler_head_dim": 5, "num_key_value_heads": 2},
+        },
+    },
+    "janus": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
+        "vision_config": {
+            **{**_TOWER, "model_type": "janus_vision_model", "patch_size": 8, "mlp_ratio": 2, "projection_dim": 24},
+            "num_image_tokens": 4,
+        },
+        "vq_config": {
+            **{"model_type": "janus_vqgan", "embed_dim": 5, "num_embeddings": 9, "latent_channels": 32},
+            **{"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "num_hidden_layers": 2},
+            **{"projection_dim": 24, "image_token_embed_dim": 24},
+        },
+    },
+    "lfm2_vl": {
+        "text_config": {**_KV, **TOKENS, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        "vision_config": {
+            **{**_BERT, "model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 9},
+            "vision_use_head": False,
+        },
+        **{**_SEEING, "projector_hidden_size": 26},
+    },
+    "lfm3_vl": {
+        "text_config": {
+            **{**_LLAMA, **_WINDOW, **TOKENS, "model_type": "lfm3", "num_hidden_layers": 3},
+            "layer_types": [*_WINDOW["layer_types"], "conv"],
+        },
+        "vision_config": {
+            **{**_TOWER, "model_type": "lfm3_vl_vision", "num_key_value_heads": 2, "conv_kernel_size": 3},
+            "layer_types": ["conv", "full_attention"],
+        },
+        **{**_SEEING, "video_token_id": 96, "vision_start_token_id": 97, "projector_hidden_size": 26},
+    },
+    "llava_next_video": {
+        **{"text_config": {**_LLAMA, **TOKENS, **_LONGER, "model_type": "llama"}, **_SEEING, "video_token_id": 96},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
+        "image_grid_pinpoints": [[16, 16], [16, 32], [32, 16]],
+    },
+    "minimax_m3_vl": {
+        "text_config": {
+            **{**_LLAMA, **_SPARSE, **TOKENS, "model_type": "minimax_m3_vl_text", "num_local_experts": 5},
+            **{"intermediate_size": 11, "dense_intermediate_size": 35, "shared_intermediate_size": 13},
+            **{"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8},
+            **{"index_block_size": 2, "index_topk_blocks": 2, "swiglu_limit": 0.5},
+        },
+        "vision_config": {**_TOWER, "model_type": "minimax_m3_vl_vision", "hidden_size": 36},
+        **{**_SEEING, "video_token_id": 96, "projector_hidden_size": 26},
+    },
+    "ovis2": {
+        **{"text_config": {**_KV, **TOKENS, "model_type": "qwen2"}, **_SEEING, "hidden_size": 24, "vocab_size": 101},
+        "vision_config": {
+            **{**_TOWER, "model_type": "ovis2_vision", "hidden_stride": 2, "vocab_size": 13},
+            "num_visual_indicator_tokens": 2,
+        },
+        "visual_indicator_token_ids": [97, 96],
+    },
+    "qianfan_ocr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_SEEING},
+        "vision_config": {**_TOWER, "model_type": "qianfan_ocr_vision", "drop_path_rate": 0.0},
+        "downsample_ratio": 0.5,
+    },
+    "video_llava": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING, "video_token_id": 96},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
     },
     "llava": {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, "image_seq_length": 4, **_SEEING},
@@ -492,6 +744,72 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "siglip2": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, "patch_size": 4, "num_patches": 9}},
     "siglip": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}},
+    "metaclip_2": {"text_config": {**_CLIP, **TOKENS}, "vision_config": {**_CLIP, **_PATCHES}, "projection_dim": 7},
+    "hiera": {
+        **{"image_size": [16, 16], "patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1]},
+        **{"embed_dim": 6, "depths": [1, 2, 1], "num_heads": [1, 3, 6], "num_query_pool": 2, "mlp_ratio": 2.0},
+        **{"masked_unit_size": [4, 4], "masked_unit_attention": [True, False, False]},
+        "problem_type": "single_label_classification",
+    },
+    "donut-swin": _WINDOWS,
+    "pvt": {
+        **{"image_size": 32, "num_encoder_blocks": 2, "depths": [2, 1], "sequence_reduction_ratios": [2, 1]},
+        **{"hidden_sizes": [8, 12], "patch_sizes": [4, 2], "strides": [4, 2], "num_attention_heads": [1, 3]},
+        **{"mlp_ratios": [2, 3], "problem_type": "single_label_classification"},
+    },
+    "pvt_v2": {
+        **{"image_size": 32, "num_encoder_blocks": 2, "depths": [2, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 12]},
+        **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 3], "mlp_ratios": [2, 3]},
+        "problem_type": "single_label_classification",
+    },
+    "muse_glimmer": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, **_WINDOW, "model_type": "muse_glimmer_text", "layer_rope_theta": [100.0, 0]},
+            **{"tie_word_embeddings": False, "final_logit_softcapping": 3.0},
+        },
+        "vision_config": {
+            **{**_BERT, "model_type": "muse_glimmer_vision", "patch_size": 4, "pos_emb_height": 2, "pos_emb_width": 2},
+            "layer_types": ["window_attention", "full_attention"],
+        },
+        **{**_SEEING, "video_token_id": 96, "out_hidden_size": 96, "projector_hidden_size": 20},
+    },
+    "cosmos3_edge": {
+        "text_config": {
+            **{**_UNTIED, **TOKENS, "model_type": "cosmos3_edge_text", "head_dim": 8},
+            "rope_parameters": _mrope(2, 1, 1),
+        },
+        "vision_config": {**_BERT, "model_type": "cosmos3_edge_vision", "patch_size": 4, "num_patches": 16},
+        **{**_QWEN_SEEING, "video_token_id": 96, "projector_hidden_size": 20},
+    },
+    "cvt": {
+        **{"embed_dim": [8, 12, 24], "num_heads": [1, 3, 6], "depth": [1, 2, 3], "mlp_ratio": [2.0, 1.5, 1.0]},
+        **{"problem_type": "single_label_classification"},
+    },
+    "focalnet": {
+        **{"image_size": 24, "patch_size": 4, "embed_dim": 10, "depths": [2, 1], "focal_levels": [2, 1]},
+        **{"focal_windows": [3, 3], "mlp_ratio": 2.0, "drop_path_rate": 0.0, "encoder_stride": 8},
+        **{"use_layerscale": True, "layerscale_value": 0.7, "problem_type": "single_label_classification"},
+    },
+    "emu3": {
+        "text_config": {**_UNTIED, **TOKENS, "model_type": "emu3_text_model", "attention_dropout": 0.0},
+        "vq_config": {
+            **{"codebook_size": 8, "embed_dim": 4, "base_channels": 32, "channel_multiplier": [1, 1, 1, 1]},
+            **{"num_res_blocks": 1, "hidden_size": 32, "temporal_downsample_factor": 2},
+        },
+        "vocabulary_map": {
+            **{"<image>": 98, "<|extra_200|>": 97},
+            **{f"<|visual token {code:06d}|>": 80 + code for code in range(8)},
+        },
+    },
+    "fuyu": {
+        "text_config": {**_BERT, **TOKENS, "model_type": "persimmon", "qk_layernorm": True},
+        **{"image_size": 16, "patch_size": 4, **_SEEING},
+    },
+    "vision-encoder-decoder": {
+        "encoder": {**_BERT, **_PATCHES, "model_type": "vit", "hidden_size": 18},
+        "decoder": {**_BERT, **TOKENS, "model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+        "decoder_start_token_id": 2,
+    },
     "smollm3": {**_KV, "no_rope_layers": [1, 0]},
     "squeezebert": {**_BERT, "intermediate_size": 36, "embedding_size": 24},
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 5, "conv_channels": 8, "max_source_positions": 30},
@@ -574,6 +892,15 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
         # transformers loads the head in float32, and unties it where that rounds
         **{"hc_mult": 3, "swiglu_limit": 0.5, "tie_word_embeddings": False},
+    },
+    "hy_v4_vl": {
+        "text_config": {
+            **{**_LATENT, **_INDEXED, **TOKENS, "model_type": "hy_v4_vl_text", "tie_word_embeddings": False},
+            **{"mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"], "hc_mult": 3},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]},
+        },
+        "vision_config": {**_TOWER, "model_type": "hy_v4_vl_vision", "max_image_size": 12, "out_hidden_size": 24},
+        **{**_SEEING, "video_token_id": 96},
     },
     "hy_v4_vl_text": {
         **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
@@ -679,6 +1006,20 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         "vision_config": {**_QWEN_TOWER, "model_type": "qwen3_5_vision", "num_position_embeddings": 16},
         **_QWEN_SEEING,
+    },
+    **{
+        kind: {
+            "text_config": {
+                **{**_LLAMA, **_LINEAR, **TOKENS, "model_type": "qwen3_5_text", "head_dim": 8},
+                "rope_parameters": {**_mrope(1, 0, 0), "partial_rotary_factor": 0.25},
+            },
+            "vision_config": {**_TOWER, "model_type": f"{kind}_vision"},
+            **{**_SEEING, **marks, "video_token_id": 96, "insert_layer_id": 0},
+        }
+        for kind, marks in {
+            **{"minicpm_ocr": {"downsample_mode": "16x"}, "minicpmv4_6": {}},
+            "minicpmv4_7": {f"{name}_id": 89 + n for n, name in enumerate(_MARKS)},
+        }.items()
     },
     "qwen3_5_moe": {
         "text_config": {
@@ -855,7 +1196,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"num_kv_shared_layers": 2, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.7, 0.0, 0.6, 0.0]},
     },
     "blt": {  # number of blocks in the cache of transformers; it has no default
-        "num_hidden_layers": 2,
+        **{"num_hidden_layers": 2, "vocab_size": 101},
         "encoder_config": {**_BYTES, "num_hidden_layers": 1, "num_key_value_heads": 2, "cross_attn_k": 2},
         "global_config": {**_BYTES, "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 2},
         "decoder_config": {**_BYTES, "num_hidden_layers": 2, "hidden_size_global": 30, "cross_attn_k": 2},
@@ -888,6 +1229,126 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_KV, **_SHARED, "num_key_value_heads": 6, "n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 5},
         **{"mamba_d_conv": 3, "chunk_size": 4, "num_mem_blocks": 2, "use_shared_attention_adapter": True},
         **{"adapter_rank": 5, "use_mem_rope": True},
+    },
+}
+MORE |= {
+    "voxtral": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_HEARING},
+        "audio_config": {**_EAR_BY_LAYER, "model_type": "voxtral_encoder"},
+    },
+    "qwen2_audio": {
+        **{"text_config": {**_UNTIED, **TOKENS, "model_type": "qwen2"}, "audio_token_index": 98, "pad_token_id": 0},
+        "audio_config": {**_EAR, "model_type": "qwen2_audio_encoder"},
+    },
+    "audioflamingo3": {
+        **{"text_config": {**_UNTIED, **TOKENS, "model_type": "qwen2"}, **_HEARING},
+        "audio_config": {**_EAR_BY_LAYER, "model_type": "audioflamingo3_encoder"},
+    },
+    "musicflamingo": {
+        **{"text_config": {**_UNTIED, **TOKENS, "model_type": "qwen2"}, **_HEARING},
+        "audio_config": {**_EAR_BY_LAYER, "model_type": "audioflamingo3_encoder"},
+    },
+    "fun_asr_nano": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_HEARING},
+        "audio_config": {
+            **{**_BERT, "model_type": "fun_asr_nano_encoder", "num_mel_bins": 3, "num_stacked_frames": 2},
+            **{"fsmn_kernel_size": 4, "num_timestamp_prediction_layers": 1},
+        },
+        "adaptor_config": {
+            **{"hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 6, "num_hidden_layers": 1},
+            "projector_hidden_size": 13,
+        },
+    },
+    "glmasr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_HEARING},
+        "audio_config": {
+            **{**_BERT, "model_type": "glmasr_encoder", "intermediate_size": 96, "num_mel_bins": 5},
+            "num_key_value_heads": 3,
+        },
+    },
+    "qwen3_asr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_HEARING, "eos_token_id": 1},
+        "audio_config": {
+            **{key: value for key, value in _EAR.items() if key != "max_source_positions"},
+            **{"model_type": "qwen3_asr_encoder", "downsample_hidden_size": 4, "output_dim": 24},
+            **{"n_window_infer": 100, "max_position_embeddings": 13},
+        },
+    },
+    "omniasr": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_HEARING},
+        "audio_config": {
+            **{**_BERT, **{key: _WAV2VEC2[key] for key in ("conv_dim", "conv_kernel", "conv_stride")}},
+            **{"num_conv_pos_embeddings": 6, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0},
+            "model_type": "omniasr_audio",
+        },
+    },
+    "granite_speech": {**_GRANITE_HEARING, "encoder_config": {**_GRANITE_EAR, "model_type": "granite_speech_encoder"}},
+    "granite_speech_plus": {
+        **_GRANITE_HEARING,
+        "projector_config": {**_GRANITE_HEARING["projector_config"], "encoder_hidden_size": 44},
+        "encoder_config": {
+            **{**_GRANITE_EAR, "model_type": "granite_speech_plus_encoder"},
+            "cat_hidden_layers": [1],
+        },
+    },
+    "moonshine": {
+        **{"hidden_size": 24, "intermediate_size": 35, "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2},
+        **{"encoder_num_attention_heads": 6, "decoder_num_attention_heads": 6, "max_position_embeddings": 32},
+        "decoder_start_token_id": 2,
+    },
+    "sew-d": {
+        **{**_WAV2VEC2, "squeeze_factor": 2, "num_conv_pos_embeddings": 4, "position_buckets": 4},
+        "max_position_embeddings": 16,
+    },
+    "lasr_ctc": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "lasr_encoder", "subsampling_conv_channels": 6},
+            **{"subsampling_conv_kernel_size": 3, "subsampling_conv_stride": 1},
+        },
+        "vocab_size": TOKENS["vocab_size"],
+    },
+    "parakeet_ctc": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "parakeet_encoder", "subsampling_conv_channels": 6},
+            "subsampling_factor": 4,
+        },
+        "vocab_size": TOKENS["vocab_size"],
+    },
+    "granite_speech5_ctc": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "granite_speech5_encoder", "head_dim": 4, "context_size": 6},
+            **{"max_position_embeddings": 8, "subsample_layers": [0], "vocab_size": TOKENS["vocab_size"]},
+        },
+        "vocab_size": TOKENS["vocab_size"],
+    },
+    "cohere_asr": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "parakeet_encoder", "subsampling_conv_channels": 6},
+            **{"subsampling_factor": 4, "hidden_size": 18},
+        },
+        **{**_KV, "vocab_size": TOKENS["vocab_size"], "decoder_start_token_id": 2},
+    },
+    "canary": {
+        "encoder_config": {
+            **{**_CONFORMER, "model_type": "parakeet_encoder", "subsampling_conv_channels": 6},
+            "subsampling_factor": 4,
+        },
+        "decoder_config": {**_KV, **TOKENS, "model_type": "canary_decoder", "head_dim": 6},
+        **{"vocab_size": TOKENS["vocab_size"], "decoder_start_token_id": 2},
+    },
+    "speech-encoder-decoder": {
+        "encoder": {**_WAV2VEC2, **TOKENS, "model_type": "wav2vec2", "hidden_size": 18},
+        "decoder": {**_BERT, **TOKENS, "model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+        "decoder_start_token_id": 2,
+    },
+    "vision-encoder-decoder": {
+        "encoder": {**_BERT, **_PATCHES, "model_type": "vit", "hidden_size": 18},
+        "decoder": {
+            **{**TOKENS, "model_type": "trocr", "d_model": 24, "decoder_layers": 2, "decoder_attention_heads": 4},
+            **{"decoder_ffn_dim": 33, "decoder_layerdrop": 0.0, "max_position_embeddings": 32},
+            **{"is_decoder": True, "add_cross_attention": True, "decoder_start_token_id": 2},
+        },
+        "decoder_start_token_id": 2,
     },
 }
 MORE = {kind: values for kind, values in MORE.items() if kind in registry.ARCHITECTURES}
@@ -971,9 +1432,18 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
-_PAIRS = ("clip", "siglip", "siglip2")
-WITH_IMAGES = [kind for kind, values in MORE.items() if "text_config" in values and kind not in _PAIRS]
+_PAIRS = ("clip", "metaclip_2", "siglip", "siglip2")
+CAPTIONS = ("blip", "blip-2", "git", "instructblip", "instructblipvideo", "pix2struct")
+"""Model types with an image, or a video, for each row."""
+_OF_SOUNDS = {"audio_config", "encoder_config"}
+WITH_IMAGES = [
+    kind
+    for kind, values in MORE.items()
+    if "text_config" in values and kind not in (*_PAIRS, *CAPTIONS) and not _OF_SOUNDS & values.keys()
+]
 """Model types with a decoder that reads images."""
+WITH_SOUNDS = [kind for kind, values in MORE.items() if "text_config" in values and _OF_SOUNDS & values.keys()]
+"""Model types with a decoder that reads sounds."""
 
 LEFT_OUT: dict[str, set[str]] = {
     # text models, which another type has
@@ -982,6 +1452,8 @@ LEFT_OUT: dict[str, set[str]] = {
         "Gemma3TextModel",
     },
     "gemma4": {"Gemma4AudioModel", "Gemma4ForCausalLM", "Gemma4TextModel"},
+    # transducers
+    "parakeet_ctc": {"ParakeetForRNNT", "ParakeetForTDT"},
     # backbones, and a class with labels for masked patches alone
     "beit": {"BeitBackbone", "BeitForMaskedImageModeling", "BeitForSemanticSegmentation"},
     "dinov2": {"Dinov2Backbone"},
@@ -997,6 +1469,24 @@ LEFT_OUT: dict[str, set[str]] = {
     # models of images and text
     "llama4_text": {"Llama4ForConditionalGeneration", "Llama4VisionModel"},
     "aria_text": {"AriaForConditionalGeneration", "AriaModel"},
+    "aria": {"AriaTextForCausalLM", "AriaTextModel"},
+    "cohere_compass": {
+        *("CohereCompassForCausalLM", "CohereCompassTextForSequenceClassification", "CohereCompassTextModel"),
+    },
+    "gemma4_unified": {"Gemma4UnifiedForCausalLM", "Gemma4UnifiedTextModel"},
+    "blip": {"BlipForImageTextRetrieval", "BlipForQuestionAnswering", "BlipModel", "BlipTextModel"},
+    "blip-2": {
+        *("Blip2ForImageTextRetrieval", "Blip2Model", "Blip2QFormerModel", "Blip2TextModelWithProjection"),
+        "Blip2VisionModelWithProjection",
+    },
+    "instructblip": {"InstructBlipModel", "InstructBlipQFormerModel"},
+    "instructblipvideo": {"InstructBlipVideoModel", "InstructBlipVideoQFormerModel"},
+    "focalnet": {"FocalNetBackbone"},
+    "hiera": {"HieraBackbone", "HieraForPreTraining"},
+    "pvt_v2": {"PvtV2Backbone"},
+    "janus": {"JanusVQVAE"},
+    "pix2struct": {"Pix2StructTextModel"},
+    "minimax_m3_vl": {"MiniMaxM3VLForCausalLM", "MiniMaxM3VLTextModel"},
     "gemma4_text": {
         *("Gemma4AudioModel", "Gemma4ForConditionalGeneration", "Gemma4Model", "Gemma4VisionModel"),
     },
@@ -1007,6 +1497,15 @@ LEFT_OUT: dict[str, set[str]] = {
         *("Apertus1p5ForConditionalGeneration", "Apertus1p5Model", "Apertus1p5VisionTokenizerModel"),
     },
     "hy_v4_vl_text": {"HYV4VLForConditionalGeneration", "HYV4VLModel", "HYV4VLVisionModel"},
+    "hy_v4_vl": {"HYV4VLTextModel"},
+    "minicpm_ocr": {"MiniCPMOcrVisionModel"},
+    "florence2": {"Florence2VisionBackbone"},
+    "minicpmv4_7": {"MiniCPMV4_7VisionModel"},
+    "deepseek_ocr2": {"DeepseekOcr2SamVisionEncoder", "DeepseekOcr2VisionEncoder", "DeepseekOcr2VisionModel"},
+    "video_llama_3": {"VideoLlama3VisionModel"},
+    "cosmos3_edge": {"Cosmos3EdgeTextModel"},
+    "muse_glimmer": {"MuseGlimmerTextModel"},
+    "emu3": {"Emu3ForCausalLM", "Emu3TextModel", "Emu3VQVAE"},
     "inkling2_loop_text": {"Inkling2LoopForConditionalGeneration", "Inkling2LoopModel"},
     "blt": {"BltPatcher"},  # a submodel of the other classes
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
@@ -1045,6 +1544,11 @@ SLOW_TESTS_ONLY = {
     *("data2vec-audio", "ijepa", "unispeech", "unispeech-sat", "vit_msn", "siglip", "audio-spectrogram-transformer"),
     *("beit", "dinov2_with_registers", "glm46v", "glm4v_moe", "llava_onevision", "sew", "wav2vec2-bert"),
     *("convnext", "convnextv2", "data2vec-vision", "dinov3_vit", "paddleocr_vl", "segformer", "siglip2"),
+    *("cohere_compass", "deepseek_vl_hybrid", "exaone4_5", "gemma4_unified", "granite4_vision", "hunyuan_vl"),
+    *("hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "llava_next_video", "minimax_m3_vl", "qianfan_ocr"),
+    *("granite_docling", "instructblip", "instructblipvideo", "mistral4"),
+    *("donut-swin", "focalnet", "fuyu", "hiera", "metaclip_2", "pvt", "pvt_v2", "vision-encoder-decoder"),
+    *("florence2", "git", "pix2struct", "video_llama_3", "blip-2"),
     *("depth_anything", "dpt", "gemma4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
     *("wav2vec2-conformer", "wavlm", "yolos"),
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
@@ -1053,10 +1557,13 @@ SLOW_TESTS_ONLY = {
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
-    *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text"),
+    *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text", "hy_v4_vl"),
+    *("muse_glimmer", "cosmos3_edge", "cvt", "deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
+    *("audioflamingo3", "canary", "cohere_asr", "fun_asr_nano", "glmasr", "granite_speech5_ctc", "granite_speech_plus"),
+    *("lasr_ctc", "musicflamingo", "omniasr", "qwen2_audio", "sew-d"),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
@@ -1066,6 +1573,10 @@ def cases(variants: Iterable[str]) -> list[Any]:
     return [pytest.param(each, marks=pytest.mark.zoo) if each in SLOW_TESTS_ONLY else each for each in variants]
 
 
+_PARTS = (
+    *("encoder", "decoder", "question_encoder", "generator", "audio_config", "encoder_config", "projector_config"),
+)
+"""Parts of composite configurations with dropout rates of their own."""
 _OF_ROWS = ("mc_labels", "next_sentence_label", "sentence_order_label", "sentence_image_labels", "matched_label", "ans")
 """Labels of whole rows, given beside token labels."""
 
@@ -1074,15 +1585,16 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
     """Return a configuration with all dropout rates set to ``dropout``."""
     model_type, values = {**VARIANTS, **ODD}.get(variant) or (variant, MORE[variant])
     tokens = {} if {"image_size", "vision_config", "backbone_config"} & values.keys() else TOKENS
-    parts = [name for name in ("encoder", "decoder", "question_encoder", "generator", "audio_config") if name in values]
+    parts = [name for name in _PARTS if name in values]
     if parts:  # the parts define vocabulary sizes
         tokens = {key: value for key, value in TOKENS.items() if key != "vocab_size"}
     made = CONFIG_MAPPING[model_type](**copy.deepcopy({**tokens, **values, **changes}))
+    parts += [name for name in ("text_config", "qformer_config", "vision_config") if name in values]
     for each in (made, *(getattr(made, name) for name in parts)):
         each.classifier_dropout = dropout  # otherwise 0.1 for configurations without the option
         for key, value in each.to_dict().items():
             if "drop" in key and "layerdrop" not in key and not isinstance(value, (bool, str)):
-                setattr(each, key, dropout)
+                setattr(each, key, type(value)(dropout for _ in value) if isinstance(value, (list, tuple)) else dropout)
     return made
 
 
@@ -1134,7 +1646,7 @@ def main_head(variant: str) -> str:
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
     text = (*text, "RagTokenForGeneration") if variant == "rag-token" else text
-    pairs = ("CLIPModel", "SiglipModel", "Siglip2Model")
+    pairs = ("CLIPModel", "MetaClip2Model", "SiglipModel", "Siglip2Model")
     order = (*text, *pairs, "ForCTC", "ForImageClassification", "ForObjectDetection")
     names = heads(variant)
     return next((name for end in order for name in names if name.endswith(end)), (lm_heads(variant) or names)[0])
@@ -1147,6 +1659,7 @@ def base(variant: str) -> str:
 
 
 _FAULTS = {
+    "cohere_compass": (21, "raises where a section of positions is empty"),
     "cohere_compass_text": (21, "raises where a section of positions is empty"),
     "doge-experts": (18, "passes a tuple to dropout"),
     "falcon_h1-normed": (23, "generates with the mask of another length"),
@@ -1185,7 +1698,13 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     """Return inputs for the forward of a class, with left padding, token types and some ignored labels."""
     known = parameters_of_forward(name)
     generator = torch.Generator().manual_seed(seed)
-    if original(name).main_input_name != "input_ids" or "input_ids" not in known or name.startswith(("CLIP", "Siglip")):
+    if name.startswith("Pix2Struct") or (config.model_type in CAPTIONS and "input_ids" in known):
+        return _captions(name, config, generator, dtype)
+    if (
+        original(name).main_input_name != "input_ids"
+        or "input_ids" not in known
+        or name.startswith(("CLIP", "MetaClip", "Siglip"))
+    ):
         return _signals(name, config, generator, dtype)
     if "context_input_ids" in known:
         return _documents(name, config, generator, dtype)
@@ -1195,7 +1714,11 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    length = (38 if hasattr(config, "image_grid_pinpoints") else 14) if sees else length
+    hears = bool({"input_features", "input_values"} & known.keys()) and not sees
+    longer = {"deepseek_ocr2": 445, "florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18}.get(
+        config.model_type, 14
+    )
+    length = (38 if hasattr(config, "image_grid_pinpoints") else longer) if sees or hears else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
         vocab = min(vocab, getattr(config, smaller, None) or vocab)
@@ -1203,10 +1726,14 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     shape = (rows, *choices, length)
     ids, mask = integers(3, vocab, *shape), torch.ones(shape, dtype=torch.long)
     ids[1, ..., 1], ids[2, ..., 2] = vocab - 1, 2  # the last token id, and an id outside of the random range
-    if config.is_encoder_decoder:
-        ids[..., -1] = config.eos_token_id  # T5ForSequenceClassification needs equally many in each row
-    # transformers 5.17 has the token of padding of Qwen2-VL in the configuration of its decoder only
-    pad = (config if hasattr(config, "pad_token_id") else config.get_text_config()).pad_token_id
+
+    def special(token: str) -> int:
+        # transformers 5.17 has the token of padding of Qwen2-VL in the configuration of its decoder only
+        return int(getattr(config if hasattr(config, token) else config.get_text_config(), token))
+
+    if config.is_encoder_decoder:  # T5ForSequenceClassification needs equally many in each row
+        ids[..., -1] = special("eos_token_id")
+    pad = special("pad_token_id")
     for row, padding in enumerate((3, 0, 1)):
         ids[row, ..., :padding] = pad
         mask[row, ..., :padding] = 0
@@ -1263,35 +1790,59 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         given |= _regions(name, config, shape, given.get("labels"), generator, dtype)
     if sees:
         given |= _images(name, config, ids, generator, dtype)
+    if hears:
+        given |= _sounds(config, ids, generator, dtype)
     return given
 
 
 IMAGES_OF_ROWS = (1, 0, 2)
 """Number of images in each row of a batch of text and images."""
+_TILES = {(16, 16): 4 + 2 * 3, (9, 30): 4 + 2 * 5, (30, 17): 4 + 4 * 3}
 TILED: dict[str, dict[tuple[int, int], int]] = {
-    "llava_next": {(16, 16): 4 + 2 * 3, (9, 30): 4 + 2 * 5, (30, 17): 4 + 4 * 3},
+    **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video"), _TILES),
+    **{kind: {(8, 8): 4, (4, 8): 2, (8, 4): 2} for kind in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
+    # by the number of tiles
+    "deepseek_ocr2": {(0, 0): 145, (1, 0): 145 + 144, (0, 1): 145},
     "llava_onevision": {(16, 16): 4 + 2 * 3, (20, 30): 4 + 1 * 3, (30, 30): 4 + 2 * 3},
 }
-"""Heights and widths of the images of model types that divide them into tiles of 4 patches, with their tokens."""
+"""Heights and widths of images, with their tokens, of model types that divide images into tiles of 4 patches, or that
+take patches of all images as one row."""
 
 
 def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return images, and the tokens with a placeholder for each of their features."""
     ids, token, side = ids.masked_fill(ids == config.image_token_id, 3), config.image_token_id, _TOWER["image_size"]
-    tokens = iter([*TILED[config.model_type].values()] if config.model_type in TILED else [4] * sum(IMAGES_OF_ROWS))
+    each = {"florence2": 5, "emu3": 6, "hunyuan_vl": 8, "hy_v4_vl": 6}.get(config.model_type, 4)
+    tokens = iter([*TILED[config.model_type].values()] if config.model_type in TILED else [each] * sum(IMAGES_OF_ROWS))
+    around = getattr(config, "visual_indicator_token_ids", ())  # only beside images
+    for indicator in around:
+        ids = ids.masked_fill(ids == indicator, 3)
     for row, images in enumerate(IMAGES_OF_ROWS):
         start = 4
         for count in islice(tokens, images):
             ids[row, start : start + count] = token
             if (before := getattr(config, "vision_start_token_id", None)) is not None:
                 ids[row, start - 1] = before
+            if around:
+                ids[row, start - 1], ids[row, start + count] = around[0], around[1]
             start += count + 1
     given = {"input_ids": ids}
     if "image_grid_thw" in (known := parameters_of_forward(name)):
         if "mm_token_type_ids" in known:
             given["mm_token_type_ids"] = (ids == token).long()
+        if "image_merge_sizes" in known:
+            given["image_merge_sizes"] = torch.full((sum(IMAGES_OF_ROWS),), 2)
         grids, patches = _patches(config.vision_config, generator, dtype)
         return {**given, "image_grid_thw": grids, "pixel_values": patches}
+    if "target_sizes" in known:  # MiniCPM-V
+        sizes = torch.tensor([*TILED[config.model_type]])
+        pixels = torch.randn(1, 3, 4, 4 * int(sizes.prod(-1).sum()), generator=generator, dtype=dtype)
+        types = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in known else {}
+        return {**given, **types, "pixel_values": pixels, "target_sizes": sizes}
+    if "pixel_values_local" in known:  # DeepSeek-OCR 2
+        counts = torch.tensor([*TILED[config.model_type]])[:, 0]
+        own, tiles = (torch.randn(n, 3, side, side, generator=generator, dtype=dtype) for n in (3, int(counts.sum())))
+        return {**given, "pixel_values": own, "pixel_values_local": tiles, "num_local_patches": counts}
     if config.model_type in TILED:
         sizes = torch.tensor([*TILED[config.model_type]])
         pixels = torch.randn(len(sizes), 5, 3, side, side, generator=generator, dtype=dtype)
@@ -1299,22 +1850,80 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     pixels = torch.randn(sum(IMAGES_OF_ROWS), 3, side, side, generator=generator, dtype=dtype)
     if name.startswith("Mllama"):
         return {**given, **_tiles_of_rows(ids, side, generator, dtype)}
-    if name.startswith(("Idefics3", "SmolVLM")):  # by row, padded to the most images of a row
+    if name.startswith(("GraniteDocling", "Idefics", "SmolVLM")):  # by row, padded to the most images of a row
         given["pixel_values"] = torch.zeros(len(IMAGES_OF_ROWS), max(IMAGES_OF_ROWS), *pixels.shape[1:], dtype=dtype)
         places = [(row, place) for row, images in enumerate(IMAGES_OF_ROWS) for place in range(images)]
         for (row, place), image in zip(places, pixels, strict=True):
             given["pixel_values"][row, place] = image
     else:
         given["pixel_values"] = pixels
+    if name.startswith("GraniteDocling"):
+        given["pixel_attention_mask"] = given["pixel_values"].flatten(2).any(-1)
+    if "spatial_shapes" in known:  # LFM2-VL
+        shapes = torch.tensor([[4, 4], [2, 8], [4, 4]])
+        given |= {"spatial_shapes": shapes, "pixel_attention_mask": torch.ones(len(shapes), 16, dtype=torch.long)}
+        given["pixel_values"] = torch.randn(len(shapes), 16, 48, generator=generator, dtype=dtype)
+    if name.startswith("Fuyu"):  # by patch of each image
+        given["pixel_values"] = torch.randn(len(pixels), 4, 48, generator=generator, dtype=dtype)
+    if "pixel_mask" in known:  # Aria, without the last column of patches of an image
+        given["pixel_mask"] = torch.ones(len(pixels), side, side, dtype=torch.long)
+        given["pixel_mask"][1, :, -4:] = 0
+    if "high_res_pixel_values" in known:
+        given["high_res_pixel_values"] = torch.randn(len(pixels), 3, 24, 24, generator=generator, dtype=dtype)
     if "image_position_ids" in known:  # Gemma 4, by patch
-        given["pixel_values"] = torch.rand(len(pixels), 16, 48, generator=generator, dtype=dtype)
-        given["image_position_ids"] = torch.cartesian_prod(*2 * [torch.arange(4)]).flip(-1).repeat(len(pixels), 1, 1)
+        places = torch.arange(2 if "Unified" in name else 4)  # patches are not pooled
+        given["pixel_values"] = torch.rand(len(pixels), len(places) ** 2, 48, generator=generator, dtype=dtype)
+        given["image_position_ids"] = torch.cartesian_prod(places, places).flip(-1).repeat(len(pixels), 1, 1)
         given["mm_token_type_ids"] = (ids == token).long()
-    if name.startswith(("Mistral3", "LightOn")):
+    if name.startswith(("Emu3", "Mistral3", "LightOn")):
         given["image_sizes"] = torch.full((len(pixels), 2), side)
     if "token_type_ids" in parameters_of_forward(name):  # PaliGemma's mark its answers, Gemma 3's its images
         given["token_type_ids"] = ((ids == token) ^ name.startswith("PaliGemma")).long()
     return given
+
+
+FRAMES = {
+    **dict.fromkeys(("audioflamingo3_encoder", "qwen2_audio_encoder", "voxtral_encoder"), (16, 16, 12, 8)),
+    "fun_asr_nano_encoder": (4, 4, 3, 2),
+    "glmasr_encoder": (32, 32, 28, 20),
+    "omniasr_audio": (50, 50, 40, 30),
+    "qwen3_asr_encoder": (100, 32, 20, 16),
+}
+"""By encoder of sounds: the frames of a batch, and of its sounds without padding. These have 4, 3 and 2 tokens."""
+
+
+def _features(encoder: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return three sounds for an encoder, with a mask if it reads one."""
+    kind = encoder.model_type
+    if kind.startswith("granite"):  # marks the features of the projector, of which each window of four frames has two
+        kept = torch.arange(6) < torch.tensor([[4], [3], [2]])
+        sounds = torch.randn(3, 10, encoder.input_dim, generator=generator, dtype=dtype)
+        return {"input_features": sounds, "input_features_mask": kept}
+    frames, *lengths = FRAMES[kind]
+    mask = (torch.arange(frames) < torch.tensor(lengths)[:, None]).long()
+    if kind == "omniasr_audio":
+        return {"input_values": torch.randn(3, 1, frames, generator=generator, dtype=dtype), "padding_mask": mask}
+    if kind == "fun_asr_nano_encoder":
+        sounds = torch.randn(3, frames, encoder.input_size, generator=generator, dtype=dtype)
+        return {"input_features": sounds, "input_features_mask": mask}
+    sounds = torch.randn(3, encoder.num_mel_bins, frames, generator=generator, dtype=dtype)
+    if kind == "voxtral_encoder":  # reads padding
+        return {"input_features": sounds}
+    name = "feature_attention_mask" if kind == "qwen2_audio_encoder" else "input_features_mask"
+    return {"input_features": sounds, name: mask}
+
+
+def _sounds(config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return sounds, and the tokens with a placeholder for each of their features."""
+    ids, token = ids.masked_fill(ids == config.audio_token_id, 3), config.audio_token_id
+    counts = iter((4, 4, 4) if config.model_type == "voxtral" else (4, 3, 2))
+    for row, sounds in enumerate(IMAGES_OF_ROWS):
+        start = 4
+        for count in islice(counts, sounds):
+            ids[row, start : start + count] = token
+            start += count + 1
+    encoder = config.encoder_config if hasattr(config, "encoder_config") else config.audio_config
+    return {"input_ids": ids, **_features(encoder, generator, dtype)}
 
 
 def _tiles_of_rows(ids: Tensor, side: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -1333,15 +1942,53 @@ def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tup
     """Return the patches of all images as one row, and the grid of each image."""
     grids, side = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]]), config.patch_size
     shape: tuple[int, ...] = (3, side, side)
-    if hasattr(config, "temporal_patch_size"):
-        shape = (config.in_channels * config.temporal_patch_size * side**2,)
+    flat = ("temporal_patch_size", "max_image_size", "num_patches", "patch_temporal")
+    if any(hasattr(config, name) for name in flat):
+        frames = getattr(config, "temporal_patch_size", getattr(config, "patch_temporal", 1))
+        shape = (3 * frames * side**2,)
     return grids, torch.randn(len(grids) * 16, *shape, generator=generator, dtype=dtype)
 
 
+def _captions(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return an image, or a video, for each row, a text with left padding, and labels."""
+    rows, length, known = 3, 12, parameters_of_forward(name)
+    given: dict[str, Tensor] = {}
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[1, :3] = 0
+    if "flattened_patches" in known:  # each with its row and column
+        places = torch.cartesian_prod(torch.arange(3), torch.arange(4)).repeat(rows, 1, 1) + 1
+        patches = torch.randn(rows, length, 12, generator=generator, dtype=dtype)
+        given = {"flattened_patches": torch.cat((places.to(dtype), patches), -1), "attention_mask": mask.flip(-1)}
+        if "labels" in known:
+            given["labels"] = integers(3, 101, rows, 7)
+            given["labels"][2, -2:] = -100
+        return given
+    frames = (2,) if config.model_type == "instructblipvideo" else ()
+    given = {"pixel_values": torch.randn(rows, *frames, 3, 16, 16, generator=generator, dtype=dtype)}
+    ids = integers(3, 97, rows, length)
+    ids[:, 0] = 1  # BLIP overwrites the first token
+    if hasattr(config, "num_query_tokens"):
+        token = getattr(config, "image_token_index", None) or config.video_token_index
+        ids[:, 4 : 4 + config.num_query_tokens * (2 if frames else 1)] = token
+    given |= {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    given["input_ids"][:, 0] = 1
+    if "qformer_input_ids" in known:
+        given["qformer_input_ids"] = integers(3, 31, rows, 5)
+        given["qformer_attention_mask"] = (torch.arange(5) < torch.tensor([[5], [3], [4]])).long()
+    if "labels" in known:
+        given["labels"] = ids.masked_fill((mask == 0) | (ids > 97), -100)
+    return given
+
+
 def text_only(config: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a batch of text and images without its images."""
-    ids = batch["input_ids"].masked_fill(batch["input_ids"] == config.image_token_id, 3)
-    return {**{key: value for key, value in batch.items() if key not in IMAGES}, "input_ids": ids}
+    """Return a batch of text and images, or of text and sounds, without them."""
+    token = config.image_token_id if hasattr(config, "image_token_id") else config.audio_token_id
+    ids = batch["input_ids"].masked_fill(batch["input_ids"] == token, 3)
+    return {**{key: value for key, value in batch.items() if key not in (*IMAGES, *SOUNDS)}, "input_ids": ids}
 
 
 def _documents(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -1405,15 +2052,27 @@ def _regions(
     return given
 
 
+def ignored_label(name: str, config: Any) -> int:
+    """Return the label that a loss ignores. Losses of Parakeet's relatives ignore -100 since transformers 5.21."""
+    return int(config.pad_token_id) if name.startswith(("GraniteSpeech5", "Lasr", "Parakeet")) else -100
+
+
 def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return `batch` of a class for images or audio: right-padded audio, and labels of its kind."""
     known, rows, positions = parameters_of_forward(name), 3, 19
+    if config.model_type in (*FRAMES, "granite_speech_encoder", "granite_speech_plus_encoder"):
+        features = _features(config, generator, dtype)
+        if "hidden_states" in known:
+            return {"hidden_states": features["input_features"]}
+        return {key: value for key, value in features.items() if key in known}
     channels = (1,) if "padding_mask" in known else ()
     shapes: dict[str, tuple[int, ...]] = {"input_values": (rows, *channels, 200), "input_ids": (rows, 9)}
     if name.startswith("AST"):  # takes spectrograms
         shapes["input_values"] = (rows, config.max_length, config.num_mel_bins)
+    if name.startswith("Moonshine"):  # nine positions, so that the mask hides some
+        shapes["input_values"] = (rows, 4000)
     if "pixel_values" in known:
-        images = getattr(config, "vision_config", config)
+        images = getattr(config, "vision_config", getattr(config, "encoder", config))
         sizes = (getattr(images, key, 64) for key in ("image_size", "patch_size"))
         side, patch = (each if isinstance(each, int) else each[0] for each in sizes)
         shapes["pixel_values"] = (rows, 3, side, side)
@@ -1428,8 +2087,12 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "input_features" in known:
         positions = 29
         whisper = name.startswith("Whisper")  # takes audio of a fixed length, with features before frames
-        frames = 2 * config.max_source_positions
+        frames = 2 * getattr(config, "max_source_positions", 0)
         shapes["input_features"] = (rows, config.num_mel_bins, frames) if whisper else (rows, 29, 5)
+        if name.startswith(("Canary", "CohereAsr", "GraniteSpeech5", "Lasr", "Parakeet")):  # a position for each label
+            encoder = getattr(config, "encoder_config", config)
+            width = encoder.num_mel_bins * (4 if name.startswith("Granite") else 1)
+            shapes["input_features"] = (rows, 61, width)
     if "pixel_position_ids" in known:
         places = torch.cartesian_prod(*2 * [torch.arange(4)]).flip(-1).repeat(rows, 1, 1)
         return {
@@ -1462,9 +2125,10 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "padding_mask" in known:
         given["padding_mask"] = torch.ones(rows, 200, dtype=torch.long)
         given["padding_mask"][1, -50:] = 0
-    if name.endswith(("ForConditionalGeneration", "ForCTC")):
-        given["labels"] = integers(3, config.vocab_size, rows, 7)
-        given["labels"][2, -2:] = -100
+    if name.endswith(("ForConditionalGeneration", "ForCTC", "EncoderDecoderModel")):
+        vocab = getattr(config, "decoder", config).vocab_size
+        given["labels"] = integers(3, vocab, rows, 7)
+        given["labels"][2, -2:] = ignored_label(name, config)
     elif name.endswith("ForAudioFrameClassification"):
         given["labels"] = torch.nn.functional.one_hot(integers(0, 2, rows, positions), 2)
     elif "sampled_negative_indices" in known:
@@ -1478,6 +2142,8 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         given["labels"] = integers(0, 2, rows)
     elif "decoder_input_ids" in known:
         given["decoder_input_ids"] = integers(0, config.vocab_size, rows, 7)
+    if "inputs" in known:
+        given["inputs"] = given.pop("input_values")
     if "pixel_mask" in known:
         given["pixel_mask"] = torch.ones(shapes[main][0], *shapes[main][2:], dtype=torch.long)
         given["pixel_mask"][1, :, -40:] = 0

@@ -29,6 +29,7 @@ _KINDS = {
 }
 """Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
 EXCLUSIVE: Mapping[str, str] = {
+    "deepseek_ocr2": "an image and its tiles are in different arguments",
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
     "flaubert": "it has no key-value cache",
@@ -41,8 +42,19 @@ EXCLUSIVE: Mapping[str, str] = {
     "cpmant": "it is given all tokens in each step, without a mask and positions",
     "gemma3": "the tokens of an image attend to each other in both directions",
     "gemma4": "the tokens of an image attend to each other in both directions",
+    "gemma4_unified": "the tokens of an image attend to each other in both directions",
+    "hunyuan_vl": "its positions count the images of all rows of a call",
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
     "mllama": "some blocks read the features of images, beside the cache of tokens",
+    "ovis2": "the tokens around an image have embeddings from the call with its pixels",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
+    **dict.fromkeys(
+        (
+            *("cosmos3_edge", "emu3", "fuyu", "idefics2", "janus", "llava_next_video", "muse_glimmer", "qianfan_ocr"),
+            "video_llava",
+        ),
+        "its images were not tested in a running batch",
+    ),
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
@@ -165,7 +177,8 @@ def unsupported_setting(kwargs: Mapping[str, Any], defaults: Any) -> str | None:
 
 def reason_against(config: Any) -> str | None:
     """Return why no call of a model can join; ``None`` if calls can join."""
-    if registry.SAME_CLASSES.get(config.model_type, config.model_type) not in registry.ARCHITECTURES:
+    kind = registry.SAME_CLASSES.get(config.model_type, config.model_type)
+    if kind not in registry.ARCHITECTURES:
         return "the running batch was not tested with models of its type"
     if config.is_encoder_decoder:
         return "it is an encoder-decoder, and its encoder computes a batch at once"
@@ -177,7 +190,7 @@ def reason_against(config: Any) -> str | None:
     if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
         return "the first passes of its loop read the whole cache of the last pass (recurrent_kv_cache_mode last_loop)"
     kinds = getattr(text, "layer_types", None) or ()
-    return next(filter(None, (_KINDS.get(kind, _STATES) for kind in kinds)), EXCLUSIVE.get(config.model_type))
+    return next(filter(None, (_KINDS.get(each, _STATES) for each in kinds)), EXCLUSIVE.get(kind))
 
 
 def reason_against_drafts(config: Any, length: int) -> str | None:

@@ -293,6 +293,8 @@ class StepRunner:
         if self._can_keep_few:
             given["logits_to_keep"] = keep
         inputs = model.prepare_inputs_for_generation(ids_BL, **given)
+        if inputs.get("position_ids", positions) is None:  # EXAONE 4.5 counts the whole cache, with free slots
+            inputs["position_ids"] = positions
         keeps = self._keeps_logits and model.pipeline is not None
         self._is_passed_on = True  # if the model raises, it tells the other stages itself
         with model.pipeline.keeping_logits() if keeps else nullcontext():
