@@ -87,7 +87,7 @@ def drawn_step(name: str, model_type: str, seed: int, n: int, length: int | None
     pytest.fail(f"transformers can do none of the drawn configurations of {name}")
 
 
-@pytest.mark.drawn(36)
+@pytest.mark.drawn(45)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n: int, seed: int) -> None:
@@ -108,7 +108,7 @@ def check_class(pool: Pool, name: str, model_type: str, n: int, seed: int) -> No
         raise AssertionError(text) from error
 
 
-@pytest.mark.drawn(18)
+@pytest.mark.drawn(23)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_class_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     draw = random.Random(f"{model_type} {seed}")
