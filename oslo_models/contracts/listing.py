@@ -252,10 +252,13 @@ CONTRACTS: tuple[Contract, ...] = (
             ("_save_checkpoint", "self model trial"),
         )
     ),
-    _contract(
-        "trl.trainer.rloo_trainer.RLOOTrainer._generate_and_score_completions",
-        "integrations.trl.trainers.RLOOTrainer",
-        "self inputs",
+    *(
+        _contract(
+            f"trl.trainer.{kind.lower()}_trainer.{kind}Trainer._generate_and_score_completions",
+            f"integrations.trl.trainers.{kind}Trainer",
+            "self inputs",
+        )
+        for kind in ("GRPO", "RLOO")
     ),
     _contract(
         "trl.experimental.online_dpo.online_dpo_trainer.OnlineDPOTrainer._calculate_rewards_from_functions",
