@@ -109,7 +109,7 @@ setup(
             TRL,
         ],
         # for dequantize=True of their formats, and for TorchAoConfig
-        "quantization": ["bitsandbytes>=0.48", "compressed-tensors>=0.13", "torchao>=0.15"],
+        "quantization": ["bitsandbytes>=0.48", "compressed-tensors>=0.13", "torchao>=0.18"],
         "grammar": ["llguidance>=1.2"],  # json_schema, regular expressions and grammars of the server
         # of oslo-models sft, dpo, grpo and pretrain
         "recipes": ["accelerate>=1.10", "datasets", "matplotlib", OPTIONAL["peft"], TRL],
