@@ -347,8 +347,16 @@ NO_SEQUENCE_PARALLEL = {
     "luke": "its blocks read hidden states of words and of entities",
     "reformer": "its blocks read two hidden states, of which each changes the other",
     "squeezebert": "its blocks read channels before tokens",
+    **dict.fromkeys(
+        (
+            *("Glm4vVisionModel", "Glm4vMoeVisionModel", "GlmOcrVisionModel", "PaddleOCRVisionModel"),
+            *("PaddleOCRVisionTransformer", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel", "Qwen3_5VisionModel"),
+            *("Qwen3_5MoeVisionModel", "Qwen4ExpVisionModel"),
+        ),
+        "its hidden states have no dimension of rows",
+    ),
 }
-"""Model types that ``sequence_parallel=True`` does not support, with the reason."""
+"""Model types and classes that ``sequence_parallel=True`` does not support, with the reason."""
 
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),

@@ -214,7 +214,9 @@ def check_sequence_parallel(cls: type[Any], config: PreTrainedConfig, is_quantiz
     """Raise ``ValueError`` if ``sequence_parallel=True`` does not support a model."""
     name, has_own_plan = "sequence_parallel=True", getattr(cls, "made_from", None) is not None
     model_type = None if has_own_plan else model_type_of(cls)
-    reason = "it has a plan of your own" if model_type is None else NO_SEQUENCE_PARALLEL.get(model_type)
+    names = [model_type, *(base.__name__ for base in cls.__mro__)]
+    reason = next((NO_SEQUENCE_PARALLEL[each] for each in names if each in NO_SEQUENCE_PARALLEL), None)
+    reason = "it has a plan of your own" if model_type is None else reason
     if reason is not None:
         raise ValueError(f"{name} does not support {cls.__name__}: {reason}; leave it out")
     if is_quantized:

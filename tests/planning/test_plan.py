@@ -123,11 +123,15 @@ def test_zero_bubble_holds_more_on_later_stages() -> None:
     assert all(one == other for one, other in held.values())
 
 
-def test_divided_tokens_take_less_activations(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_divided_tokens_take_less_activations() -> None:
     whole, divided = (oslo_models.estimate(LLAMA, "full", 2, 1, 4, 64, sequence_parallel=on) for on in (False, True))
     parts, own_parts = whole.largest.parts, divided.largest.parts
     assert all(own_parts[name] == parts[name] for name in ("weights", "optimizer states"))
-    assert own_parts["activations"] < 0.9 * parts["activations"] and divided.largest.total < whole.largest.total
+    assert own_parts["activations"] < 0.78 * parts["activations"] and divided.largest.total < whole.largest.total
+
+
+def test_devices_are_large_enough_for_divided_tokens(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    divided = oslo_models.estimate(LLAMA, "full", 2, 1, 4, 64, sequence_parallel=True)
     devices = f"2x{divided.largest.total / 0.92 / (1 << 20) * 1.01:.4f}MB"
     common = ["plan", file, "--task", "full", "--batch", "4", "--length", "64", "--devices", devices]
     assert cli.main([*common, "--tensor-parallel-size", "2"]) == 1
