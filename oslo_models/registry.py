@@ -342,7 +342,9 @@ _ALL = {
 NO_SEQUENCE_PARALLEL = {
     "convbert": "its attention is replicated, and reads all tokens",
     **dict.fromkeys(("convnext", "convnextv2"), "its hidden states are images"),
-    **dict.fromkeys(("deepseek_v4", "gemma3n_text", "hy_v4", "hy_v4_vl_text"), "its blocks read several hidden states"),
+    **dict.fromkeys(
+        ("deepseek_v4", "gemma3n_text", "hy_v4", "hy_v4_vl", "hy_v4_vl_text"), "its blocks read several hidden states"
+    ),
     "ibert": "its blocks compute with integers and scales of whole tensors",
     "luke": "its blocks read hidden states of words and of entities",
     "reformer": "its blocks read two hidden states, of which each changes the other",
