@@ -27,7 +27,7 @@ UNITS = {
     "training step": "s",
     "training": "tokens/s",
     "idle time": "%",
-    "saved by a block": "MB",
+    "saved for backward": "MB",
     "peak memory": "MB",
     "peak anonymous memory": "MB",
     "all-reduces a block, forward": "calls",

@@ -247,7 +247,9 @@ def train_divided(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: 
         step(ids)
     saved = saved_in_second_block(model.model.layers, lambda: step(ids)) / 1e6
     step_seconds, peak = statistics.median(seconds), memory.growth["peak anonymous memory"]
-    return Result({"training step": step_seconds, "saved by a block": saved, "peak anonymous memory": peak}, losses[:2])
+    return Result(
+        {"training step": step_seconds, "saved for backward": saved, "peak anonymous memory": peak}, losses[:2]
+    )
 
 
 def idle_time(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, seconds: float, number: int, timed: int) -> Result:

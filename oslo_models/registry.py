@@ -347,7 +347,7 @@ NO_SEQUENCE_PARALLEL = {
     ),
     "ibert": "its blocks compute with integers and scales of whole tensors",
     "luke": "its blocks read hidden states of words and of entities",
-    "reformer": "its blocks read two hidden states, of which each changes the other",
+    "reformer": "its blocks read two hidden states, and each changes the other",
     "squeezebert": "its blocks read channels before tokens",
     **dict.fromkeys(
         (
