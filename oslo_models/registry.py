@@ -353,7 +353,8 @@ NO_SEQUENCE_PARALLEL = {
         (
             *("Glm4vVisionModel", "Glm4vMoeVisionModel", "GlmOcrVisionModel", "PaddleOCRVisionModel"),
             *("PaddleOCRVisionTransformer", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel", "Qwen3_5VisionModel"),
-            *("Qwen3_5MoeVisionModel", "Qwen4ExpVisionModel"),
+            *("Qwen3_5MoeVisionModel", "Qwen4ExpVisionModel", "CohereCompassVisionModel", "Cosmos3EdgeVisionModel"),
+            *("Exaone4_5_VisionModel", "Lfm3VlVisionModel", "MuseGlimmerVisionModel", "Qwen3ASREncoder"),
         ),
         "its hidden states have no dimension of rows",
     ),

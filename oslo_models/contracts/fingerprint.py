@@ -26,8 +26,10 @@ def fingerprint(function: Function) -> str:
 
 def combined(statements: list[ast.stmt]) -> str:
     """Return the fingerprint of the body of a function without parameters."""
-    empty = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-    return fingerprint(ast.FunctionDef(name="", args=empty, body=statements, decorator_list=[]))
+    (function,) = ast.parse("def _(): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    function.body = statements
+    return fingerprint(function)
 
 
 def parameters(function: Function) -> tuple[str, ...]:

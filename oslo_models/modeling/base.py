@@ -69,6 +69,7 @@ class ParallelModel(
 
     Attributes:
         head_plan: the entries of the task head that the class adds to the base model, by their full names.
+        casts_float32: whether 16-bit models cannot run with the parameters that transformers creates in float32.
         zeros: parameters that transformers sets to zero only in constructors, which run on the meta device here.
         made_from: the arguments of a class with a user's plan; see `own_plan`.
         mesh: the parallel axes of the model, or ``None`` if transformers' own methods constructed it.
@@ -89,6 +90,7 @@ class ParallelModel(
     """
 
     head_plan: ClassVar[Entries] = {}
+    casts_float32: ClassVar[bool] = False
     zeros: ClassVar[Sequence[str]] = ()
     made_from: Any = None
     mesh: ParallelMesh | Any = None  # Any in place of None: constructors set it, so callers need not check
@@ -159,10 +161,14 @@ class ParallelModel(
             return
         check_attention(self)
         self._init_seed = init_seed
-        for param in self.parameters():  # XLNet and DeBERTa always create some in float32
-            if param.dtype != torch.get_default_dtype():
-                param.data = param.data.to(torch.get_default_dtype())
+        self._cast_parameters(torch.get_default_dtype())
         self._shard(mesh, blocks_per_stage, sequence_parallel)
+
+    def _cast_parameters(self, dtype: torch.dtype) -> None:
+        """Cast parameters that transformers creates in float32 for every dtype. 16-bit models keep most of them."""
+        for param in self.parameters():
+            if param.dtype != dtype and (self.casts_float32 or dtype.itemsize > param.dtype.itemsize):
+                param.data = param.data.to(dtype)
 
     def _shard(
         self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None, sequence_parallel: bool = False

@@ -28,7 +28,8 @@ def divide_tokens(model: nn.Module, plan: Plan, prefix: str, head: Entries, mesh
     tokens = TokenParts(mesh.tp)
     for stack in plan.blocks:
         for block in model.get_submodule(prefix + stack).children():
-            tokens.watch(block)
+            for called in block if isinstance(block, nn.ModuleList) else (block,):  # Funnel has lists of layers
+                tokens.watch(called)
     modules = dict(model.named_modules())
     for name, entry in named_entries(model, plan, prefix, head).items():
         if type(entry) is Norm and name in modules:

@@ -36,6 +36,8 @@ def draw_outside(module: nn.Module, entry: ReplicatedDropout, context: ShardingC
 class DebertaParallel(BertParallel):
     """Sharding plan of the DeBERTa families."""
 
+    casts_float32 = True
+
     @classmethod
     def projections(cls, heads: EvenSplit) -> Mapping[str, ColumnParallel]:
         """Return the plan entries of the sharded projections of an attention layer."""

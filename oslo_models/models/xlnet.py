@@ -111,6 +111,8 @@ class EinsumHeadsLayer(ShardedModule):
 class XLNetParallel(ParallelModel):
     """Sharding plan of the XLNet family."""
 
+    casts_float32 = True
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         block = {

@@ -283,6 +283,12 @@ def test_importance_ratio_of_the_first_update_is_one(pool: Pool, what: str, tmp_
         assert shares[::2] == [1.0, 1.0] and max(shares[1::2]) < 1.0
 
 
+def test_exact_rollouts_of_a_replaced_generate_are_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS["GRPOTrainer"])
+    args = {**SAMPLED, "output_dir": str(tmp_path), "seed": seed % 2**31, "max_steps": 1}
+    pool.run(2, trl_trainers.refuse_replaced_generate, args, rows, env=True)
+
+
 HEAD = "integrations.trl.head"
 MUTANTS = {
     "positions": Edit(f"{HEAD}:_fused_forward", "model.has_exact_rollouts and kwargs", "False and kwargs"),

@@ -429,6 +429,20 @@ def importance_ratios(
     return shares
 
 
+def refuse_replaced_generate(args: Mapping[str, Any], rows: Rows) -> None:
+    """On each rank, check that exact rollouts refuse a ``generate`` that records no log-probabilities."""
+    from oslo_models import integrations
+
+    fresh_accelerate()
+    config = tiny_config()
+    weights = full_parameters(reference_model(NAME, config, args["seed"]))
+    model = model_on_stages(NAME, config, weights, 2, 1, torch.float32).use_exact_rollouts()
+    trainer = make_trainer(integrations.GRPOTrainer, model, config, args, rows)
+    model.generate = partial(model.generate)
+    with pytest.raises(RuntimeError, match=r"model\.generate was replaced and records no log-probabilities"):
+        trainer.train()
+
+
 def use_fused_head_of_trl() -> None:
     """On each rank, check that a model refuses TRL's fused head outside of our trainers."""
     from trl.trainer.utils import add_fused_lm_head

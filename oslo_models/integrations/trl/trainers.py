@@ -109,12 +109,24 @@ class GRPOTrainer(RewardedMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc
     keeps_logprobs = True
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate and score. With exact rollouts, TRL's old log-probabilities are the ones of the rollout."""
+        """Generate and score. With exact rollouts, TRL's old log-probabilities are the ones of the rollout.
+
+        Raises:
+            RuntimeError: the rollout recorded no log-probabilities, since ``generate`` or a method of the trainer was
+                replaced.
+        """
         batch = super()._generate_and_score_completions(*args, **kwargs)
         model = find_on_mesh(self.model)
-        sampled = batch.get("sampling_per_token_logps")
-        if model is not None and model.has_exact_rollouts and sampled is not None:
-            batch["old_per_token_logps"] = sampled
+        if model is None or not model.has_exact_rollouts:
+            return batch
+        if batch.get("sampling_per_token_logps") is None:
+            name = type(self).__name__
+            replaced = "model.generate" if "generate" in vars(model) else f"{name}._generate_single_turn"
+            raise RuntimeError(
+                f"{replaced} was replaced and records no log-probabilities, which use_exact_rollouts() compares with: "
+                "remove the replacement, or train without use_exact_rollouts()"
+            )
+        batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
         return batch
 
 
