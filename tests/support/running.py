@@ -85,7 +85,6 @@ def static_runner(model: Any, limits: BatchLimits, capture: Callable[[Compute], 
         return step_runner.StepRunner(model, limits)
 
 
-@torch.no_grad()
 def together(
     model: Any,
     given: Sequence[dict[str, Any]],
@@ -93,6 +92,23 @@ def together(
     limits: BatchLimits = LIMITS,
     expected: Sequence[Tensor] = (),
 ) -> list[Tensor | None]:
+    """Return the results of `_scheduled` with a schedule in which rows meet."""
+    for _ in range(4):
+        results, steps = _scheduled(model, given, rng, limits, expected)
+        if max(len(step.tokens) for step in steps) > 1:
+            assert any(step.drafts for step in steps) == bool(limits.drafted)
+            return results
+    raise AssertionError("each row had left before the next one joined, in four schedules")
+
+
+@torch.no_grad()
+def _scheduled(
+    model: Any,
+    given: Sequence[dict[str, Any]],
+    rng: random.Random,
+    limits: BatchLimits = LIMITS,
+    expected: Sequence[Tensor] = (),
+) -> tuple[list[Tensor | None], list[Step]]:
     """Return the results of calls that arrive at random steps; ``None`` for a few calls dropped during computation.
 
     Prompts are computed in chunks, or several together.
@@ -146,9 +162,7 @@ def together(
             take(some, logits_BV, table)
         for number in [number for number, call in calls.items() if call.ended]:
             results[number] = calls.pop(number).result()
-    assert max(len(step.tokens) for step in steps) > 1
-    assert any(step.drafts for step in steps) == bool(limits.drafted)
-    return results
+    return results, steps
 
 
 def take(rows: list[Any], logits_BV: Tensor, table: TokenTable) -> None:

@@ -40,6 +40,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
+    "emu3": "its images are tokens of a codebook, which its forward computes",
     "gemma3": "the tokens of an image attend to each other in both directions",
     "gemma4": "the tokens of an image attend to each other in both directions",
     "gemma4_unified": "the tokens of an image attend to each other in both directions",
@@ -48,13 +49,6 @@ EXCLUSIVE: Mapping[str, str] = {
     "mllama": "some blocks read the features of images, beside the cache of tokens",
     "ovis2": "the tokens around an image have embeddings from the call with its pixels",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
-    **dict.fromkeys(
-        (
-            *("cosmos3_edge", "emu3", "fuyu", "idefics2", "janus", "llava_next_video", "muse_glimmer", "qianfan_ocr"),
-            "video_llava",
-        ),
-        "its images were not tested in a running batch",
-    ),
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
