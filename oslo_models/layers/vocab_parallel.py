@@ -253,7 +253,7 @@ def _view(logits: Any, *shape: Any) -> Any:
 
 
 def _getitem(logits: Any, index: Any) -> Any:
-    """Index without the vocabulary dimension: ``[..., a:b, :]``, fewer plain indices than dimensions, or a mask.
+    """Index without the vocabulary dimension: ``[..., a:b, :]``, ``[:, a:b, :]``, ``[:, a:b]``, or a mask.
 
     Also keep the first ``n`` tokens, ``[..., :n]``, if every rank has some of them (Inkling pads its head).
     """
@@ -264,7 +264,7 @@ def _getitem(logits: Any, index: Any) -> Any:
         return NotImplemented
     if Ellipsis not in parts and len(parts) < logits.local().dim():
         return logits._with_local(logits.local()[index])
-    if parts[0] is not Ellipsis or len(parts) == 1 or not isinstance(parts[-1], slice):
+    if len(parts) == 1 or not isinstance(parts[-1], slice) or Ellipsis in parts[1:]:
         return NotImplemented
     start, count, step = parts[-1].indices(logits.vocab_size)
     if (start, step) != (0, 1):
@@ -272,7 +272,7 @@ def _getitem(logits: Any, index: Any) -> Any:
     if count == logits.vocab_size:
         return logits._with_local(logits.local()[(*parts[:-1], slice(None))])
     ranges = [(first, min(last, count)) for ((first, last),) in logits.vocab.ranges]
-    if len(parts) > 2 or any(first >= last for first, last in ranges):
+    if len(parts) > 2 or parts[0] is not Ellipsis or any(first >= last for first, last in ranges):
         return NotImplemented
     return logits._of_words(Layout((count, *logits.vocab.shape[1:]), 0, tuple((each,) for each in ranges)))
 
