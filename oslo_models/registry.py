@@ -360,6 +360,14 @@ NO_SEQUENCE_PARALLEL = {
 }
 """Model types and classes that ``sequence_parallel=True`` does not support, with the reason."""
 
+CONTEXT_PARALLEL = {
+    **dict.fromkeys(("llama", "gpt2"), "heads"),
+}
+"""Model types that ``context_parallel_size`` supports, and what their attention exchanges: heads, or keys and values.
+
+Other types were not tested.
+"""
+
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),
