@@ -148,12 +148,13 @@ def _attention_of_parts(
 
     def attend(local: LocalHeads) -> Tensor:
         heads: Any = _Heads(local.groups, local.is_causal)
-        return blockwise_attention(heads, local.query, local.key, local.value, local.mask, **options)[0]
+        own = options if local.bias is None else {**options, "position_bias": local.bias}
+        return blockwise_attention(heads, local.query, local.key, local.value, local.mask, **own)[0]
 
-    if options.get("position_bias") is None:
-        part = attention_of_parts(attend, query, key, value, mask, is_causal, heads_dim=2)
-        if part is not NotImplemented:
-            return part, None
+    bias = options.get("position_bias")
+    part = attention_of_parts(attend, query, key, value, mask, is_causal, heads_dim=2, bias=bias)
+    if part is not NotImplemented:
+        return part, None
     query, key, value = (x.full("attention") if isinstance(x, ContextPart) else x for x in (query, key, value))
     return blockwise_attention(module, query, key, value, mask, is_causal=is_causal, **options)
 

@@ -29,7 +29,7 @@ class LocalHeads(NamedTuple):
     """Inputs of a rank's attention.
 
     Attributes:
-        query, key, value, mask: for this rank's heads of all tokens, or for all heads of this rank's queries.
+        query, key, value, mask, bias: for this rank's heads of all tokens, or for all heads of this rank's queries.
         groups: number of local query heads for each local key head.
         is_causal: whether queries do not see later keys. ``mask`` is ``None`` then.
     """
@@ -38,6 +38,7 @@ class LocalHeads(NamedTuple):
     key: Tensor
     value: Tensor
     mask: Any
+    bias: Any
     groups: int
     is_causal: bool
 
@@ -55,6 +56,7 @@ def attention_of_parts(
     mask: Any,
     is_causal: bool,
     heads_dim: int,
+    bias: Any = None,
 ) -> Any:
     """Return the attention of parts of the tokens as a part, or ``NotImplemented`` for other shapes.
 
@@ -62,26 +64,27 @@ def attention_of_parts(
         attend: attention of whole rows or of some queries. Its heads are in dimension ``heads_dim`` and its queries in
             the other one of 1 and 2.
         query, key, value: ``[B, h, S, d]``. Key and value may be whole.
-        mask: a mask of all queries and keys, or ``None``.
+        mask, bias: a mask and a bias of all queries and keys, or ``None``.
     """
     parts = [x for x in (query, key, value) if isinstance(x, ContextPart)]
     if any(x.dim() != 4 for x in (query, key, value)) or any(x.spec != _spec(x) for x in parts):
         return NotImplemented
     if not isinstance(query, ContextPart) or query.shape[HEADS] % key.shape[HEADS] or key.shape[1] != value.shape[1]:
         return NotImplemented
-    if isinstance(mask, ContextPart):
-        mask = mask.full("attention")
+    mask, bias = (x.full("attention") if isinstance(x, ContextPart) else x for x in (mask, bias))
     if query.shape[HEADS] < query.tp.size:
-        return _with_gathered_keys(attend, query, key, value, mask, is_causal, heads_dim)
+        return _with_gathered_keys(attend, query, key, value, mask, is_causal, heads_dim, bias)
     split = _Heads(query.shape[HEADS], key.shape[HEADS], query.tp.size)
     rank = query.tp.rank
     own, own_keys = split.queries[rank], split.keys[rank]
     of_keys = [split.keys] * 2
     q, k, v = _heads_of_tokens(query.tp, (query, key, value), [split.queries, *of_keys])
-    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[HEADS] > 1:
-        mask = mask[:, own.start : own.stop]
+    mask, bias = (
+        x[:, own.start : own.stop] if isinstance(x, Tensor) and x.dim() == 4 and x.shape[HEADS] > 1 else x
+        for x in (mask, bias)
+    )
     with query.state.random_stream():
-        output = attend(LocalHeads(q, k, v, mask, len(own) // len(own_keys), is_causal))
+        output = attend(LocalHeads(q, k, v, mask, bias, len(own) // len(own_keys), is_causal))
     local = _tokens_of_heads(query.tp, output, heads_dim, split.queries, query.sizes())
     tokens_dim = 3 - heads_dim
     length = query.full_shape[QUERIES]
@@ -185,6 +188,7 @@ def _with_gathered_keys(
     mask: Any,
     is_causal: bool,
     heads_dim: int,
+    bias: Any,
 ) -> ContextPart:
     """Return the attention of this rank's queries with the keys and values of all tokens."""
     key, value = (x.full("attention") if isinstance(x, ContextPart) else x for x in (key, value))
@@ -196,7 +200,9 @@ def _with_gathered_keys(
         mask = positions[None, None, rows, None] >= positions[None, None, None, : key.shape[QUERIES]]
     elif isinstance(mask, Tensor) and mask.shape[-2] > 1:
         mask = mask[..., rows, :]
+    if isinstance(bias, Tensor) and bias.shape[-2] > 1:
+        bias = bias[..., rows, :]
     groups = query.shape[HEADS] // key.shape[HEADS]
     with query.state.random_stream():
-        output = attend(LocalHeads(query.local(), key, value, mask, groups, False))
+        output = attend(LocalHeads(query.local(), key, value, mask, bias, groups, False))
     return ContextPart.of(output, query.state, ShardSpec(3 - heads_dim, length), length)

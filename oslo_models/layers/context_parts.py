@@ -105,11 +105,13 @@ class ContextParts:
         axis: the cp axis.
         device: device of the model.
         draws: whether the model draws random numbers in blocks.
+        prepare: called with each module of a block before it runs. Adapters may have replaced modules.
         is_inside: whether a block with divided hidden states is running.
     """
 
     def __init__(self, axis: Axis, device: torch.device, draws: bool) -> None:
         self.axis, self.device, self.draws = axis, device, draws
+        self.prepare: Callable[[nn.Module], None] = lambda module: None
         self.is_inside = False
         self._block: nn.Module | None = None
         self._overridden: list[tuple[nn.Module, str]] = []
@@ -166,6 +168,8 @@ class ContextParts:
 
     def _begin(self, block: nn.Module) -> None:
         self._block, self.is_inside = block, True
+        for module in block.modules():
+            self.prepare(module)
         if not torch.is_grad_enabled():
             return
         owners = [

@@ -21,6 +21,10 @@ ATTENTION = (*TORCH_ATTENTION, "eager")
 """Attention implementations that compute parts of the tokens."""
 
 
+TOKENWISE = ("BloomGelu",)
+"""Names of module classes that compute each token alone, by an autograd function of their own."""
+
+
 def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: ParallelMesh) -> ContextParts:
     """Divide the tokens over the cp axis in the blocks of a model. Return their state.
 
@@ -40,12 +44,15 @@ def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: Par
         blocks = list(model.get_submodule(prefix + stack).children())
         for block in blocks:
             parts.watch(block, gathers=mesh.tp.size > 1 and block is blocks[-1])
-    modules = dict(model.named_modules())
     entries = named_entries(model, plan, prefix, head)
-    for name, module in modules.items():
-        stacks_experts = name in entries and entries[name].stacks_experts
-        if isinstance(module, ShardedModule) or stacks_experts:
+    experts = {id(module) for name, module in model.named_modules() if name in entries and entries[name].stacks_experts}
+
+    def prepare(module: nn.Module) -> None:
+        is_tokenwise = isinstance(module, ShardedModule) or id(module) in experts or type(module).__name__ in TOKENWISE
+        if is_tokenwise and not isinstance(module, LocalTokensModule):
             become(module, LocalTokensModule).context_parts = parts
+
+    parts.prepare = prepare
     return parts
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from oslo_models import registry
