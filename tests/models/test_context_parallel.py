@@ -90,7 +90,7 @@ def llama(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("variant", ["llama", "gpt2"])
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_step_matches_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
     """Left padding; five and four tokens of a row on two ranks, three each on three."""
     pool.run(n, check_step, reference_step(zoo.lm_head(variant), zoo.config(variant), seed), n)
