@@ -371,15 +371,15 @@ _HEADS = """
     glm4_moe_lite glm4v glm4v_moe glm_moe_dsa glm_ocr glmasr got_ocr2 gpt2 gpt_bigcode gpt_neox gptj granite
     granite4_vision granite_docling granite_speech granite_speech_plus granitemoe granitemoeshared helium hrm_text
     hubert hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3 ijepa
-    internvl jais2 janus kolibri1 laguna layoutlm lfm2 lfm2_vl lighton_ocr llama llava llava_next llava_next_video
-    llava_onevision longcat_flash m2m_100 marian mbart mellum metaclip_2 minicpm3 minicpmv4_7 minimax_m2 ministral
-    ministral3 mistral mistral3 mistral4 mixtral mobilebert modernbert modernbert-decoder moonshine mt5 muse_glimmer
-    musicflamingo nanochat nemotron olmo olmo2 olmo3 olmoe omniasr omniasr_ctc opt ovis2 paddleocr_vl paligemma
-    pegasus persimmon phi phi3 pix2struct pixtral plbart qianfan_ocr qwen2 qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl
-    qwen3 qwen3_5_moe_text qwen3_asr qwen3_moe qwen3_vl qwen3_vl_moe rag roberta roberta-prelayernorm roc_bert
-    seed_oss sew siglip siglip2 smollm3 smolvlm solar_open speech-encoder-decoder stablelm starcoder2 t5 umt5
-    unispeech unispeech-sat video_llama_3 video_llava videomae vipllava vision-encoder-decoder vit vit_mae vit_msn
-    voxtral wav2vec2 whisper xlm-roberta xlm-roberta-xl yolos youtu
+    internvl jais2 janus kolibri1 laguna layoutlm lighton_ocr llama llava llava_next llava_next_video llava_onevision
+    longcat_flash m2m_100 marian mbart mellum metaclip_2 minicpm3 minimax_m2 ministral ministral3 mistral mistral3
+    mistral4 mixtral mobilebert modernbert modernbert-decoder moonshine mt5 muse_glimmer musicflamingo nanochat
+    nemotron olmo olmo2 olmo3 olmoe omniasr omniasr_ctc opt ovis2 paddleocr_vl paligemma pegasus persimmon phi phi3
+    pix2struct pixtral plbart qianfan_ocr qwen2 qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3 qwen3_asr qwen3_moe
+    qwen3_vl qwen3_vl_moe rag roberta roberta-prelayernorm roc_bert seed_oss sew siglip siglip2 smollm3 smolvlm
+    solar_open speech-encoder-decoder stablelm starcoder2 t5 umt5 unispeech unispeech-sat video_llama_3 video_llava
+    videomae vipllava vision-encoder-decoder vit vit_mae vit_msn voxtral wav2vec2 whisper xlm-roberta xlm-roberta-xl
+    yolos youtu
 """
 _KEYS = """
     blip bloom cpmant deberta deberta-v2 flaubert flint gemma2 git gpt_neo gpt_neox_japanese gpt_oss granite_swa

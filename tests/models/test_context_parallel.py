@@ -102,7 +102,7 @@ def test_step_with_sharded_layers_matches_transformers(pool: Pool, variant: str,
 
 
 def check_drawn(pool: Pool, name: str, model_type: str, n: int, seed: int, tp: int = 1) -> None:
-    step, options, text = drawn_step(name, model_type, seed, n * tp, None if n == 2 or seed % 2 else 8)
+    step, options, text = drawn_step(name, model_type, seed, tp, None if n == 2 or seed % 2 else 8)
     try:
         pool.run(n * tp, check_step, step, n, tp, options)
     except Exception as error:
