@@ -60,6 +60,12 @@ def _ours_divided(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return _ours(cls, checkpoint, sequence_parallel=True, **kwargs)
 
 
+def _ours_over_context(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    import oslo_models
+
+    return getattr(oslo_models, cls).from_pretrained_with_parallel(checkpoint, context_parallel_size=2, **kwargs)
+
+
 def _our_experts(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return _ours(cls, checkpoint, expert_parallel_size=2, **kwargs)
 
@@ -201,6 +207,7 @@ PEERS = {
         Peer("oslo_models-tp2-fused-batch", 2, 1, _ours_fused),
         Peer("oslo_models-tp2", 2, 1, _ours),
         Peer("oslo_models-tp2-sequence", 2, 1, _ours_divided),
+        Peer("oslo_models-cp2", 2, 1, _ours_over_context),
         Peer("torch-sequence-tp2", 2, 1, _alone, _divided_by_torch),
         Peer("oslo_models-ep2", 2, 1, _our_experts),
         Peer("oslo_models-tp2-fused", 2, 1, _ours_fused, _fused_adamw),

@@ -361,6 +361,39 @@ NO_SEQUENCE_PARALLEL = {
 }
 """Model types and classes that ``sequence_parallel=True`` does not support, with the reason."""
 
+_HEADS = """
+    afmoe albert apertus apertus1p5_text arcee aria aria_text audio-spectrogram-transformer audioflamingo3 axk1 axk2
+    aya_vision bart beam beit bert bert-generation biogpt bitnet blenderbot blenderbot-small blip-2 camembert clip
+    cohere cohere2 cohere2_moe cohere2_vision cohere_compass cohere_compass_text cosmos3_edge ctrl cwm data2vec-audio
+    data2vec-text data2vec-vision deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl deepseek_vl_hybrid deit
+    depth_anything diffllama dinov2 dinov2_with_registers distilbert dory dots1 dots3_note_text dpr dpt electra emu3
+    encoder-decoder ernie ernie4_5 ernie4_5_moe exaone4 exaone4_5 exaone_moe falcon flex_olmo florence2 fun_asr_nano
+    fuyu gemma gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm46v glm4_moe
+    glm4_moe_lite glm4v glm4v_moe glm_moe_dsa glm_ocr glmasr got_ocr2 gpt2 gpt_bigcode gpt_neox gptj granite
+    granite4_vision granite_docling granite_speech granite_speech_plus granitemoe granitemoeshared helium hrm_text
+    hubert hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3 ijepa
+    internvl jais2 janus kolibri1 laguna layoutlm lighton_ocr llama llava llava_next llava_next_video llava_onevision
+    longcat_flash m2m_100 marian mbart mellum metaclip_2 minicpm3 minimax_m2 ministral ministral3 mistral mistral3
+    mistral4 mixtral mobilebert modernbert modernbert-decoder moonshine mt5 muse_glimmer musicflamingo nanochat
+    nemotron olmo olmo2 olmo3 olmoe omniasr omniasr_ctc opt ovis2 paddleocr_vl paligemma pegasus persimmon phi phi3
+    pix2struct pixtral plbart qianfan_ocr qwen2 qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3 qwen3_asr qwen3_moe
+    qwen3_vl qwen3_vl_moe rag roberta roberta-prelayernorm roc_bert seed_oss sew siglip siglip2 smollm3 smolvlm
+    solar_open speech-encoder-decoder stablelm starcoder2 t5 umt5 unispeech unispeech-sat video_llama_3 video_llava
+    videomae vipllava vision-encoder-decoder vit vit_mae vit_msn voxtral wav2vec2 whisper xlm-roberta xlm-roberta-xl
+    yolos youtu
+"""
+_KEYS = """
+    blip bloom cpmant deberta deberta-v2 flaubert flint gemma2 git gpt_neo gpt_neox_japanese gpt_oss granite_swa
+    granitemoe_swa lxmert megatron-bert mimo_v2_flash mpnet mpt openai-gpt rembert roformer sew-d speech_to_text tapas
+    trocr vaultgemma visual_bert xglm xlm
+"""
+CONTEXT_PARALLEL = {**dict.fromkeys(_HEADS.split(), "heads"), **dict.fromkeys(_KEYS.split(), "keys")}
+"""Model types that ``context_parallel_size`` supports, and what their attention exchanges: heads, or keys and values.
+
+Each type matches transformers in drawn configurations, and its blocks save less on each rank. Other types were not
+tested, or gather the tokens: state-space models, linear attention, convolutions, windows of images.
+"""
+
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),

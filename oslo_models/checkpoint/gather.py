@@ -21,7 +21,8 @@ def gather_full_tensor(
 ) -> Tensor | None:
     """Gather a tensor on the CPU of world rank 0.
 
-    This is a collective of the first data-parallel replica, and of all replicas with different experts. Shards are
+    This is a collective of the first ranks that hold one copy of the weights, and of all replicas with different
+    experts. Shards are
     sent in blocks. Rank 0 needs memory for the full tensor and one block, the other ranks for one block.
 
     Args:
@@ -37,10 +38,10 @@ def gather_full_tensor(
     if mesh.is_over_replicas(layout):
         axis, first = mesh.world, stage * mesh.dp.size * tp.size
         senders = [first + rank for rank in range(mesh.experts.size)]
-    elif mesh.dp.rank != 0:
+    elif mesh.dp.rank != 0 or mesh.cp.rank != 0:
         return None
     else:
-        axis = mesh.model
+        axis = mesh.weights
         senders = [stage * tp.size + rank for rank in range(1 if layout.dim is None else tp.size)]
     if axis.rank != 0:
         if axis.rank in senders:
@@ -76,5 +77,5 @@ def _blocks(tensor: Tensor, indices: Iterable[Index]) -> Iterator[Tensor]:
 
 def _transfer_device(mesh: ParallelMesh) -> torch.device:
     """Return the CPU if the process group has a CPU backend, which saves GPU memory; the GPU otherwise."""
-    has_cpu_backend = mesh.model.group is None or "cpu:" in str(dist.get_backend_config(mesh.model.group))
+    has_cpu_backend = mesh.weights.group is None or "cpu:" in str(dist.get_backend_config(mesh.weights.group))
     return torch.device("cpu") if has_cpu_backend else mesh.device

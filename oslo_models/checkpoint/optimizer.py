@@ -38,7 +38,8 @@ def save_optimizer(
 ) -> None:
     """Save the optimizer and the random number generators of all ranks. A collective of all ranks.
 
-    Data-parallel replicas with equal optimizer states write the state once.
+    Data-parallel replicas with equal optimizer states write the state once. Ranks that divide the tokens of a sequence
+    have the same states, and the first of them writes.
 
     Args:
         directory: the target directory. It may be the directory of the model's checkpoint.
@@ -65,15 +66,17 @@ def save_optimizer(
     }
     name = _file_name(mesh, mesh.dp.rank)
     with replace_atomically(target, world, nbytes, OPTIMIZER) as staging:
+        record = None
         with agree(world, f"writing {name}"), explain_write_errors(staging / name, nbytes, world.rank):
-            torch.save(content, staging / name)
-            try:
-                torch.load(staging / name, weights_only=True, mmap=True)
-            except pickle.UnpicklingError as error:
-                names = ", ".join(content["state"])
-                raise ValueError(f"the state ({names}) holds values that cannot be read back: {error}") from error
-            record = sync_and_record(staging / name)
-        records = dict(gather_objects(world, (name, record)))
+            if mesh.cp.rank == 0:
+                torch.save(content, staging / name)
+                try:
+                    torch.load(staging / name, weights_only=True, mmap=True)
+                except pickle.UnpicklingError as error:
+                    names = ", ".join(content["state"])
+                    raise ValueError(f"the state ({names}) holds values that cannot be read back: {error}") from error
+                record = sync_and_record(staging / name)
+        records = {each: found for each, found in gather_objects(world, (name, record)) if found is not None}
         with agree(world, f"writing the manifest of {target}"):
             if world.rank == 0:
                 sizes: dict[str, Any] = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}

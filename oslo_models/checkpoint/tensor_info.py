@@ -68,7 +68,7 @@ def gather_infos(
             source = sources[tied.get(name, name)]
             is_alias = source != name and _same_memory(tensor, tensors[source])
             infos[name] = TensorInfo(layouts[name], tensor.dtype, mesh.pp.rank, source if is_alias else None)
-    stages = gather_objects(mesh.world, infos if mesh.tp.rank == mesh.dp.rank == 0 else {})
+    stages = gather_objects(mesh.world, infos if mesh.tp.rank == mesh.cp.rank == mesh.dp.rank == 0 else {})
     return infos, [stage for stage in stages if stage]
 
 

@@ -166,7 +166,7 @@ def _plan_split(
     elsewhere = {
         name: tensor
         for name, tensor in meta.items()
-        if mesh.dp.rank > 0 and not mesh.is_over_replicas(infos[name].layout)
+        if (mesh.dp.rank > 0 or mesh.cp.rank > 0) and not mesh.is_over_replicas(infos[name].layout)
     }
     meta = {name: tensor for name, tensor in meta.items() if name not in elsewhere}
     aliases = {alias: source for alias, source in aliases.items() if source in meta and not safe}
@@ -185,7 +185,7 @@ def _plan_split(
     replicas = mesh.experts.size // mesh.tp.size
     if replicas > 1:
         kind["expert_replicas"] = replicas
-    return _SavePlan(infos, [file], mesh.dp.rank < replicas, {}, entries, kind)
+    return _SavePlan(infos, [file], mesh.dp.rank < replicas and mesh.cp.rank == 0, {}, entries, kind)
 
 
 def _plan_merged(

@@ -14,7 +14,7 @@ from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.layers.entries import ColumnParallel, Plan, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
-COLUMNS = ("model type", "classes", "tp", "pp", "ep", "sp", "fused", "kind of model, and what stays replicated")
+COLUMNS = ("model type", "classes", "tp", "pp", "ep", "sp", "cp", "fused", "kind of model, and what stays replicated")
 DEPTHS = {
     *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
     *("encoder_layers", "decoder_layers", "l_layers", "r_layers", "x_layers"),
@@ -69,6 +69,7 @@ def _row(model_type: str) -> list[str]:
         pp,
         "experts" if any(plan.has_experts() for plan in plans.values()) else "-",
         "-" if model_type in registry.NO_SEQUENCE_PARALLEL else "tokens",
+        registry.CONTEXT_PARALLEL.get(model_type, "-"),
         ", ".join(_fused_operations(first)) or "-",
         notes,
     ]

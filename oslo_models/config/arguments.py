@@ -15,7 +15,7 @@ from oslo_models.checkpoint.quantized.weight import missing_library
 from oslo_models.config.sources import HUB_ARGUMENTS
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
-from oslo_models.registry import NO_SEQUENCE_PARALLEL, did_you_mean, model_type_of
+from oslo_models.registry import CONTEXT_PARALLEL, NO_SEQUENCE_PARALLEL, did_you_mean, model_type_of
 from oslo_models.sharding.pipeline_rules import ONE_F_ONE_B, SCHEDULES
 from oslo_models.sharding.plan import Plan
 
@@ -63,6 +63,7 @@ class Arguments:
     tensor_parallel_shares: Sequence[int] | None = None
     schedule: str = ONE_F_ONE_B
     sequence_parallel: bool = False
+    context_parallel_size: int = 1
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check the arguments that do not depend on the configuration of the model.
@@ -73,7 +74,8 @@ class Arguments:
         Raises:
             ValueError: an argument is invalid or not supported.
         """
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size", "expert_parallel_size"):
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size")
+        for name in (*sizes, "micro_batch_size"):
             check_size(name, getattr(self, name))
         if self.tensor_parallel_size % self.expert_parallel_size and (
             self.expert_parallel_size % self.tensor_parallel_size
@@ -127,6 +129,7 @@ class Arguments:
                 "schedule out"
             )
         self._check_sequence_parallel(kwargs)
+        self._check_context_parallel(kwargs)
         if self.seed is not None:
             check_size("seed", self.seed, 0)
         for reason, names in UNSUPPORTED.items():
@@ -178,6 +181,25 @@ class Arguments:
             if is_given:
                 raise ValueError(f"{name} cannot be used together with {other}: leave one of them out")
 
+    def _check_context_parallel(self, kwargs: Mapping[str, Any]) -> None:
+        if self.context_parallel_size == 1:
+            return
+        others = {
+            "deploy=True": self.deploy or kwargs.get("deployment"),
+            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size > 1,
+            f"expert_parallel_size={self.expert_parallel_size}": self.expert_parallel_size > 1,
+            "sequence_parallel=True": self.sequence_parallel,
+            f"tensor_parallel_shares={self.tensor_parallel_shares}": len(set(self.tensor_parallel_shares or ())) > 1,
+            "plan": self.plan is not None,
+            "quantization_config": kwargs.get("quantization_config") is not None,
+        }
+        for other, is_given in others.items():
+            if is_given:
+                raise ValueError(
+                    f"context_parallel_size={self.context_parallel_size} cannot be used together with {other}: leave "
+                    "one of them out"
+                )
+
     def check_config(self, cls: type[Any], config: PreTrainedConfig) -> None:
         """Check the sizes against the model.
 
@@ -201,6 +223,9 @@ class Arguments:
             check_quantization(quantization, self.dequantize)
         if self.sequence_parallel:
             check_sequence_parallel(cls, config, quantization is not None and not self.dequantize)
+        if self.context_parallel_size > 1:
+            is_quantized = quantization is not None and not self.dequantize
+            check_context_parallel(cls, self.context_parallel_size, is_quantized)
         if (size := self.resize_token_embeddings) is None:
             return
         text = config.get_text_config()
@@ -219,6 +244,21 @@ def check_sequence_parallel(cls: type[Any], config: PreTrainedConfig, is_quantiz
     reason = "it has a plan of your own" if model_type is None else reason
     if reason is not None:
         raise ValueError(f"{name} does not support {cls.__name__}: {reason}; leave it out")
+    if is_quantized:
+        raise ValueError(f"{name} does not support quantised weights: pass dequantize=True, or leave it out")
+
+
+def check_context_parallel(cls: type[Any], size: int, is_quantized: bool) -> None:
+    """Raise ``ValueError`` if ``context_parallel_size`` does not support a model."""
+    name, has_own_plan = f"context_parallel_size={size}", getattr(cls, "made_from", None) is not None
+    model_type = None if has_own_plan else model_type_of(cls)
+    if model_type is None:
+        raise ValueError(f"{name} does not support {cls.__name__}: it has a plan of your own; leave it out")
+    if model_type not in CONTEXT_PARALLEL:
+        raise ValueError(
+            f"{name} does not support {cls.__name__}: it was not tested with {model_type}; leave it out. Column cp of "
+            "docs/models.md lists the model types that divide their tokens"
+        )
     if is_quantized:
         raise ValueError(f"{name} does not support quantised weights: pass dequantize=True, or leave it out")
 

@@ -86,10 +86,14 @@ def require_replicas(wrapper: str, group: Any, what: str, mesh: ParallelMesh, re
         return
     raise ValueError(
         f"{wrapper} over ranks {ranks} would overwrite the shards of one rank with other shards: ranks "
-        f"{list(mesh.model.ranks)} hold {what} together (tensor_parallel_size={mesh.tp.size}, "
-        f"pipeline_parallel_size={mesh.pp.size}), and its replicas are on ranks {list(replicas.ranks)}. "
-        + _OVER_REPLICAS.get(wrapper, "Pass their group")
+        f"{list(mesh.model.ranks)} hold {what} together ({_sizes(mesh)}), and its replicas are on ranks "
+        f"{list(replicas.ranks)}. " + _OVER_REPLICAS.get(wrapper, "Pass their group")
     )
+
+
+def _sizes(mesh: ParallelMesh) -> str:
+    context = f", context_parallel_size={mesh.cp.size}" if mesh.cp.size > 1 else ""
+    return f"tensor_parallel_size={mesh.tp.size}, pipeline_parallel_size={mesh.pp.size}{context}"
 
 
 _OVER_REPLICAS = {
@@ -142,8 +146,7 @@ def require_replicas_in_fully_shard(what: str, mesh: ParallelMesh) -> None:
     if not set(ranks) <= set(mesh.dp.ranks):
         raise ValueError(
             f"fully_shard over ranks {ranks} would mix the shards of different ranks: ranks {list(mesh.model.ranks)} "
-            f"hold {what} together (tensor_parallel_size={mesh.tp.size}, pipeline_parallel_size={mesh.pp.size}), "
-            f"and its replicas are on ranks {list(mesh.dp.ranks)}. Pass them: "
+            f"hold {what} together ({_sizes(mesh)}), and its replicas are on ranks {list(mesh.dp.ranks)}. Pass them: "
             'fully_shard(model, mesh=model.mesh.device_mesh["dp"])'
         )
 

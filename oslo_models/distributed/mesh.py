@@ -1,12 +1,14 @@
-"""Device mesh: the axes (pp, dp, tp), their ranks and their process groups. No other file creates groups.
+"""Device mesh: the axes (pp, dp, cp, tp), their ranks and their process groups. No other file creates groups.
 
-Ranks are ordered as in Megatron: neighbouring ranks share a tensor-parallel group, then come the data-parallel
-replicas, and the pipeline stages are farthest apart. ``rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank``.
+Ranks are ordered as in Megatron: neighbouring ranks share a tensor-parallel group, then come the ranks that divide the
+tokens of a sequence, then the data-parallel replicas, and the pipeline stages are farthest apart:
+``rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank``.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import pickle
 import weakref
@@ -48,7 +50,8 @@ class Axis:
     """Axis of the mesh for this process: the ranks that differ only in this coordinate.
 
     Attributes:
-        name: ``"tp"``, ``"dp"``, ``"pp"``, ``"model"`` (pp and tp together) or ``"world"``.
+        name: ``"tp"``, ``"cp"``, ``"dp"``, ``"pp"``, ``"model"`` (pp, cp and tp together), ``"weights"`` (pp and tp
+            together) or ``"world"``.
         rank: the position of this process on the axis.
         ranks: the global ranks on the axis, in order.
         size: the number of ranks, as `WeightedRanks` if they have shares. Other axes made from this one have none.
@@ -124,8 +127,11 @@ class ParallelMesh:
     """Device mesh of one model.
 
     Attributes:
-        tp, dp, pp: the three axes.
-        world, model: all ranks; the ranks of one data-parallel replica.
+        tp, cp, dp, pp: the four axes. Ranks that differ only in cp hold the same weights and the same batch, and divide
+            the tokens of its rows.
+        world: all ranks.
+        model: the ranks of one data-parallel replica. They get the same batch.
+        weights: the ranks that hold one copy of the weights. Equal to ``model`` without context parallelism.
         pp_back: the pp axis with a second process group, for gradients sent to earlier stages: with NCCL, the two
             directions could deadlock in one group.
         expert_parallel_size: the number of ranks, or of groups of tp ranks, that divide the experts.
@@ -135,7 +141,7 @@ class ParallelMesh:
         device: the device of this rank.
         destroyed: whether `destroy` was called.
         device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and others; ``None`` without a
-            process group.
+            process group. With context parallelism the dimensions are ``("pp", "dp", "cp", "tp")``.
     """
 
     def __init__(
@@ -145,6 +151,7 @@ class ParallelMesh:
         timeout: float = TIMEOUT,
         expert_parallel_size: int = 1,
         tensor_parallel_shares: Sequence[int] | None = None,
+        context_parallel_size: int = 1,
     ) -> None:
         """Start a process group if the launcher asks for one and none exists yet, and create the axes.
 
@@ -153,6 +160,7 @@ class ParallelMesh:
             expert_parallel_size: the number of parts into which experts are divided. A divisor of the tp size divides
                 them over groups of tp ranks, a multiple of it over the ranks of several replicas.
             tensor_parallel_shares: the share of each layer that each tp rank holds, as a ratio. Equal by default.
+            context_parallel_size: the number of ranks that divide the tokens of a sequence.
 
         Raises:
             ValueError: the sizes do not fit the number of processes.
@@ -160,49 +168,60 @@ class ParallelMesh:
         """
         check_size("tensor_parallel_size", tensor_parallel_size)
         check_size("pipeline_parallel_size", pipeline_parallel_size)
-        tp, pp = tensor_parallel_size, pipeline_parallel_size
+        check_size("context_parallel_size", context_parallel_size)
+        tp, pp, cp = tensor_parallel_size, pipeline_parallel_size, context_parallel_size
+        if cp > 1 and expert_parallel_size > tp:
+            raise ValueError(
+                f"expert_parallel_size={expert_parallel_size} divides experts over replicas, which "
+                f"context_parallel_size={cp} does not support: leave one of them out"
+            )
+        sizes = f"tensor_parallel_size={tp} x pipeline_parallel_size={pp}"
+        sizes += f" x context_parallel_size={cp}" if cp > 1 else ""
+        needed = tp * pp * cp
         self.expert_parallel_size = expert_parallel_size
-        self.device = start_process_group(tp * pp, timeout)
+        self.device = start_process_group(needed, timeout)
         self._created: list[Axis] = []
         self._alone: Axis | None = None
         self.destroyed = False
         self.world = world_axis(timeout)
         world_size = self.world.size
-        if tp * pp > world_size:
+        if needed > world_size:
             raise ValueError(
-                f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} needs {tp * pp} processes, but the world "
-                f"size is {world_size}: start the script with `torchrun --nproc-per-node={tp * pp}`"
+                f"{sizes} needs {needed} processes, but the world "
+                f"size is {world_size}: start the script with `torchrun --nproc-per-node={needed}`"
             )
-        if world_size % (tp * pp):
+        if world_size % needed:
             raise ValueError(
-                f"the world size {world_size} is not a multiple of tensor_parallel_size={tp} x "
-                f"pipeline_parallel_size={pp} = {tp * pp}: {world_size % (tp * pp)} processes would be left over; "
-                f"start {world_size // (tp * pp) * (tp * pp)} or {(world_size // (tp * pp) + 1) * tp * pp} processes"
+                f"the world size {world_size} is not a multiple of {sizes} = {needed}: {world_size % needed} processes "
+                f"would be left over; start {world_size // needed * needed} or {(world_size // needed + 1) * needed} "
+                "processes"
             )
-        dp = world_size // (tp * pp)
+        dp = world_size // needed
         replicas = _replicas_of_experts(tp, dp, expert_parallel_size)
+        self.cp = Axis.alone("cp")
         if not dist.is_initialized():
             self.device_mesh: DeviceMesh | None = None
             self.pp, self.dp, self.tp, self.model = (Axis.alone(name) for name in ("pp", "dp", "tp", "model"))
-            self.pp_back, self.experts, self.expert_replicas = self.pp, self.tp, self.dp
+            self.pp_back, self.experts, self.expert_replicas, self.weights = self.pp, self.tp, self.dp, self.model
             return
         if world_size > 1 and is_lazy(self.device):
             meet(self.world, "the first collective (world)")
             connect(self.world, self.device)
-        ranks = torch.arange(world_size).view(pp, dp, tp)
+        names = ("pp", "dp", "cp", "tp") if cp > 1 else ("pp", "dp", "tp")
+        ranks = torch.arange(world_size).view([{"pp": pp, "dp": dp, "cp": cp, "tp": tp}[name] for name in names])
         # Create the groups here instead of in torch's mesh for two reasons. They get our timeout, except for the dp
         # groups of DDP and FSDP. And none of them is the world's group, in which messages of two models would mix.
-        self.pp, self.dp, self.tp = (
-            self._new_axis(name, list(ranks.movedim(dim, -1).flatten(0, 1)), own_timeout=name != "dp")
-            for dim, name in enumerate(("pp", "dp", "tp"))
-        )
+        axes = {
+            name: self._new_axis(name, list(ranks.movedim(dim, -1).flatten(0, -2)), own_timeout=name != "dp")
+            for dim, name in enumerate(names)
+        }
+        self.pp, self.dp, self.tp, self.cp = (axes.get(name, self.cp) for name in ("pp", "dp", "tp", "cp"))
         object.__setattr__(self.tp, "size", rank_count(tp, tensor_parallel_shares))
-        groups = [axis.group for axis in (self.pp, self.dp, self.tp) if axis.group is not None]
-        self.device_mesh = DeviceMesh.from_group(
-            groups, self.device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp")
-        )
+        groups = [axis.group for axis in axes.values() if axis.group is not None]
+        self.device_mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
         self.pp_back = self.stages(tuple(range(pp)), "pp_back") if pp > 1 else self.pp
-        self.model = self._model_axis()
+        self.model = self._joint_axis("model", self.tp, self.pp, self.cp)
+        self.weights = self._joint_axis("weights", self.tp, self.pp) if cp > 1 else self.model
         self.experts, self.expert_replicas = self.tp, self.dp
         if replicas > 1:
             grouped = ranks.view(pp, dp // replicas, replicas, tp)
@@ -216,8 +235,10 @@ class ParallelMesh:
         """Return the mesh of a rank that is a thread of this process. Only its tp axis has more than one rank."""
         mesh = cls.__new__(cls)
         mesh.device, mesh.device_mesh, mesh._created, mesh.destroyed = threads.devices[rank], None, [], False
-        mesh.tp = mesh.model = mesh.world = Axis("tp", rank, tuple(range(threads.size)), None, threads=threads)
-        mesh.dp, mesh.pp = (Axis.alone(name) for name in ("dp", "pp"))
+        mesh.tp = mesh.model = mesh.weights = mesh.world = Axis(
+            "tp", rank, tuple(range(threads.size)), None, threads=threads
+        )
+        mesh.dp, mesh.pp, mesh.cp = (Axis.alone(name) for name in ("dp", "pp", "cp"))
         mesh.pp_back, mesh.expert_parallel_size = mesh.pp, 1
         mesh.experts, mesh.expert_replicas = mesh.tp, mesh.dp
         return mesh
@@ -225,7 +246,7 @@ class ParallelMesh:
     @property
     def is_sharded(self) -> bool:
         """Whether a rank holds only a part of the model."""
-        return self.model.size > 1 or self.has_experts_over_replicas
+        return self.weights.size > 1 or self.has_experts_over_replicas
 
     @property
     def has_experts_over_replicas(self) -> bool:
@@ -240,19 +261,23 @@ class ParallelMesh:
         """Return whether a layout shards its tensor over the ranks of several replicas."""
         return layout.dim is not None and len(layout.ranges) > self.tp.size
 
-    def _model_axis(self) -> Axis:
-        """Return the axis of one model replica. Create a new group only if no axis has exactly these ranks."""
-        for axis in (self.tp, self.pp):
-            if axis.size == self.tp.size * self.pp.size:
-                return replace(axis, name="model")
+    def _joint_axis(self, name: str, *axes: Axis) -> Axis:
+        """Return the axis of several axes together. Create a new group only if none of them has exactly its ranks."""
+        for axis in axes:
+            if axis.size == math.prod(each.size for each in axes):
+                return replace(axis, name=name)
         assert self.device_mesh is not None
-        return self._new_axis("model", [self.device_mesh.mesh[:, dp, :].flatten() for dp in range(self.dp.size)])
+        ranks, names = self.device_mesh.mesh, list(self.device_mesh.mesh_dim_names or ())
+        joined = [names.index(axis.name) for axis in (self.pp, self.cp, self.tp) if axis in axes and axis.name in names]
+        return self._new_axis(
+            name, list(ranks.movedim(joined, list(range(-len(joined), 0))).flatten(-len(joined)).flatten(0, -2))
+        )
 
     def destroy(self) -> None:
         """Destroy the groups created by this mesh. A process group of the user stays. Every rank has to call it."""
         self.device_mesh, self.destroyed = None, True
         groups = dict.fromkeys(axis.group for axis in self._created if axis.group is not None)
-        for axis in (*self._created, self.model):
+        for axis in (*self._created, self.model, self.weights):
             object.__setattr__(axis, "group", None)
         for group in groups:
             dist.destroy_process_group(group)
@@ -305,7 +330,8 @@ class ParallelMesh:
         return self
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis.name}={axis.rank}/{axis.size}" for axis in (self.pp, self.dp, self.tp))
+        axes = (self.pp, self.dp, *([self.cp] if self.cp.size > 1 else []), self.tp)
+        sizes = ", ".join(f"{axis.name}={axis.rank}/{axis.size}" for axis in axes)
         return f"ParallelMesh({sizes}, device={self.device})"
 
 
@@ -408,7 +434,7 @@ def _drop_groups(ref: weakref.ref[ParallelMesh]) -> None:
     mesh = ref()
     if mesh is not None:
         mesh.device_mesh = None
-        for axis in (mesh.model, mesh.world, *mesh._created):
+        for axis in (mesh.model, mesh.weights, mesh.world, *mesh._created):
             object.__setattr__(axis, "group", None)
 
 

@@ -33,9 +33,10 @@ class MPU:
     Each axis has getters for its group, its size, the position of this rank and the global rank of its first member:
 
     * tensor-parallel ranks hold shards of the same layers;
+    * context-parallel ranks hold the same parameters and divide the tokens of the same batch;
     * data-parallel ranks hold the same parameters and process different batches;
     * pipeline-parallel ranks hold successive stages;
-    * the ranks of a model-parallel group together hold one replica of the model;
+    * the ranks of a model-parallel group together hold one copy of the model's weights;
     * the experts of a mixture-of-experts layer are sharded over the expert-model-parallel group;
     * the ranks of an expert-data-parallel group hold the same experts.
 
@@ -77,23 +78,27 @@ class MPU:
     get_tensor_parallel_group = _from_mesh(lambda mesh: mesh.tp.group)
     get_data_parallel_group = _from_mesh(lambda mesh: mesh.dp.group)
     get_pipeline_parallel_group = _from_mesh(lambda mesh: mesh.pp.group)
-    get_model_parallel_group = _from_mesh(lambda mesh: mesh.model.group)
+    get_context_parallel_group = _from_mesh(lambda mesh: mesh.cp.group)
+    get_model_parallel_group = _from_mesh(lambda mesh: mesh.weights.group)
 
     get_tensor_parallel_world_size = _from_mesh(lambda mesh: mesh.tp.size)
     get_data_parallel_world_size = _from_mesh(lambda mesh: mesh.dp.size)
     get_pipeline_parallel_world_size = _from_mesh(lambda mesh: mesh.pp.size)
-    get_model_parallel_world_size = _from_mesh(lambda mesh: mesh.model.size)
+    get_context_parallel_world_size = _from_mesh(lambda mesh: mesh.cp.size)
+    get_model_parallel_world_size = _from_mesh(lambda mesh: mesh.weights.size)
 
     get_tensor_parallel_rank = _from_mesh(lambda mesh: mesh.tp.rank)
     get_data_parallel_rank = _from_mesh(lambda mesh: mesh.dp.rank)
     get_pipeline_parallel_rank = _from_mesh(lambda mesh: mesh.pp.rank)
-    get_model_parallel_rank = _from_mesh(lambda mesh: mesh.model.rank)
+    get_context_parallel_rank = _from_mesh(lambda mesh: mesh.cp.rank)
+    get_model_parallel_rank = _from_mesh(lambda mesh: mesh.weights.rank)
 
     get_tensor_parallel_src_rank = _from_mesh(lambda mesh: mesh.tp.ranks[0])
     get_data_parallel_src_rank = _from_mesh(lambda mesh: mesh.dp.ranks[0])
     get_pipeline_parallel_src_rank = _from_mesh(lambda mesh: mesh.pp.ranks[0])
-    get_model_parallel_src_rank = _from_mesh(lambda mesh: mesh.model.ranks[0])
+    get_model_parallel_src_rank = _from_mesh(lambda mesh: mesh.weights.ranks[0])
 
+    get_context_parallel_global_ranks = _from_mesh(lambda mesh: list(mesh.cp.ranks))
     get_data_parallel_group_ranks = _from_mesh(lambda mesh: list(mesh.dp.ranks))
     is_pipeline_first_stage = _from_mesh(lambda mesh: mesh.pp.rank == 0)
     is_pipeline_last_stage = _from_mesh(lambda mesh: mesh.pp.rank == mesh.pp.size - 1)

@@ -41,7 +41,7 @@ class PartialNorm(Tensor):
         if func is torch.linalg.vector_norm and isinstance(first, cls) and first.dim():
             with torch._C.DisableTorchFunctionSubclass():
                 local = torch.linalg.vector_norm(first.as_subclass(Tensor), *args[1:], **kwargs)
-            return first._reduced(local, first.mesh.model)
+            return first._reduced(local, first.mesh.weights)
         if func in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from transformers.modeling_utils import AttentionInterface
 
 from oslo_models.contracts import holds
 from oslo_models.distributed.collectives import has_dispatch_mode
+from oslo_models.layers.context_attention import LocalHeads, attention_of_parts, has_parts
+from oslo_models.layers.context_parts import ContextPart
 from oslo_models.layers.lazy_mask import LazyMask, MaskRule, Run, blocks
 
 BLOCKWISE = "oslo_models_blockwise"
@@ -118,6 +120,9 @@ def blockwise_attention(
     Returns:
         ``[batch, queries, heads, width]``, and ``None`` for the weights.
     """
+    if has_parts(query, key, value):
+        given = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return _attention_of_parts(module, query, key, value, attention_mask, given)
     if isinstance(attention_mask, LazyMask):
         rule = attention_mask.rule
         if torch.is_autocast_enabled("cpu") and query.device.type == "cpu":
@@ -131,6 +136,34 @@ def blockwise_attention(
     given = {"dropout": dropout, "scaling": scaling, **kwargs}
     result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     return result
+
+
+def _attention_of_parts(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
+) -> tuple[Any, None]:
+    """Exchange the heads of parts of the tokens, and return a part of the output."""
+    is_causal = options.pop("is_causal", None)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_causal = bool(is_causal and mask is None and query.shape[2] > 1)
+
+    def attend(local: LocalHeads) -> Tensor:
+        heads: Any = _Heads(local.groups, local.is_causal)
+        own = options if local.bias is None else {**options, "position_bias": local.bias}
+        return blockwise_attention(heads, local.query, local.key, local.value, local.mask, **own)[0]
+
+    bias = options.get("position_bias")
+    part = attention_of_parts(attend, query, key, value, mask, is_causal, heads_dim=2, bias=bias)
+    if part is not NotImplemented:
+        return part, None
+    query, key, value = (x.full("attention") if isinstance(x, ContextPart) else x for x in (query, key, value))
+    return blockwise_attention(module, query, key, value, mask, is_causal=is_causal, **options)
+
+
+class _Heads(NamedTuple):
+    """Attributes of an attention module that transformers' attention reads."""
+
+    num_key_value_groups: int
+    is_causal: bool
 
 
 def _computes(rule: MaskRule, query: Tensor, key: Tensor, value: Tensor, groups: int) -> bool:

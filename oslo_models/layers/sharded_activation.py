@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -124,6 +125,10 @@ class ShardedActivation(Tensor):
         spec = spec or self.spec
         size = self.full_shape[self.spec.dim] if full_size is None else full_size
         return self.from_local(local, self.tp, spec, size, self.sources, self.observer)
+
+    def remaker(self) -> Callable[[Tensor], ShardedActivation]:
+        """Return a function that marks a local shard like this activation. It does not keep the shard."""
+        return partial(self.from_local, tp=self.tp, spec=self.spec, full_size=self.full_shape[self.spec.dim])
 
     def slice_of(self, x: Tensor, dim: int) -> Tensor:
         """Return the local shard of a full tensor ``x``: shard its dimension ``dim`` like this activation."""

@@ -132,42 +132,37 @@ class TokenParts:
         def on_parts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return checkpoint(function, *args, **kwargs)
-            marks, shape, returned = [_mark(arg) for arg in args], self.shape, list[_Mark | None]()
+            makers, shape, returned = [maker_of(arg) for arg in args], self.shape, list[Any]()
 
             def on_local(*given: Any) -> Any:
                 before = self.shape, self._in_model, self._in_checkpoint
                 self.shape, self._in_model, self._in_checkpoint = shape, True, True
                 try:
-                    result = function(*(_marked(arg, mark) for arg, mark in zip(given, marks, strict=True)))
+                    result = function(*(make(arg) for make, arg in zip(makers, given, strict=True)))
                 finally:
                     self.shape, self._in_model, self._in_checkpoint = before
                 leaves, structure = tree_flatten(result)
-                returned[:] = [_mark(leaf) for leaf in leaves]
-                return tree_unflatten([_plain(leaf) for leaf in leaves], structure)
+                returned[:] = [maker_of(leaf) for leaf in leaves]
+                return tree_unflatten([local_of(leaf) for leaf in leaves], structure)
 
-            leaves, structure = tree_flatten(checkpoint(on_local, *(_plain(arg) for arg in args), **kwargs))
-            return tree_unflatten([_marked(*each) for each in zip(leaves, returned, strict=True)], structure)
+            leaves, structure = tree_flatten(checkpoint(on_local, *(local_of(arg) for arg in args), **kwargs))
+            return tree_unflatten([make(leaf) for make, leaf in zip(returned, leaves, strict=True)], structure)
 
         return on_parts
 
 
-class _Mark:
-    """How an activation is sharded, without its tensor."""
-
-    def __init__(self, x: ShardedActivation) -> None:
-        self.tp, self.spec, self.size = x.tp, x.spec, x.full_shape[x.spec.dim]
+def maker_of(value: Any) -> Callable[[Any], Any]:
+    """Return a function that makes ``value`` from its local tensor. It does not keep the tensor."""
+    return value.remaker() if isinstance(value, ShardedActivation) else _same
 
 
-def _mark(value: Any) -> _Mark | None:
-    return _Mark(value) if isinstance(value, ShardedActivation) else None
+def _same(value: Any) -> Any:
+    return value
 
 
-def _plain(value: Any) -> Any:
+def local_of(value: Any) -> Any:
+    """Return the local tensor of an activation. Return other values as they are."""
     return value.local() if isinstance(value, ShardedActivation) else value
-
-
-def _marked(value: Any, mark: _Mark | None) -> Any:
-    return value if mark is None else ShardedActivation.from_local(value, mark.tp, mark.spec, mark.size)
 
 
 def require_whole(x: Any, layer: nn.Module) -> None:

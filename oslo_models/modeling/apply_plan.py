@@ -82,7 +82,7 @@ def apply_plan(
     model: PreTrainedModel, plan: Plan, prefix: str, head: Entries, mesh: ParallelMesh, layouts: Mapping[str, Layout]
 ) -> None:
     """Shard ``model`` in place: keep this rank's part. The model may have weights or be on the meta device."""
-    stream = ShardedRngStream(mesh.tp, mesh.device) if _uses_dropout(model) else None
+    stream = ShardedRngStream(mesh.tp, mesh.device) if uses_dropout(model) else None
     for key, entry in named_entries(model, plan, prefix, head).items():
         module = _find(model, key)
         if module is None or isinstance(module, nn.Parameter):
@@ -181,7 +181,7 @@ def _find(root: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
     return found if isinstance(found, (nn.Module, nn.Parameter)) else None
 
 
-def _uses_dropout(model: PreTrainedModel) -> bool:
+def uses_dropout(model: PreTrainedModel) -> bool:
     """Whether a model or a nested model uses dropout. If not, random streams need no switching, which takes time."""
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     rates = [value for config in configs for key, value in vars(config).items() if "drop" in key]

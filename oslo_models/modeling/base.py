@@ -30,6 +30,7 @@ from oslo_models.modeling.attention_choice import check_attention, check_attenti
 from oslo_models.modeling.attention_outputs import AttentionOutputs
 from oslo_models.modeling.batch_generation import BatchGeneratingModel
 from oslo_models.modeling.construction import construct
+from oslo_models.modeling.context_parallel import divide_context
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.derived.report import ShardingReport, report_of_layouts
 from oslo_models.modeling.exact_rollouts import ExactRollouts
@@ -87,6 +88,7 @@ class ParallelModel(
         sharded_layers: detects replaced sharded layers. ``None`` without tensor parallelism.
         attention_outputs: gathers attention weights. ``None`` if every rank has all heads.
         token_parts: divides the tokens over tensor-parallel ranks. ``None`` without sequence parallelism.
+        context_parts: divides the tokens over context-parallel ranks. ``None`` without context parallelism.
     """
 
     head_plan: ClassVar[Entries] = {}
@@ -185,6 +187,8 @@ class ParallelModel(
             apply_plan(self, plan, prefix, head, mesh, self.layouts)
         if sequence_parallel:
             self.token_parts = divide_tokens(self, plan, prefix, head, mesh)
+        if mesh.cp.size > 1:
+            self.context_parts = divide_context(self, plan, prefix, head, mesh)
         if mesh.pp.size > 1:
             pp = mesh.pp
             self.stage = split_stage(
@@ -236,6 +240,7 @@ class ParallelModel(
         tensor_parallel_shares: Sequence[int] | None = None,
         schedule: str = "1f1b",
         sequence_parallel: bool = False,
+        context_parallel_size: int = 1,
         **kwargs: Any,
     ) -> Self:
         """Load this rank's part of a checkpoint. Call this on every rank with the same arguments.
@@ -288,6 +293,9 @@ class ParallelModel(
             sequence_parallel: divide the tokens of hidden states over the tensor-parallel ranks between the sharded
                 layers of a block, in calls with gradients (Korthikanti et al., "Reducing Activation Recomputation in
                 Large Transformer Models", 2022). The guide on long sequences lists the model types.
+            context_parallel_size: the number of ranks that divide the tokens of each row, in calls with gradients.
+                Attention exchanges heads between them (Jacobs et al., "DeepSpeed Ulysses", 2023). All of them get the
+                whole batch. The guide on long sequences lists the model types.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
                 ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
@@ -321,6 +329,7 @@ class ParallelModel(
             tensor_parallel_shares=tensor_parallel_shares,
             schedule=schedule,
             sequence_parallel=sequence_parallel,
+            context_parallel_size=context_parallel_size,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
@@ -345,6 +354,7 @@ class ParallelModel(
         tensor_parallel_shares: Sequence[int] | None = None,
         schedule: str = "1f1b",
         sequence_parallel: bool = False,
+        context_parallel_size: int = 1,
         **kwargs: Any,
     ) -> Self:
         """Construct this rank's part of a randomly initialised model. Call this on every rank with the same arguments.
@@ -374,6 +384,7 @@ class ParallelModel(
             tensor_parallel_shares=tensor_parallel_shares,
             schedule=schedule,
             sequence_parallel=sequence_parallel,
+            context_parallel_size=context_parallel_size,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)
 

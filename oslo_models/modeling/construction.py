@@ -73,8 +73,9 @@ def start(
         model.gather_logits = True
     model.micro_batch_size, model.schedule = arguments.micro_batch_size, arguments.schedule
     model.check_inputs = InputCheck(arguments.check_inputs)
-    synchronize(model.mesh.tp, model.mesh.device)
-    synchronize_numpy(model.mesh.tp)
+    for axis in (model.mesh.tp, model.mesh.cp):
+        synchronize(axis, model.mesh.device)
+        synchronize_numpy(axis)
     if selects_attention and model.mesh.device.type == "cpu":
         model._attention_choice = AttentionChoice(model)
         model._attention_choice.select(model.training)
@@ -238,6 +239,7 @@ def join(
         arguments.timeout,
         arguments.expert_parallel_size,
         arguments.tensor_parallel_shares,
+        arguments.context_parallel_size,
     )
     if arguments.seed is not None:
         _set_seed(arguments.seed)

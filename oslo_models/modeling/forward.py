@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from oslo_models.distributed.rng import synchronize
 from oslo_models.distributed.stopping import user_errors
 from oslo_models.fusion.decoding import with_own_code
 from oslo_models.fusion.lazy_logits import LazyLogits
+from oslo_models.layers.context_parts import ContextPart
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
+from oslo_models.modeling.context_parallel import check_context_wrappers
 from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.sequence_parallel import check_wrappers
 from oslo_models.pipeline.stage import Stage
@@ -49,8 +52,8 @@ def with_full_outputs(forward: Any) -> Any:
             if model.sharded_layers is not None:
                 model.sharded_layers.check(model)
             _refuse_transforms(model)
-            if model.token_parts is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                check_wrappers(model)
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                _check_wrappers(model)
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
             if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):
                 model._compare(args, kwargs)
@@ -105,7 +108,8 @@ def _forward_mode(model: ParallelModelInternals, kwargs: Mapping[str, Any]) -> F
     if torch.compiler.is_compiling() and not torch.is_grad_enabled() and not gathers:
         return ForwardMode.DIRECT
     lazy = model.use_lazy_logits()
-    return ForwardMode.GATHERED if lazy or model.is_tensor_parallelized() else ForwardMode.DIRECT
+    divided = model.is_tensor_parallelized() or model.context_parts is not None
+    return ForwardMode.GATHERED if lazy or divided else ForwardMode.DIRECT
 
 
 WITHOUT_WEIGHTS = ("prepare_inputs_for_generation", "prepare_decoder_input_ids_from_labels")
@@ -148,8 +152,11 @@ def _gathered_forward(
     if as_tuple:  # output names tell which outputs are sharded
         kwargs["return_dict"] = True
     model._at("forward" if torch.is_grad_enabled() else "forward without gradients", steps=1)
-    with within_model(model), model._invariant_functions():
-        output = gathered(forward(model, *args, **kwargs))
+    with within_model(model, kwargs), model._invariant_functions():
+        output = forward(model, *args, **kwargs)
+        if model.context_parts is not None and isinstance(output, ModelOutput):
+            output = _without_parts(model, output, kwargs)
+        output = gathered(output)
     if not isinstance(output, ModelOutput):
         return output
     fields = _gather_fields(model, output, kwargs)
@@ -160,6 +167,27 @@ def _gathered_forward(
         propagate_overflow_after_backward(fields["loss"], model.parameters, model.mesh.tp)
     # In a tuple, omitted logits stay as None, so that the outputs after them keep their positions.
     return tuple(fields.values()) if as_tuple else type(output)(**fields)
+
+
+def _without_parts(model: ParallelModelInternals, output: ModelOutput, given: Mapping[str, Any]) -> ModelOutput:
+    """Omit outputs of divided tokens that are not gathered: logits next to a loss, and caches of local tokens."""
+    loss, changed = output.get("loss"), dict[str, Any]()
+    omit_logits = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)
+    vocab = getattr(model.config.get_text_config(), "vocab_size", None)
+    for name, value in output.items():
+        is_part = isinstance(value, ContextPart)
+        if name in NAMES and torch.is_grad_enabled() and not given.get("use_cache"):
+            changed[name] = None
+        if omit_logits and is_part and name.endswith("logits") and value.shape[-1] == vocab:
+            changed[name] = None
+    return type(output)(**{**output, **changed}) if changed else output
+
+
+def _check_wrappers(model: ParallelModelInternals) -> None:
+    if model.token_parts is not None:
+        check_wrappers(model)
+    if model.context_parts is not None:
+        check_context_wrappers(model)
 
 
 def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
@@ -175,9 +203,17 @@ def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
             return
 
 
-def within_model(model: ParallelModelInternals) -> Any:
-    """Return a context in which modules return local results: attention weights of local heads, parts of tokens."""
+def within_model(model: ParallelModelInternals, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return a context in which modules return local results: attention weights of local heads, parts of tokens.
+
+    Args:
+        given: keyword arguments of the call. A call with a cache does not divide tokens between cp ranks.
+    """
     outputs = nullcontext() if model.attention_outputs is None else model.attention_outputs.within_model()
+    if model.context_parts is not None:
+        if given.get("use_cache") or any(given.get(name) is not None for name in NAMES):
+            return outputs
+        return _within_both(outputs, model.context_parts.within_model())
     return outputs if model.token_parts is None else _within_both(outputs, model.token_parts.within_model())
 
 
@@ -189,8 +225,8 @@ def _within_both(outer: Any, inner: Any) -> Iterator[None]:
 
 def call_base_model(model: ParallelModelInternals, *args: Any, **kwargs: Any) -> Any:
     """Call the base model of a task model whose forward is replaced. Hidden states are divided and gathered."""
-    if model.token_parts is not None and torch.is_grad_enabled():
-        check_wrappers(model)
+    if torch.is_grad_enabled():
+        _check_wrappers(model)
     with within_model(model):
         return gathered(model.base_model(*args, **kwargs))
 

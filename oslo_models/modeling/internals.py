@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from oslo_models.distributed.mesh import ParallelMesh
     from oslo_models.distributed.stopping import UserErrors
     from oslo_models.fusion.swap import Fusion
+    from oslo_models.layers.context_parts import ContextParts
     from oslo_models.layers.token_parts import TokenParts
     from oslo_models.modeling.attention_choice import AttentionChoice
     from oslo_models.modeling.attention_outputs import AttentionOutputs
@@ -30,6 +31,7 @@ class ParallelModelInternals(ShardedModel, Protocol):
     has_exact_rollouts: bool
     sharded_layers: ShardedLayers | None
     token_parts: TokenParts | None
+    context_parts: ContextParts | None
     training: bool
     _attention_choice: AttentionChoice | None
     _full_class: type

@@ -28,8 +28,10 @@ from oslo_models.distributed.callers import (
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh, check_size
 from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_buffer, mark_parameter
+from oslo_models.layers.context_parts import ContextParts
 from oslo_models.layers.token_parts import TokenParts
 from oslo_models.modeling.attention_choice import AttentionChoice, check_attention
+from oslo_models.modeling.context_parallel import refuse_deepspeed_with_context
 from oslo_models.modeling.matrix_optimizer import matrix_optimizer
 from oslo_models.modeling.sequence_parallel import refuse_deepspeed
 from oslo_models.pipeline.pipeline import Pipeline
@@ -46,14 +48,16 @@ class TrainableModel(PreTrainedModel):
     micro_batch_size: int = 1
     layouts: dict[str, Layout]
     token_parts: TokenParts | None = None
+    context_parts: ContextParts | None = None
     _attention_choice: AttentionChoice | None = None
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any
     ) -> None:
-        """Like transformers' method. With sequence parallelism, parts of tokens pass through the function."""
-        if self.token_parts is not None:
-            gradient_checkpointing_func = self.token_parts.checkpointing(gradient_checkpointing_func)
+        """Like transformers' method. Parts of the tokens pass through the function."""
+        parts = self.context_parts if self.token_parts is None else self.token_parts
+        if parts is not None:
+            gradient_checkpointing_func = parts.checkpointing(gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
@@ -90,7 +94,7 @@ class TrainableModel(PreTrainedModel):
             ValueError: ``DistributedDataParallel`` is being constructed over ranks with different shards, which it
                 would overwrite with the shards of its first rank. Or ``FullyShardedDataParallel`` is being constructed.
         """
-        if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.is_sharded:
+        if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.model.size > 1:
             refuse_fsdp1(f"this {type(self).__name__}")
             _require_replicas(self, self.mesh, prefix)
         return super().named_modules(memo, prefix, remove_duplicate)
@@ -114,6 +118,8 @@ class TrainableModel(PreTrainedModel):
             _refuse_deepspeed()
         if recurse and self.token_parts is not None:
             refuse_deepspeed()
+        if recurse and self.context_parts is not None and self.mesh is not None:
+            refuse_deepspeed_with_context(self.mesh.cp.size)
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
@@ -180,7 +186,7 @@ class TrainableModel(PreTrainedModel):
                 of_experts = all_reduce(self.mesh.experts, sum_of(sorted(over_replicas)), op=op)
                 if self.mesh.tp.rank == 0:  # count each expert once per model
                     total = torch.maximum(total, of_experts) if highest else total + of_experts
-            all_reduce(self.mesh.model, total, op=op)
+            all_reduce(self.mesh.weights, total, op=op)
         norm = total if highest else total ** (1.0 / norm_type)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parts in _by_dtype(local):

@@ -15,11 +15,17 @@ from oslo_models.recipes.values import check_value, hints_of
 from oslo_models.registry import did_you_mean
 
 OWN_PROCESSES = "leave it out: this command starts its processes itself; devices: N gives their number"
-LAUNCHER_KEYS = dict.fromkeys(
-    ("accelerate_config", "config_file", "num_processes", "num_machines", "machine_rank", "main_process_port"),
-    OWN_PROCESSES,
-)
-"""Keys of `trl` for `accelerate launch`, each with advice."""
+OTHER_KEYS = {
+    **dict.fromkeys(
+        ("accelerate_config", "config_file", "num_processes", "num_machines", "machine_rank", "main_process_port"),
+        OWN_PROCESSES,
+    ),
+    "context_parallel_size": (
+        "TRL's trainers were not tested with divided tokens; use sequence_parallel: true, or transformers' Trainer in "
+        "a script of your own"
+    ),
+}
+"""Keys of `accelerate launch` and of constructors that recipes do not take, each with advice."""
 MOST_BYTES, MOST_VALUES = 1 << 18, 10_000
 """Limits of a recipe."""
 
@@ -147,8 +153,8 @@ def _count(value: Any, most: int) -> int:
 
 def check_key(task: str, key: str, known: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for an unknown key. The message names the nearest known key."""
-    if key in LAUNCHER_KEYS:
-        raise ValueError(f"{key}: {LAUNCHER_KEYS[key]}")
+    if key in OTHER_KEYS:
+        raise ValueError(f"{key}: {OTHER_KEYS[key]}")
     if key not in known or key == "help":
         hint = did_you_mean(key, known) or f"; `trl {task} --help` lists the keys of TRL"
         raise ValueError(f"{key}: oslo-models {task} has no such key{hint}")

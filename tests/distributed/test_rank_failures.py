@@ -48,10 +48,11 @@ class Fault:
     """Whether rank 0 hosts the store, as without torchrun."""
     shares: bool = False
     """Whether the last stage sends losses and logits to the other stages."""
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.cp
 
     def strike(self) -> None:
         if self.kind == "hang":
@@ -65,6 +66,7 @@ def story(fault: Fault, saved: Path, folder: Path) -> None:
     sizes = {
         "tensor_parallel_size": fault.tp,
         "pipeline_parallel_size": fault.pp,
+        "context_parallel_size": fault.cp,
         "timeout": TIMEOUT,
         "share_logits": fault.shares,
     }
@@ -237,6 +239,13 @@ def test_killed_or_stopped_rank_is_named_in_each_phase(
     for where in TP if pp == 1 else PP if tp == 1 else PP[1:6:2]:
         victim = int(torch.randint(tp * pp, (), generator=generator))
         faults.append(Fault(kind, tp, pp, where, victim, SAYS[kind]))
+    check(faults, saved, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["kill", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("stop", "hang"))])
+def test_rank_that_divides_tokens_is_named(pool: Pool, kind: str, saved: Path, tmp_path: Path) -> None:
+    """In an exchange of heads, and in a sum of gradients."""
+    faults = [Fault(kind, 1, 1, where, 1, SAYS[kind], cp=2) for where in ("step 2, forward", "step 2, backward")]
     check(faults, saved, tmp_path)
 
 

@@ -484,3 +484,16 @@ def test_adapters_train_with_parts_of_tokens(pool: Pool, seed: int, tp: int, var
     optimizer = "SGD" if getattr(config, "lora_bias", False) else "AdamW"
     run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed, optimizer)
     pool.run(tp, check_run, run, tp, 1, {"sequence_parallel": True})
+
+
+@pytest.mark.parametrize("options", [*LORA, *IA3])
+@pytest.mark.parametrize(
+    ("variant", "tp"), [("llama", 1), ("gpt2", 1), pytest.param("llama", 2, marks=pytest.mark.zoo)]
+)
+def test_adapters_train_with_context_parallelism(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
+    of_lora = options in LORA
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA[options]) if of_lora else peft.IA3Config(**IA3[options])
+    config.task_type = "CAUSAL_LM"
+    optimizer = "SGD" if getattr(config, "lora_bias", False) else "AdamW"
+    run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed, optimizer)
+    pool.run(2 * tp, check_run, run, tp, 1, {"context_parallel_size": 2})

@@ -106,6 +106,23 @@ def test_training_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, see
         assert not lines, "\n".join(lines)
 
 
+@pytest.mark.parametrize(
+    ("tp", "dp"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.zoo), pytest.param(2, 1, marks=pytest.mark.zoo)]
+)
+def test_training_with_context_parallelism_equals_one_process(
+    pool: Pool, tp: int, dp: int, tmp_path: Path, seed: int
+) -> None:
+    """Ranks that divide tokens are one replica for samplers, numbers of labels, norms and operations."""
+    config = pipelines.config("llama")
+    rows = trainers.text_rows(config, seed, 40)
+    args = {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, **TRAINED}
+    total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * dp})
+    run = trainers.reference_run("LlamaForCausalLM", config, seed, rows, total, transformers.Trainer)
+    options = {"context_parallel_size": 2}
+    for lines in pool.run(2 * tp * dp, train, run, tp, 1, args, rows, options, env=True):
+        assert not lines, "\n".join(lines)
+
+
 @trainers.at_sizes("tp=2, dp=2")
 def test_training_with_parts_of_tokens_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
     """Sequence parallelism; replicas are wrapped in DistributedDataParallel."""

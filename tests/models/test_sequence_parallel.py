@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oslo_models import registry
 
-from support import draws, pipelines, zoo
+from support import pipelines, zoo
+from support.drawn_steps import drawn_step, shortened
 from support.dropout_masks import RATE
 from support.float64 import lifted_casts
 from support.pipelines import loop_differences
@@ -41,18 +41,7 @@ from support.reference import (
 from support.token_counts import counting
 
 TYPES = [kind for kind in registry.ARCHITECTURES if kind not in registry.NO_SEQUENCE_PARALLEL]
-OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "labels", "decoder_input_ids", "decoder_attention_mask"}
-"""Inputs that have a value for each token."""
 OPTIONS: dict[str, Any] = {"sequence_parallel": True, "gather_logits": True}
-
-
-def shortened(batch: dict[str, Any], length: int) -> dict[str, Any]:
-    """Keep the last tokens of each row."""
-    tokens = batch["input_ids"].shape[-1]
-    return {
-        key: value[..., tokens - length :].contiguous() if value.shape[-1:] == (tokens,) else value
-        for key, value in batch.items()
-    }
 
 
 def check_step(step: Step, n: int, divides: bool = True, options: Mapping[str, Any] = OPTIONS) -> None:
@@ -64,24 +53,6 @@ def check_step(step: Step, n: int, divides: bool = True, options: Mapping[str, A
         assert not lines, "\n".join(lines)
         assert bool(counts["reduce_scatter"]) == divides, counts
         model.zero_grad()
-
-
-def drawn_step(name: str, model_type: str, seed: int, n: int, length: int | None) -> tuple[Step, dict[str, Any], str]:
-    """Return the step of transformers' class with a drawn configuration that it can run, and that has enough heads."""
-    for drawn in draws.draws(name, model_type, seed):
-        plan = registry.find(name).plan(drawn.config)  # type: ignore[attr-defined]
-        if plan.single_rank_reason or (plan.max_ranks() or n) < n:
-            continue
-        batch = zoo.batch(name, drawn.config, seed)
-        batch = draws.kind_of_labels(name, drawn.config, batch, seed)
-        if length is not None and batch.keys() <= OF_TEXT:
-            batch = shortened(batch, length)
-        options = {key: value for key, value in drawn.options.items() if key == "attn_implementation"}
-        with contextlib.suppress(Exception):  # whatever transformers raises
-            step = reference_step(name, drawn.config, seed, batch=batch, **options)
-            if all(value.isfinite().all() for value in (step.value, *step.gradients.values()) if value is not None):
-                return step, options, drawn.text
-    pytest.fail(f"transformers can do none of the drawn configurations of {name}")
 
 
 @pytest.mark.drawn(45)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,15 @@ from torch.overrides import BaseTorchFunctionMode
 from transformers.generation.utils import DeferredStopCheck
 from transformers.integrations import moe
 
-from oslo_models.distributed import autograd_collectives, collectives, symmetric_memory
+from oslo_models.distributed import autograd_collectives, collectives, mesh, symmetric_memory
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
 from oslo_models.layers import (
     blockwise_attention,
+    context_attention,
+    context_parts,
+    context_rules,
     cross_entropy,
     deferred_gradients,
     linear,
@@ -317,6 +321,91 @@ def dropout_masks_of_local_tokens(patch: Patch) -> None:
 
     patch.setitem(sharded_activation.RULES, F.dropout, dropout)
 
+
+def context_gradients_not_summed(patch: Patch) -> None:
+    """Each rank keeps the gradients of its own tokens."""
+    right = context_parts.reduce_fresh
+    patch.setattr(context_parts, "reduce_fresh", lambda axis, x: x if x.numel() > 1 else right(axis, x))
+
+
+def context_gradients_summed_twice(patch: Patch) -> None:
+    right = context_parts.reduce_fresh
+    patch.setattr(context_parts, "reduce_fresh", lambda axis, x: right(axis, right(axis, x)))
+
+
+def gradients_of_gathered_keys_not_returned(patch: Patch) -> None:
+    """Each rank keeps its own slice of its gradient, without the parts of other ranks' queries."""
+    patch.setattr(context_parts, "gather_to", autograd_collectives.gather_from)
+
+
+def gradients_of_exchanged_heads_not_returned(patch: Patch) -> None:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, None, *(grad.new_zeros(sum(ctx.sent), *grad.shape[1:]) for grad in grads)
+
+    patch.setattr(autograd_collectives._Exchange, "backward", staticmethod(backward))
+
+
+def local_tokens_in_place_of_all(patch: Patch) -> None:
+    """Attention of each rank's own tokens for all heads, as without an exchange."""
+
+    def local(axis: Any, pieces: Any, shapes: Any) -> Any:
+        own = [[piece.new_zeros(shape) for piece, shape in zip(pieces[0], each, strict=True)] for each in shapes]
+        own[axis.rank] = [piece.view(shape) for piece, shape in zip(pieces[axis.rank], shapes[axis.rank], strict=True)]
+        return own
+
+    patch.setattr(context_attention, "_exchanged", local)
+
+
+def outputs_of_a_block_counted_on_each_rank(patch: Patch) -> None:
+    """Gradients of whole tensors that leave a block are not divided."""
+    patch.setattr(context_parts.ContextParts, "_outer", lambda self, x: x)
+
+
+def loss_of_local_tokens(patch: Patch) -> None:
+    patch.setattr(context_rules, "reduce_from", lambda axis, x: x)
+
+
+def gradients_of_the_head_of_local_tokens(patch: Patch) -> None:
+    patch.setattr(context_parts.ContextPart, "copy_of", lambda self, x: x)
+
+
+def equal_dropout_on_all_tokens(patch: Patch) -> None:
+    """All ranks draw from the common stream."""
+    patch.setattr(context_parts.ContextParts, "random_stream", lambda self: nullcontext())
+
+
+def norms_of_all_ranks_of_a_batch(patch: Patch) -> None:
+    """Weights count once for each rank that divides tokens."""
+    right = mesh.ParallelMesh.__init__
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        right(self, *args, **kwargs)
+        self.weights = self.model
+
+    patch.setattr(mesh.ParallelMesh, "__init__", construct)
+
+
+def position_of_local_tokens(patch: Patch) -> None:
+    """Each rank takes the first positions, as if its tokens began the row."""
+
+    def slice_of(self: Any, x: Tensor, dim: int) -> Tensor:
+        sizes = self.spec.sizes(x.shape[dim], self.tp.size)
+        if self.spec.parts > 1:
+            return right(self, x, dim)
+        return x.narrow(dim, 0, sizes[self.tp.rank])
+
+    right = context_parts.ContextPart.slice_of
+    patch.setattr(context_parts.ContextPart, "slice_of", slice_of)
+
+
+CONTEXT_PARALLEL = (
+    context_gradients_not_summed,
+    context_gradients_summed_twice,
+    gradients_of_exchanged_heads_not_returned,
+    local_tokens_in_place_of_all,
+    loss_of_local_tokens,
+    gradients_of_the_head_of_local_tokens,
+)
 
 SEQUENCE_PARALLEL = (
     norms_of_parts_without_sum_of_gradients,
@@ -736,6 +825,20 @@ MUTANTS: dict[str, list[Caught]] = {
     ],
     "modeling/test_sharded_parameters.py": [
         (buffers_saved_as_if_whole, "test_sharded_buffers_are_shards_in_state_dictionaries_only", {}),
+    ],
+    "models/test_context_parallel.py": [
+        *[
+            (mutant, "test_step_matches_transformers", {"variant": "llama", "n": 2})
+            for mutant in (*CONTEXT_PARALLEL, position_of_local_tokens)
+        ],
+        (gradients_of_gathered_keys_not_returned, "test_step_matches_transformers", {"variant": "gpt_neo", "n": 2}),
+        (outputs_of_a_block_counted_on_each_rank, "test_step_matches_transformers", {"variant": "t5", "n": 2}),
+        (
+            equal_dropout_on_all_tokens,
+            "test_dropout_drops_other_elements_of_the_tokens_of_each_rank",
+            {"variant": "gpt2"},
+        ),
+        (norms_of_all_ranks_of_a_batch, "test_gradient_norms_count_each_weight_once", {"tp": 1}),
     ],
     "models/test_sequence_parallel.py": [
         *[

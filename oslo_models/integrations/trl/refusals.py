@@ -38,6 +38,11 @@ def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
                 f"pipeline_parallel_size={mesh.pp.size} only the last stage has them: load the model with "
                 f"pipeline_parallel_size=1 and a larger tensor_parallel_size{instead}"
             )
+        if mesh.cp.size > 1:
+            raise ValueError(
+                f"TRL's {trainer} was not tested with context_parallel_size={mesh.cp.size}: leave it out, or use "
+                "sequence_parallel=True, or transformers' Trainer"
+            )
         for what, (given, advice) in refused_options(args).items():
             if given:
                 raise ValueError(f"{what} of TRL's {trainer} does not work with a sharded model: {advice}")

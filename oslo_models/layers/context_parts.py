@@ -1,0 +1,340 @@
+"""Context parallelism: each rank holds a part of the tokens of every row, through whole blocks.
+
+Hidden states become `ContextPart`, a `ShardedActivation` over the cp axis. transformers' code sees whole shapes.
+Attention exchanges heads (`context_attention`). Everything else computes the local tokens (`context_rules` and the
+rules of `ShardedActivation`), or gathers all tokens.
+
+There are two conventions for gradients. Outside of blocks, a whole tensor has the same gradient on all ranks, as
+between tensor-parallel layers. Inside of blocks, the gradient of a whole tensor is the sum of the gradients of all
+ranks. A part has its part of the gradient everywhere. So a block's parameters need one sum, at the end of its backward
+pass, whether they computed parts or whole tensors.
+
+Source of the exchange: Jacobs et al., "DeepSpeed Ulysses", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from oslo_models.distributed.autograd_collectives import copy_to, gather_from, gather_to, scatter_to
+from oslo_models.distributed.collectives import reduce_fresh
+from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.rng import default_generator, stable_hash
+from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.sharded_activation import Rule, ShardedActivation, ShardSpec
+from oslo_models.layers.token_parts import TOKENS, local_of, maker_of
+
+CONTEXT_RULES: dict[Any, Rule] = {}
+"""``rule(function, args, kwargs)`` for torch functions of a `ContextPart`, before the rules of `ShardedActivation`."""
+
+
+class ContextPart(ShardedActivation):
+    """This rank's tokens of an activation.
+
+    Attributes:
+        state: whether a block is running, which decides the convention for gradients.
+    """
+
+    state: ContextParts
+
+    @classmethod
+    def of(cls, local: Tensor, state: ContextParts, spec: ShardSpec, full_size: int) -> ContextPart:
+        """Make a part from its local tokens. The arguments are those of `ShardedActivation.from_local`."""
+        made: Any = cls.from_local(local, state.axis, spec, full_size)
+        made.state = state
+        return made
+
+    def with_local(self, local: Tensor, spec: ShardSpec | None = None, full_size: int | None = None) -> ContextPart:
+        spec = spec or self.spec
+        return self.of(local, self.state, spec, self.full_shape[self.spec.dim] if full_size is None else full_size)
+
+    def remaker(self) -> Callable[[Tensor], ContextPart]:
+        return partial(self.of, state=self.state, spec=self.spec, full_size=self.full_shape[self.spec.dim])
+
+    def full(self, why: str = "") -> Tensor:
+        """Gather the tokens on every rank. A collective."""
+        gather, dim, sizes = gather_to if self.state.is_inside else gather_from, self.spec.dim, self.sizes()
+        if self.spec.parts == 1:
+            return gather(self.tp, self.local(), dim, sizes)
+        return gather(self.tp, self.local().unflatten(dim, (self.spec.parts, -1)), dim + 1, sizes).flatten(dim, dim + 1)
+
+    def sizes(self) -> list[int]:
+        """Return each rank's number of elements of one part of the sharded dimension."""
+        return self.spec.sizes(self.full_shape[self.spec.dim], self.tp.size)
+
+    def slice_of(self, x: Tensor, dim: int) -> Tensor:
+        """Return the local tokens of a whole tensor ``x``: divide its dimension ``dim`` like this activation."""
+        if not self.state.is_inside and x.requires_grad:
+            return super().slice_of(x, dim)
+        sizes = self.spec.sizes(x.shape[dim], self.tp.size)
+        start, size = sum(sizes[: self.tp.rank]), sizes[self.tp.rank]
+        if self.spec.parts == 1:
+            return x.narrow(dim, start, size)
+        return x.unflatten(dim, (self.spec.parts, -1)).narrow(dim + 1, start, size).flatten(dim, dim + 1)
+
+    def copy_of(self, x: Tensor) -> Tensor:
+        """Return a whole tensor ``x`` that every rank uses. Outside of blocks, its gradient is all-reduced."""
+        return x if self.state.is_inside else copy_to(self.tp, x)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = CONTEXT_RULES.get(func)
+        if rule is not None:
+            result = rule(func, args, kwargs or {})
+            if result is not NotImplemented:
+                return result
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class ContextParts:
+    """Divides the tokens of one model's hidden states over the ranks of the cp axis.
+
+    Hidden states are divided at the entry of a stack's first block, in calls of the parallel model with gradients.
+    Without gradients, in compiled code, and with fewer tokens than ranks, they stay whole.
+
+    Attributes:
+        axis: the cp axis.
+        device: device of the model.
+        draws: whether the model draws random numbers in blocks.
+        prepare: called with each module of a block before it runs. Adapters may have replaced modules.
+        is_inside: whether a block with divided hidden states is running.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, draws: bool) -> None:
+        self.axis, self.device, self.draws = axis, device, draws
+        self.prepare: Callable[[nn.Module], None] = lambda module: None
+        self.is_inside = False
+        self._block: nn.Module | None = None
+        self._overridden: list[tuple[nn.Module, str]] = []
+        self._in_model = self._in_checkpoint = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParts:
+        return self  # a copied model does not run at the same time
+
+    # Calls of the model and its blocks --------------------------------------------------------------------------------
+
+    @contextmanager
+    def within_model(self) -> Iterator[None]:
+        """Allow blocks to divide hidden states within the context."""
+        before, self._in_model = self._in_model, True
+        try:
+            yield
+        finally:
+            self._in_model = before
+            self._end()
+
+    def watch(self, block: nn.Module, gathers: bool) -> None:
+        """Divide the hidden states at the entry of a block.
+
+        Args:
+            gathers: whether to gather the hidden states at its exit.
+        """
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        block.register_forward_hook(partial(self._leave, gathers), always_call=True)
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._block is not None:  # a block inside of a block
+            return None
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, Tensor):
+            return None
+        if not self._in_model:
+            self._require_recomputation(block)
+            return None
+        if not isinstance(hidden, ContextPart):
+            if not self._divides(hidden):
+                return None
+            hidden = self._part_of(hidden)
+        args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        args, kwargs = tree_map_only(Tensor, self._inner, (args, kwargs))
+        self._begin(block)
+        return args, kwargs
+
+    def _leave(self, gathers: bool, block: nn.Module, args: Any, output: Any) -> Any:
+        if self._block is not block:
+            return None
+        self._end()
+        output = tree_map_only(Tensor, self._outer, output)
+        return tree_map_only(ContextPart, ContextPart.full, output) if gathers else output
+
+    def _begin(self, block: nn.Module) -> None:
+        self._block, self.is_inside = block, True
+        for module in block.modules():
+            self.prepare(module)
+        if not torch.is_grad_enabled():
+            return
+        owners = [
+            (module, name, param)
+            for module in block.modules()
+            for name, param in module._parameters.items()
+            if param is not None and param.requires_grad
+        ]
+        params = list({id(param): param for _, _, param in owners}.values())
+        if not params:
+            return
+        aliases = dict(zip(map(id, params), _SummedParameters.apply(self.axis, *params), strict=True))
+        for module, name, param in owners:
+            vars(module)[name] = aliases[id(param)]
+            self._overridden.append((module, name))
+
+    def _end(self) -> None:
+        for module, name in self._overridden:
+            vars(module).pop(name, None)
+        self._overridden.clear()
+        self._block, self.is_inside = None, False
+
+    def _require_recomputation(self, block: nn.Module) -> None:
+        """Raise ``RuntimeError`` if another checkpointing function computes a block again, with its local tokens."""
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0:
+            raise RuntimeError(
+                f"context_parallel_size={self.axis.size}: a {type(block).__name__} is computed again in the backward "
+                "pass, and its checkpointing function does not know which tokens this rank holds: call "
+                "model.gradient_checkpointing_enable() instead"
+            )
+
+    def _divides(self, hidden: Tensor) -> bool:
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or self._in_checkpoint):
+            return False
+        return hidden.is_floating_point() and hidden.dim() == 3 and hidden.shape[TOKENS] >= self.axis.size
+
+    def _part_of(self, x: Tensor) -> ContextPart:
+        spec, length = ShardSpec(TOKENS, x.shape[TOKENS]), x.shape[TOKENS]
+        return ContextPart.of(scatter_to(self.axis, x, TOKENS, spec.sizes(length, self.axis.size)), self, spec, length)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """Return a tensor for use inside of a block. The sum over the ranks of its gradients is its gradient."""
+        if isinstance(x, ContextPart) or not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        inner: Tensor | None = getattr(x, "_oslo_inner", None)
+        return copy_to(self.axis, x) if inner is None else inner
+
+    def _outer(self, x: Tensor) -> Tensor:
+        """Return a tensor of a block for use outside. All ranks have the same gradient."""
+        if isinstance(x, ContextPart) or not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        outer: Tensor = _Shared.apply(x, self.axis.size)
+        outer._oslo_inner = x  # type: ignore[attr-defined]  # the next block needs no communication
+        return outer
+
+    # Random numbers ---------------------------------------------------------------------------------------------------
+
+    def random_stream(self) -> AbstractContextManager[None]:
+        """Return a context in which each rank draws other random numbers. All ranks then continue with equal ones."""
+        return self._own_stream() if self.draws else nullcontext()
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        generator = default_generator(self.device)
+        if generator.device.type == "cuda":
+            key = stable_hash(generator.initial_seed(), generator.get_offset())
+            generator.set_offset(generator.get_offset() + 4)
+        else:
+            key = int(torch.randint(2**62, (), generator=generator))
+        common = generator.get_state()
+        generator.manual_seed(stable_hash("cp", key, self.axis.rank))
+        try:
+            yield
+        finally:
+            generator.set_state(common)
+
+    # Checkpointing ----------------------------------------------------------------------------------------------------
+
+    def checkpointing(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a checkpointing function that passes parts through ``checkpoint``, which loses their marks.
+
+        Args:
+            checkpoint: a function like ``torch.utils.checkpoint.checkpoint``, which calls its first argument with the
+                others.
+        """
+
+        def on_parts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return checkpoint(function, *args, **kwargs)
+            makers, block, returned = [maker_of(arg) for arg in args], self._block, list[Any]()
+
+            def on_local(*given: Any) -> Any:
+                before = self._in_model, self._in_checkpoint
+                self._in_model, self._in_checkpoint = True, True
+                try:
+                    with self._running(block):
+                        result = function(*(make(arg) for make, arg in zip(makers, given, strict=True)))
+                finally:
+                    self._in_model, self._in_checkpoint = before
+                leaves, structure = tree_flatten(result)
+                returned[:] = [maker_of(leaf) for leaf in leaves]
+                return tree_unflatten([local_of(leaf) for leaf in leaves], structure)
+
+            leaves, structure = tree_flatten(checkpoint(on_local, *(local_of(arg) for arg in args), **kwargs))
+            return tree_unflatten([make(leaf) for make, leaf in zip(returned, leaves, strict=True)], structure)
+
+        return on_parts
+
+    @contextmanager
+    def _running(self, block: nn.Module | None) -> Iterator[None]:
+        """Run a part of a block again, if its hooks have been called outside of the checkpointing function."""
+        if block is None or self._block is block:
+            yield
+            return
+        self._begin(block)
+        try:
+            yield
+        finally:
+            self._end()
+
+
+class _SummedParameters(torch.autograd.Function):
+    """Return aliases of a block's parameters. The backward pass sums their gradients over the ranks, in one message."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        ctx.set_materialize_grads(False)
+        with without_override():
+            aliases = tuple(param.detach() for param in params)
+        ctx.kinds = [(alias.shape, alias.dtype, alias.device) for alias in aliases]
+        return aliases
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        summed: list[Tensor | None] = [None] * len(grads)
+        for dtype in dict.fromkeys(dtype for _, dtype, _ in ctx.kinds):
+            chosen = [index for index, (_, each, _) in enumerate(ctx.kinds) if each is dtype]
+            device = ctx.kinds[chosen[0]][2]
+            # Not all ranks use an expert. Without gradients on any rank, a parameter gets none, as in one process.
+            used = torch.tensor([grads[index] is not None for index in chosen], dtype=dtype, device=device)
+            parts = [used, *(_flat(grads[index], *ctx.kinds[index]) for index in chosen)]
+            flat = reduce_fresh(ctx.axis, torch.cat(parts))
+            used, *found = flat.split([len(part) for part in parts])
+            for index, is_used, grad in zip(chosen, used.tolist(), found, strict=True):
+                summed[index] = grad.view(ctx.kinds[index][0]) if is_used else None
+        return None, *summed
+
+
+def _flat(grad: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if grad is None:
+        return torch.zeros(shape.numel(), dtype=dtype, device=device)
+    with without_override():
+        return grad.reshape(-1).to(dtype)
+
+
+class _Shared(torch.autograd.Function):
+    """Identity. All ranks compute the gradient, and each gets its share of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.size, None

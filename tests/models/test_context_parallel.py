@@ -1,0 +1,696 @@
+"""`context_parallel_size=` matches transformers: outputs, loss, gradients and trained parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from oslo_models import registry
+from oslo_models.cache_argument import NAMES as CACHES
+from oslo_models.distributed import autograd_collectives
+from oslo_models.layers import context_attention, context_parts
+from oslo_models.layers.context_parts import ContextPart
+
+from support import zoo
+from support.drawn_steps import drawn_step
+from support.dropout_masks import RATE, Recorder, Replay
+from support.float64 import lifted_casts
+from support.pool import Pool
+from support.reference import (
+    TOLERANCE,
+    Step,
+    differences,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    parallel_model,
+    reference_model,
+    reference_step,
+    shard_differences,
+    step_differences,
+    take_steps,
+)
+
+TYPES = [kind for kind in registry.ARCHITECTURES if kind in registry.CONTEXT_PARALLEL]
+OPTIONS: dict[str, Any] = {"gather_logits": True}
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count exchanges of heads, gathers of tokens inside of blocks, and sums of gradients."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return function(*args)
+
+        return call
+
+    def full(part: ContextPart, why: str = "") -> Tensor:
+        counts["gather"] += part.state.is_inside
+        return gathered(part, why)
+
+    gathered = ContextPart.full
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_attention, "exchange", counted("exchange", context_attention.exchange))
+        patch.setattr(context_parts, "reduce_fresh", counted("sum", context_parts.reduce_fresh))
+        patch.setattr(ContextPart, "full", full)
+        yield counts
+
+
+def context_model(step: Step, cp: int, tp: int = 1, **options: Any) -> Any:
+    return parallel_model(step.name, step.config, step.weights, tp, context_parallel_size=cp, **OPTIONS | options)
+
+
+def check_step(step: Step, cp: int, tp: int = 1, options: Mapping[str, Any] = OPTIONS, divides: bool = True) -> None:
+    model = context_model(step, cp, tp, **options).train()
+    for _ in range(2):
+        torch.manual_seed(0)  # Wav2Vec2 samples its targets
+        with counting() as counts:
+            lines = step_differences(model, step)
+        assert not lines, "\n".join(lines)
+        assert bool(counts["sum"]) == divides, counts
+        model.zero_grad()
+
+
+def llama(**changes: Any) -> Any:
+    return zoo.config("llama-untied", **changes)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
+def test_step_matches_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
+    """Left padding; five and four tokens of a row on two ranks, three each on three."""
+    pool.run(n, check_step, reference_step(zoo.lm_head(variant), zoo.config(variant), seed), n)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gpt2"])
+def test_step_with_sharded_layers_matches_transformers(pool: Pool, variant: str, seed: int) -> None:
+    pool.run(4, check_step, reference_step(zoo.lm_head(variant), zoo.config(variant), seed), 2, 2)
+
+
+def check_drawn(pool: Pool, name: str, model_type: str, n: int, seed: int, tp: int = 1) -> None:
+    step, options, text = drawn_step(name, model_type, seed, tp, None if n == 2 or seed % 2 else 8)
+    try:
+        pool.run(n * tp, check_step, step, n, tp, options)
+    except Exception as error:
+        raise AssertionError(text) from error
+
+
+@pytest.mark.drawn(35)
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n: int, seed: int) -> None:
+    """Left padding; five and four tokens of a row on two ranks, three each or three, three and two on three."""
+    check_drawn(pool, zoo.main_head(model_type), model_type, n, seed + n)
+
+
+@pytest.mark.drawn(18)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_drawn_class_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
+    draw = random.Random(f"{model_type} {seed}")
+    check_drawn(pool, draw.choice(sorted(registry.model_classes(model_type))), model_type, draw.choice((2, 3)), seed)
+
+
+@pytest.mark.drawn(18)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_drawn_configuration_with_sharded_layers_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
+    check_drawn(pool, zoo.main_head(model_type), model_type, 2, seed, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "n"),
+    [
+        (4, 1, 2),  # both ranks have the key head
+        (4, 4, 3),  # two heads, one and one
+        (6, 2, 3),  # two query heads and one of two key heads
+        (4, 2, 3),  # query heads of both key heads on one rank
+        (2, 1, 3),  # fewer heads than ranks: gathered keys
+        (2, 2, 4),
+    ],
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager", None])
+def test_any_numbers_of_heads_match_transformers(
+    pool: Pool, heads: int, key_heads: int, n: int, attention: str | None, seed: int
+) -> None:
+    config = llama(num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=8)
+    options = {} if attention is None else {"attn_implementation": attention}
+    batch = zoo.batch("LlamaForCausalLM", config, seed)
+    if attention == "sdpa" and seed % 2:  # attention without a mask
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    step = reference_step("LlamaForCausalLM", config, seed, batch=batch, **options)
+    pool.run(n, check_step, step, n, 1, options)
+
+
+@pytest.mark.parametrize(("n", "length"), [(2, 1), (2, 2), (2, 3), (3, 2), (3, 4)])
+def test_short_rows_match_transformers(pool: Pool, n: int, length: int, seed: int) -> None:
+    """Rows with fewer tokens than ranks stay whole."""
+    config = llama()
+    ids = zoo.batch("LlamaForCausalLM", config, seed)["input_ids"][:, :length].contiguous()
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    step = reference_step("LlamaForCausalLM", config, seed, batch=batch)
+    pool.run(n, check_step, step, n, 1, OPTIONS, length >= n)
+
+
+def packed(config: Any, seed: int) -> dict[str, Any]:
+    """Return rows of three texts, whose positions restart."""
+    ids = torch.randint(config.vocab_size, (2, 11), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(length) for length in (4, 2, 5)]).expand(2, -1).contiguous()
+    return {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", None])
+def test_packed_texts_match_transformers(pool: Pool, attention: str | None, seed: int) -> None:
+    options = {} if attention is None else {"attn_implementation": attention}
+    step = reference_step("LlamaForCausalLM", llama(), seed, batch=packed(llama(), seed), **options)
+    pool.run(2, check_step, step, 2, 1, options)
+
+
+@pytest.mark.parametrize("length", [1100])
+def test_lazy_masks_match_transformers(pool: Pool, length: int, seed: int) -> None:
+    """Rows of more than 1,024 tokens have masks without memory."""
+    config = zoo.config("mistral" if "mistral" in registry.CONTEXT_PARALLEL else "llama", max_position_embeddings=2048)
+    ids = torch.randint(config.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, :300] = 0
+    name = zoo.lm_head(config.model_type)
+    step = reference_step(name, config, seed, batch={"input_ids": ids, "labels": ids, "attention_mask": mask})
+    pool.run(2, check_step, step, 2)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def check_training(name: str, config: Any, weights: Any, batches: Any, trained: Any, tp: int) -> None:
+    model = parallel_model(name, config, weights, tp, context_parallel_size=2).train()
+    losses = take_steps(model, make_optimizer("AdamW", model.parameters()), batches)
+    assert model(**batches[0]).logits is None
+    own = dict(model.named_parameters(remove_duplicate=False))
+    lines = shard_differences(model, "parameter", own, trained[0], TOLERANCE)
+    lines += differences("losses", torch.tensor(losses), torch.tensor(trained[1]), TOLERANCE)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(("variant", "tp"), [("llama", 1), ("llama-untied", 2), ("gpt2", 1)])
+def test_parameters_after_five_steps_match_transformers(pool: Pool, variant: str, tp: int, seed: int) -> None:
+    """Tied and untied weights. Logits are not gathered beside a loss."""
+    name, config = zoo.lm_head(variant), zoo.config(variant)
+    model = reference_model(name, config, seed)
+    weights = full_parameters(model)
+    batches = [zoo.batch(name, config, seed + number) for number in range(5)]
+    losses = take_steps(model, make_optimizer("AdamW", model.parameters()), batches)
+    pool.run(2 * tp, check_training, name, config, weights, batches, (full_parameters(model), losses), tp)
+
+
+def check_checkpointing(name: str, config: Any, weights: Any, batch: Any) -> None:
+    """Loss, gradients and random states are equal with and without recomputation."""
+    results = {}
+    for mode in ("plain", "reentrant", "not reentrant"):
+        model = parallel_model(name, config, weights, 1, torch.float32, context_parallel_size=2).train()
+        if mode != "plain":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": mode == "reentrant"})
+        torch.manual_seed(5)
+        with counting() as counts:
+            loss = model(**batch).loss
+            loss.backward()
+        assert counts["sum"]
+        gradients = {key: param.grad for key, param in model.named_parameters()}
+        results[mode] = loss.detach(), gradients, torch.rand(3)
+    (loss, gradients, drawn), lines = results.pop("plain"), []
+    for mode, (own_loss, own_gradients, own_drawn) in results.items():
+        tolerance = 1e-6 if mode == "reentrant" or config.is_encoder_decoder else 0
+        lines += differences(f"{mode}: loss", own_loss, loss, 0)
+        lines += differences(f"{mode}: next random numbers", own_drawn, drawn, 0)
+        for key, gradient in gradients.items():
+            lines += differences(f"{mode}: gradient of {key}", own_gradients[key], gradient, tolerance)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("variant", [kind for kind in zoo.FOUNDING if kind in registry.CONTEXT_PARALLEL])
+def test_step_with_checkpointing_equals_one_without(pool: Pool, variant: str, seed: int) -> None:
+    name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE, use_cache=False)
+    weights = full_parameters(reference_model(name, config, seed, torch.float32))
+    pool.run(2, check_checkpointing, name, config, weights, zoo.batch(name, config, seed, torch.float32))
+
+
+def check_replicas(step: Step, batches: list[dict[str, Any]]) -> None:
+    """Each replica has rows of its own, and DistributedDataParallel averages the gradients."""
+    model = context_model(step, 2).train()
+    with pytest.raises(ValueError, match="replicas are on ranks"):
+        DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
+    with lifted_casts(), counting() as counts:
+        for rows in batches[2 * model.mpu.get_data_parallel_rank() :][:2]:
+            last = rows is batches[2 * model.mpu.get_data_parallel_rank() + 1]
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                (ddp(**rows).loss / 2).backward()
+    assert counts["sum"]
+    own = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
+    average = model.mpu.get_data_parallel_world_size()
+    assert average == 2
+    lines = shard_differences(model, "gradient of", own, step.gradients, TOLERANCE)
+    assert not lines, "\n".join(lines)
+
+
+def test_replicas_match_transformers(pool: Pool, seed: int) -> None:
+    """Gradients are averaged over replicas, not over the ranks that divide the tokens."""
+    name, config = "LlamaForCausalLM", llama()
+    rows = [zoo.batch(name, config, seed + number) for number in range(4)]
+    model = reference_model(name, config, seed)
+    weights = full_parameters(model)
+    with lifted_casts():
+        (sum(model(**each).loss for each in rows) / 4).backward()
+    step = Step(name, config, {}, weights, {}, torch.zeros(()), full_gradients(model))
+    pool.run(4, check_replicas, step, rows)
+
+
+def drop_with_recorder(name: str, config: Any, weights: Any, batch: Any, seed: int) -> Any:
+    """Return loss, gradients, masks of whole activations, masks of local tokens, and the next random numbers."""
+    options = {"attn_implementation": "eager"}
+    model = parallel_model(name, config, weights, 1, context_parallel_size=2, **options).train()
+    torch.manual_seed(seed)
+    with lifted_casts(), Recorder() as recorder:
+        loss = model(**batch).loss
+    drawn = torch.rand(3)
+    loss.backward()
+    local = [mask.local() if isinstance(mask, ContextPart) else mask for mask in recorder.masks]
+    whole = [mask.full() if isinstance(mask, ContextPart) else mask for mask in recorder.masks]
+    return loss.detach(), dict(full_gradients(model)), whole, local, drawn
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "bert", "t5"])
+def test_dropout_drops_other_elements_of_the_tokens_of_each_rank(pool: Pool, variant: str, seed: int) -> None:
+    """Random states stay equal. One process with the joined masks gets the same loss and gradients."""
+    if variant not in registry.CONTEXT_PARALLEL:
+        pytest.skip(f"{variant} is not supported")
+    name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE)
+    model = reference_model(name, config, seed, attn_implementation="eager")
+    weights, batch = full_parameters(model), zoo.batch(name, config, seed)
+    results = pool.run(2, drop_with_recorder, name, config, weights, batch, seed)
+    (loss, gradients, masks, _, drawn), (_, _, other_masks, _, other_drawn) = results
+    assert torch.equal(drawn, other_drawn)
+    assert all(torch.equal(mask, other) for mask, other in zip(masks, other_masks, strict=True))
+    with lifted_casts(), Replay(masks):
+        expected = model(**batch).loss
+    expected.backward()
+    lines = differences("loss", loss, expected.detach(), TOLERANCE)
+    for key, gradient in full_gradients(model).items():
+        lines += differences(f"gradient of {key}", gradients[key], gradient, TOLERANCE)
+    assert not lines, "\n".join(lines)
+    of_ranks = [local for _, _, _, local, _ in results]
+    divided = [index for index, mask in enumerate(masks) if of_ranks[0][index].shape != mask.shape]
+    parts = [[local[index] for index in divided] for local in of_ranks]
+    assert divided
+    for own, other in zip(*parts, strict=True):
+        shortest = [slice(0, min(sizes)) for sizes in zip(own.shape, other.shape, strict=True)]
+        assert not torch.equal(own[tuple(shortest)], other[tuple(shortest)])
+    dropped = torch.cat([(mask == 0).flatten() for rank in parts for mask in rank]).double()
+    assert abs(dropped.mean().item() - RATE) < 6 * (RATE / len(dropped)) ** 0.5
+
+
+def check_norm(step: Step, tp: int, norms: dict[float, Tensor], clipped: dict[str, Tensor]) -> None:
+    model = context_model(step, 2, tp).train()
+    with lifted_casts():
+        model(**step.batch).loss.backward()
+    for order in (float("inf"), 1.0, 2.0):
+        largest = 1e9 if order != 2.0 else 0.1
+        lines = differences(f"norm {order}", model.clip_grad_norm_(largest, order), norms[order], TOLERANCE)
+        assert not lines, "\n".join(lines)
+    own = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
+    lines = shard_differences(model, "gradient of", own, clipped, TOLERANCE)
+    lines += differences(
+        "of torch", torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), norms[2.0] * 0 + 0.1, 1e-6
+    )
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gradient_norms_count_each_weight_once(pool: Pool, tp: int, seed: int) -> None:
+    config = llama()
+    step = reference_step("LlamaForCausalLM", config, seed)
+    gradients = {name: gradient.clone() for name, gradient in step.gradients.items() if gradient is not None}
+    norms = {
+        order: torch.nn.utils.get_total_norm(gradients.values(), order).to(torch.float64)
+        for order in (float("inf"), 1.0, 2.0)
+    }
+    scale = min(0.1 / (norms[2.0].item() + 1e-6), 1.0)
+    clipped = {name: gradient * scale for name, gradient in gradients.items()}
+    pool.run(2 * tp, check_norm, step, tp, norms, clipped)
+
+
+def check_files(step: Step, tp: int, folder: Path) -> None:
+    """Files are those of a model without context parallelism, and load at any size."""
+    cls: Any = registry.find(step.name)
+    model = context_model(step, 2, tp)
+    model.save_pretrained_with_parallel(folder / "merged", save_with_merging=True)
+    model.save_pretrained_with_parallel(folder / "split")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**step.batch).loss.backward()
+    optimizer.step()
+    model.save_optimizer(optimizer, folder / "split", step=3)
+    assert len([*(folder / "split").glob("pytorch_model*")]) == (tp if tp > 1 else 0)
+    for saved, options in {"merged": {"context_parallel_size": 2 * tp}, "split": {"tensor_parallel_size": 2}}.items():
+        loaded = cls.from_pretrained_with_parallel(folder / saved, dtype=torch.float64, **options)
+        for name, param in loaded.named_parameters():
+            expected = loaded.layouts[name].shard(step.weights[name], loaded.mesh.tp.rank)
+            assert not differences(name, param.detach(), expected, 0)
+    again = context_model(step, 2, tp)
+    optimizer = torch.optim.AdamW(again.parameters())
+    assert again.load_optimizer(optimizer, folder / "split") == {"step": 3}
+    assert len(optimizer.state) == len([*again.parameters()])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_checkpoints_are_those_of_one_copy_of_the_weights(pool: Pool, tp: int, tmp_path: Path, seed: int) -> None:
+    step = reference_step("LlamaForCausalLM", llama(), seed)
+    pool.run(2 * tp, check_files, step, tp, tmp_path)
+    model = zoo.original("LlamaForCausalLM").from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    lines = [
+        line
+        for name, value in full_parameters(model).items()
+        for line in differences(name, value, step.weights[name], 0)
+    ]
+    assert not lines, "\n".join(lines)
+
+
+def check_full(step: Step) -> None:
+    model = context_model(step, 2, 2).deparallelize()
+    assert model.mesh is None
+    for name, param in model.named_parameters():
+        assert torch.equal(param, step.weights[name])
+
+
+def test_deparallelized_model_has_the_full_weights(pool: Pool, seed: int) -> None:
+    pool.run(4, check_full, reference_step("LlamaForCausalLM", llama(), seed))
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+def generated(name: str, config: Any, weights: Any, batch: Any) -> Tensor:
+    model = parallel_model(name, config, weights, 1, context_parallel_size=2).eval()
+    with counting() as counts:
+        tokens: Tensor = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=4)
+        with torch.no_grad():
+            assert model(**batch).logits is not None
+    assert not counts
+    return tokens
+
+
+def test_calls_without_gradients_compute_whole_hidden_states(pool: Pool, seed: int) -> None:
+    name, config = "LlamaForCausalLM", zoo.config("llama")
+    model = reference_model(name, config, seed).eval()
+    batch = zoo.batch(name, config, seed)
+    expected = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=4)
+    for own in pool.run(2, generated, name, config, full_parameters(model), batch):
+        assert torch.equal(own, expected)
+
+
+def check_caches(step: Step) -> None:
+    """A call that asks for a cache, or that continues one, computes whole hidden states."""
+    model = context_model(step, 2).train()
+    with lifted_casts(), counting() as counts:
+        first = model(input_ids=step.batch["input_ids"][:, :4], use_cache=True)
+    cache = {name: value for name, value in first.items() if name in CACHES}
+    assert not counts
+    assert cache
+    assert type(next(iter(cache.values())).layers[0].keys) is Tensor
+    with lifted_casts(), counting() as counts:
+        second = model(input_ids=step.batch["input_ids"][:, 4:], **cache)
+    assert not counts
+    logits = torch.cat((first.logits, second.logits), 1)
+    lines = differences("logits", logits.detach(), step.outputs["logits"], TOLERANCE)
+    assert not lines, "\n".join(lines)
+    with counting() as counts:
+        divided = model(**step.batch)
+    assert counts
+    assert not {*CACHES} & {name for name, value in divided.items() if value is not None}
+
+
+def test_caches_are_of_whole_hidden_states(pool: Pool, seed: int) -> None:
+    ids = zoo.batch("LlamaForCausalLM", llama(), seed)["input_ids"]
+    pool.run(2, check_caches, reference_step("LlamaForCausalLM", llama(), seed, batch={"input_ids": ids}))
+
+
+def check_inputs(step: Step) -> None:
+    """Ranks that divide tokens get the same batch."""
+    model = context_model(step, 2).train()
+    batch = {**step.batch, "input_ids": step.batch["input_ids"] + model.mesh.cp.rank}
+    with pytest.raises(ValueError, match="input_ids"):
+        model(**batch)
+
+
+def test_other_batches_of_ranks_of_a_replica_are_refused(pool: Pool, seed: int) -> None:
+    pool.run(2, check_inputs, reference_step("LlamaForCausalLM", llama(), seed))
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "GPT2LMHeadModel", "LlamaForSequenceClassification"])
+def test_outputs_of_blocks_are_whole(pool: Pool, name: str, seed: int) -> None:
+    config = zoo.config({"L": "llama", "G": "gpt2"}[name[0]])
+    batch: dict[str, Any] = {**zoo.batch(name, config, seed), "output_hidden_states": True}
+    pool.run(2, check_step, reference_step(name, config, seed, batch=batch), 2)
+
+
+def check_attentions(step: Step) -> None:
+    model = context_model(step, 2, attn_implementation="eager").train()
+    lines = step_differences(model, step)
+    assert not lines, "\n".join(lines)
+
+
+def test_attention_weights_are_whole(pool: Pool, seed: int) -> None:
+    batch = {**zoo.batch("LlamaForCausalLM", llama(), seed), "output_attentions": True}
+    options = {"attn_implementation": "eager"}
+    pool.run(2, check_attentions, reference_step("LlamaForCausalLM", llama(), seed, batch=batch, **options))
+
+
+@pytest.mark.parametrize("ignored", [0, 4, 9])
+def test_losses_of_ignored_labels_match_transformers(pool: Pool, ignored: int, seed: int) -> None:
+    """All labels of a rank may be ignored. Gradients of a sum are of the sum."""
+    batch = zoo.batch("LlamaForCausalLM", llama(), seed)
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][:, :ignored] = -100
+    batch["labels"][0, -1] = 3
+    batch["num_items_in_batch"] = torch.tensor(7) if ignored else 7
+    pool.run(2, check_step, reference_step("LlamaForCausalLM", llama(), seed, batch=batch), 2)
+
+
+def check_autocast(step: Step) -> None:
+    losses = []
+    for size in (1, 2):
+        cls: Any = registry.find(step.name)
+        model = cls.from_config_with_parallel(step.config, context_parallel_size=size, seed=0).train()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**step.batch).loss
+        loss.backward()
+        losses.append([loss.detach(), *(param.grad for param in model.parameters())])
+    for own, whole in zip(*losses, strict=True):
+        assert own.dtype == torch.float32
+        assert torch.allclose(own, whole, atol=0.02, rtol=0.1)
+
+
+@pytest.mark.parametrize("variant", ["llama-untied", "gpt2"])
+def test_step_with_autocast_is_near_one_process(pool: Pool, variant: str, seed: int) -> None:
+    name = zoo.lm_head(variant)
+    config = zoo.config(variant)
+    pool.run(2, check_autocast, reference_step(name, config, seed, torch.float32))
+
+
+def count_step(config: Any, seed: int) -> list[Counter[str]]:
+    cls: Any = registry.find("LlamaForCausalLM")
+    model = cls.from_config_with_parallel(config, context_parallel_size=2, seed=seed, check_inputs=False)
+    batch = zoo.batch("LlamaForCausalLM", config, seed, torch.float32)
+    with counting() as forward:
+        loss = model(**batch).loss
+    with counting() as backward:
+        loss.backward()
+    return [forward, backward]
+
+
+def test_block_makes_two_exchanges_and_one_sum_of_gradients(pool: Pool, seed: int) -> None:
+    """Query, key and value are one message, and the output is another one."""
+    config = llama()
+    blocks = config.num_hidden_layers
+    for forward, backward in pool.run(2, count_step, config, seed):
+        assert forward == {"exchange": 2 * blocks}
+        assert backward == {"sum": blocks}
+
+
+def count_messages(config: Any, seed: int) -> Counter[str]:
+    """Count all collectives of a step over the cp axis."""
+    cls: Any = registry.find("LlamaForCausalLM")
+    model = cls.from_config_with_parallel(config, context_parallel_size=2, seed=seed, check_inputs=False)
+    batch = zoo.batch("LlamaForCausalLM", config, seed, torch.float32)
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def call(axis: Any, *args: Any, **kwargs: Any) -> Any:
+            counts[name] += axis is model.mesh.cp
+            return function(axis, *args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in {
+            autograd_collectives: ("all_gather", "all_to_all", "reduce_fresh", "reduce_scatter", "all_reduce"),
+            context_parts: ("reduce_fresh",),
+        }.items():
+            for name in names:
+                patch.setattr(module, name, counted(name, getattr(module, name)))
+        model(**batch).loss.backward()
+    return counts
+
+
+def test_step_communicates_little_outside_of_blocks(pool: Pool, seed: int) -> None:
+    """The sum of the loss, the gradients of norm and head, and the gathered gradient of the embeddings."""
+    config = llama()
+    blocks = config.num_hidden_layers
+    for counts in pool.run(2, count_messages, config, seed):
+        assert counts == {"all_to_all": 4 * blocks, "reduce_fresh": blocks + 3, "all_gather": 1}
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def construct(name: str, config: Any, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+    cls: Any = registry.find(name)
+    cls.from_config_with_parallel(config, *sizes, **{"context_parallel_size": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes", "options", "message"),
+    [
+        ("llama", (1,), {"context_parallel_size": 0}, "context_parallel_size must be an integer of at least 1, got 0"),
+        ("llama", (1,), {"context_parallel_size": 3}, "is not a multiple of tensor_parallel_size=1 x"),
+        ("llama", (2,), {}, "x context_parallel_size=2 needs 4 processes"),
+        ("llama", (1,), {"deploy": True}, "together with deploy=True"),
+        ("llama", (1, 2), {}, "together with pipeline_parallel_size=2"),
+        ("llama", (1, 2), {"schedule": "zb-h1"}, "together with pipeline_parallel_size=2"),
+        ("llama", (2,), {"sequence_parallel": True}, "together with sequence_parallel=True"),
+        ("llama", (2,), {"tensor_parallel_shares": [2, 1]}, "together with tensor_parallel_shares=[2, 1]"),
+        ("mixtral", (2,), {"expert_parallel_size": 2}, "together with expert_parallel_size=2"),
+        ("llama", (1,), {"plan": "derive"}, "together with plan"),
+        ("llama", (1,), {"attn_implementation": "flex_attention"}, "attn_implementation='flex_attention'"),
+        ("reformer", (1,), {}, "does not support ReformerModelWithLMHead: it was not tested with reformer"),
+        ("mamba", (1,), {}, "does not support MambaForCausalLM: it was not tested with mamba; leave it out"),
+    ],
+)
+def test_unsupported_arguments_are_refused(
+    pool: Pool, variant: str, sizes: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
+    ranks = 4 if options.get("context_parallel_size") == 3 else 2
+    for error in pool.run(
+        ranks, construct, zoo.lm_head(variant), zoo.config(variant), sizes, dict(options), expect=ValueError
+    ):
+        assert message in str(error)
+
+
+def refused_calls(config: Any) -> None:
+    cls: Any = registry.find("LlamaForCausalLM")
+    batch = zoo.batch("LlamaForCausalLM", config, 0, torch.float32)
+
+    def make() -> Any:
+        return cls.from_config_with_parallel(config, context_parallel_size=2, seed=0)
+
+    with pytest.raises(ValueError, match=r"fuse\(\) does not support context_parallel_size=2"):
+        make().fuse()
+    with pytest.raises(ValueError, match="it was loaded with context_parallel_size=2; leave it out"):
+        make().use_exact_rollouts()
+    model = make()
+    model.model.layers[0].compile()
+    with pytest.raises(ValueError, match=r"cannot be used with torch\.compile of blocks"):
+        model(**batch)
+    model = make()
+    fully_shard(model, mesh=model.mesh.device_mesh["dp"])
+    with pytest.raises(ValueError, match="cannot be used with FSDP2"):
+        model(**batch)
+    with pytest.raises(ValueError, match="cannot be used with DeepSpeed"):
+        DeepSpeedEngine(make())
+    model = make()
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="does not support attn_implementation='flex_attention'"):
+        model(**batch)
+    model = make()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        second_derivatives(model, batch)
+
+
+def second_derivatives(model: Any, batch: Any) -> None:
+    grads = torch.autograd.grad(model(**batch).loss, list(model.parameters()), create_graph=True)
+    sum((grad.square().sum() for grad in grads), start=torch.zeros(())).backward()
+
+
+class DeepSpeedEngine:
+    """Lists the parameters in its constructor, as DeepSpeed's class of this name does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.named_parameters())
+
+
+def test_unsupported_wrappers_are_refused(pool: Pool) -> None:
+    pool.run(2, refused_calls, zoo.config("llama", attn_implementation="eager"))
+
+
+def test_transformers_constructors_do_not_take_the_argument() -> None:
+    cls: Any = registry.find("LlamaForCausalLM")
+    with pytest.raises(TypeError, match="do not take context_parallel_size"):
+        cls(zoo.config("llama"), context_parallel_size=2)
+
+
+def other_checkpointing(config: Any, reentrant: bool) -> None:
+    cls: Any = registry.find("LlamaForCausalLM")
+    model = cls.from_config_with_parallel(config, context_parallel_size=2, seed=0)
+    for index, block in enumerate(model.model.layers):
+        model.model.layers[index] = Checkpointed(block, reentrant)
+    loss = model(**zoo.batch("LlamaForCausalLM", config, 0, torch.float32), use_cache=False).loss
+    with pytest.raises(RuntimeError, match="is computed again in the backward pass"):
+        loss.backward()
+
+
+class Checkpointed(nn.Module):
+    """Computes a block again in the backward pass, without the method of transformers."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = partial(self.block, **kwargs)
+        return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_other_checkpointing_functions_raise(pool: Pool, reentrant: bool) -> None:
+    pool.run(2, other_checkpointing, zoo.config("llama"), reentrant)
+
+
+def check_compiled(config: Any, seed: int) -> None:
+    """Compiled code computes whole hidden states."""
+    results = []
+    for size in (1, 2):
+        cls: Any = registry.find("LlamaForCausalLM")
+        model = cls.from_config_with_parallel(config, context_parallel_size=size, seed=0, dtype=torch.float64)
+        compiled = torch.compile(model, backend="aot_eager")
+        with counting() as counts:
+            loss = compiled(**zoo.batch("LlamaForCausalLM", config, seed)).loss
+            loss.backward()
+        assert not counts
+        results.append([loss.detach(), *(param.grad for param in model.parameters())])
+    lines = [line for own, whole in zip(*results, strict=True) for line in differences("value", own, whole, TOLERANCE)]
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.zoo
+def test_compiled_model_computes_whole_hidden_states(pool: Pool, seed: int) -> None:
+    pool.run(2, check_compiled, zoo.config("llama-untied", num_hidden_layers=1, use_cache=False), seed)
