@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from oslo_models import registry
-from oslo_models.modeling.apply_plan import _uses_dropout
+from oslo_models.modeling.apply_plan import uses_dropout
 from oslo_models.sharding.layout import Layout
 
 from support import zoo
@@ -181,4 +181,4 @@ def test_dropout_masks_are_determined_by_the_seed(pool: Pool, seed: int) -> None
 def test_dropouts_of_composite_models_are_found(rate: float) -> None:
     with torch.device("meta"):
         model = transformers.EncoderDecoderModel(zoo.config("encoder-decoder", rate))
-    assert _uses_dropout(model) == (rate > 0)
+    assert uses_dropout(model) == (rate > 0)
