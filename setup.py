@@ -95,6 +95,7 @@ setup(
         "tqdm",
     ],
     extras_require={
+        "audio": ["soundfile>=0.12"],  # FLAC and MP3 of the server's clients; it reads WAV itself
         # compared libraries and their requirements: transformers needs accelerate for tensor parallelism
         "bench": ["accelerate", "datasets"],
         "data": ["pyarrow", "zstandard"],  # to read .parquet and .zst
@@ -127,6 +128,7 @@ setup(
             "openai",
             "ruff",
             "setuptools",
+            "soundfile>=0.12",  # FLAC and MP3 in tests
             "triton>=3.6; sys_platform == 'linux'",
             "uv",
             "wheel",

@@ -12,6 +12,7 @@ Load models over several processes and serve them:
   POST /v1/completions, /v1/chat/completions   as in OpenAI's API, also streamed
   POST /v1/responses                           OpenAI's newer format of chats
   POST /v1/embeddings                          of encoders
+  POST /v1/audio/transcriptions, /v1/audio/translations   of models of speech; a form with a file
   POST /tokenize, /detokenize
   GET  /v1/models
   GET  /metrics                                counts and times, for Prometheus
@@ -72,7 +73,7 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     calls = "calls that run or wait; beyond it, status 429 (default: %(default)s)"
     add("--max-queue-size", **sizes, default=64, help=calls)
     add("--max-length", **sizes, help="tokens of a prompt and its answer (default: the limit of the model)")
-    body = "bytes of a request; beyond it, status 413 (default: 1 MiB; 20 MiB with --images)"
+    body = "bytes of a request; beyond it, status 413 (default: 1 MiB; 20 MiB with images or sounds)"
     add("--max-body-size", **sizes, help=body)
     seeing = "load the model with its tower, and accept images as data URLs in chats; such a model computes one answer "
     seeing += "after the other (default: only if the zoo has no text model of its type)"
@@ -80,6 +81,14 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--max-images", **sizes, default=8, help="images in a request (default: %(default)s)")
     pixels = "pixels of an image, checked before it is decoded (default: %(default)s)"
     add("--max-image-pixels", **sizes, default=50_000_000, help=pixels)
+    hearing = (
+        "load the model with its encoder of sounds, and accept sounds in base64 in chats; their calls are computed "
+    )
+    hearing += "one after the other (default: only if the zoo has no text model of its type)"
+    add("--sounds", action=argparse.BooleanOptionalAction, help=hearing)
+    add("--max-sounds", **sizes, default=4, help="sounds in a request (default: %(default)s)")
+    length = "seconds of all sounds of a request, checked before they are decoded (default: %(default)s)"
+    add("--max-sound-seconds", metavar="S", type=_seconds, default=1200.0, help=length)
     open_at_once = "connections; beyond it, the longest idle one is closed (default: %(default)s)"
     add("--max-connections", **sizes, default=1000, help=open_at_once)
     headers = "seconds for the headers of a request (default: %(default)s)"

@@ -19,14 +19,17 @@ from oslo_models.server.embeddings import EmbeddingRequest
 from oslo_models.server.endpoints import Endpoints
 from oslo_models.server.errors import headers, problem
 from oslo_models.server.guard import Access, ApiKeys, Guard, require_sendable
-from oslo_models.server.images import ImageLimits, has_images
+from oslo_models.server.images import ImageLimits
 from oslo_models.server.lifecycle import LIVE, READY
+from oslo_models.server.media_chats import takes_media
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.responses import ResponsesRequest
 from oslo_models.server.schema import ChatRequest, CompletionRequest
 from oslo_models.server.served_model import ServedModel
 from oslo_models.server.service import Service
+from oslo_models.server.sounds import SoundLimits
 from oslo_models.server.tokens import DetokenizeRequest, TokenizeRequest
+from oslo_models.server.transcriber import transcribes
 
 __all__ = ["ApiKeys", "Service", "application", "require_sendable"]
 
@@ -47,6 +50,8 @@ def application(
     max_body_size: int | None = None,
     max_images: int = ImageLimits.images,
     max_image_pixels: int = ImageLimits.pixels,
+    max_sounds: int = SoundLimits.sounds,
+    max_sound_seconds: float = SoundLimits.seconds,
     api_key: str | ApiKeys | None = None,
     allowed_hosts: Sequence[str] | None = None,
     allowed_origins: Sequence[str] = (),
@@ -63,16 +68,18 @@ def application(
     limits connections, as ``oslo-models serve`` does.
 
     Args:
-        tokenizer: the tokenizer, or the processor of a model of text and images. With a processor, chats may have
-            images as data URLs; see `images`.
+        tokenizer: the tokenizer, or the processor of a model that reads images or sounds. With a processor, chats may
+            have images as data URLs and sounds in base64, and models of speech transcribe files.
         name: the name of the model for clients (default: the name in its configuration).
         others: further models with their tokenizers and names.
         max_queue_size: limit of running and waiting calls; further requests get status 429.
         max_length: limit of tokens in a prompt and its answer together (default: the limit of the model).
         max_body_size: limit of bytes in a request body; longer bodies get status 413 (default: 1 MiB, or 20 MiB with
-            images).
+            a model of images or sounds).
         max_images: limit of images in a request.
         max_image_pixels: limit of pixels in an image.
+        max_sounds: limit of sounds in a request.
+        max_sound_seconds: limit of the length of all sounds in a request together.
         api_key: key that requests must send as ``Authorization: Bearer ...``, except to ``/health`` and its two probes.
             Pass `ApiKeys` for several keys, or to replace keys later.
         allowed_hosts: accepted values of the ``Host`` header, without ports (default: all).
@@ -96,14 +103,15 @@ def application(
         api_key = ApiKeys([api_key])
     metrics = metrics or Metrics()
     named = [(model, tokenizer, name or model.config.name_or_path), *others]
-    sees = any(has_images(each[1]) for each in named)
-    access = Access(api_key, allowed_hosts, max_body_size or (20 << 20 if sees else 1 << 20), body_timeout)
+    large = any(takes_media(each[1], each[0].config) or transcribes(each[1], each[0].config) for each in named)
+    access = Access(api_key, allowed_hosts, max_body_size or (20 << 20 if large else 1 << 20), body_timeout)
     names = [*(each[2] for each in named), *(adapters or ())]
     if len(set(names)) < len(names):
         raise ValueError(f"two models have the same name: {names}")
     of_all = partial(ServedModel, length=max_length, places=max_queue_size, metrics=metrics)
     of_all = partial(of_all, pooling=pooling, normalizes=normalize, batch_only=batch_only)
     of_all = partial(of_all, image_limits=ImageLimits(max_images, max_image_pixels))
+    of_all = partial(of_all, sound_limits=SoundLimits(max_sounds, max_sound_seconds))
     served = [of_all(*named[0], adapters=adapters), *(of_all(*each) for each in others)]
     service = Service(served, max_queue_size, metrics)
     # A redirect would contain the server's own host and scheme, not the host and scheme of a proxy in front of it.
@@ -143,5 +151,7 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
         ("/tokenize", TokenizeRequest, endpoints.tokenize),
         ("/detokenize", DetokenizeRequest, endpoints.detokenize),
     ]
+    for path, transcribed in (("transcriptions", endpoints.transcriptions), ("translations", endpoints.translations)):
+        app.add_api_route(f"/v1/audio/{path}", transcribed, methods=["POST"], response_model=None)
     for path, kind, answer in posts:
         app.add_api_route(path, bodies.endpoint(kind, answer), methods=["POST"], response_model=None)

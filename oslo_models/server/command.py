@@ -34,7 +34,9 @@ from oslo_models.server.lifecycle import Lifecycle
 from oslo_models.server.log_writer import log_to_stderr
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.signals import RELOAD, Orders
+from oslo_models.server.sounds import HEARING
 from oslo_models.server.supervisor import RestartPolicy, Supervisor
+from oslo_models.server.transcriber import CTC, TRANSCRIBING, WHISPER
 
 KEY_VARIABLE = "OSLO_MODELS_API_KEY"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -144,7 +146,8 @@ def run(args: argparse.Namespace) -> None:
             each: getattr(args, each)
             for each in ("max_queue_size", "max_length", "max_body_size", "pooling", "normalize", "batch_only")
         }
-        limits |= {each: getattr(args, each) for each in ("max_images", "max_image_pixels")}
+        media = ("max_images", "max_image_pixels", "max_sounds", "max_sound_seconds")
+        limits |= {each: getattr(args, each) for each in media}
         hosts = allowed_hosts(args.allowed_hosts, args.host)
         origins = [name.strip() for name in (args.allowed_origins or "").split(",") if name.strip()]
         limits |= {"adapters": loaded, "api_key": keys, "allowed_hosts": hosts, "metrics": metrics}
@@ -244,9 +247,10 @@ def _config_of(name: str) -> Any:
 
 
 def _tokenizer(name: str, args: argparse.Namespace) -> Any:
-    """Return the tokenizer of a model, or its processor if it is served with images."""
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or name)
-    return AutoProcessor.from_pretrained(args.tokenizer or name) if _sees(_config_of(name), args) else tokenizer
+    """Return the tokenizer of a model, or its processor if it is served with images or sounds."""
+    tokenizer, config = AutoTokenizer.from_pretrained(args.tokenizer or name), _config_of(name)
+    has_processor = _sees(config, args) or _hears(config, args) or _transcribes(config, args)
+    return AutoProcessor.from_pretrained(args.tokenizer or name) if has_processor else tokenizer
 
 
 def _sees(config: Any, args: argparse.Namespace) -> bool:
@@ -254,6 +258,31 @@ def _sees(config: Any, args: argparse.Namespace) -> bool:
     if args.images is not None or _embeds(config, args) or config.is_encoder_decoder:
         return bool(args.images)
     return not _has_class(auto.AutoModelForCausalLM, config) and _has_class(auto.AutoModelForImageTextToText, config)
+
+
+def _hears(config: Any, args: argparse.Namespace) -> bool:
+    """Return whether chats of a model take sounds: with ``--sounds``, or if it has no other class.
+
+    Raises:
+        ValueError: ``--sounds`` is given for a type without sounds in chats.
+    """
+    if _embeds(config, args) or _transcribes(config, args) or args.sounds is False:
+        return False
+    if config.model_type not in HEARING:
+        if args.sounds:
+            raise ValueError(
+                f"--sounds: chats of {config.model_type!r} take no sounds, only chats of {', '.join(HEARING)}"
+            )
+        return False
+    return bool(args.sounds) or not _has_class(auto.AutoModelForCausalLM, config)
+
+
+def _transcribes(config: Any, args: argparse.Namespace) -> bool:
+    """Return whether a model transcribes sounds, by its type and the class that saved it."""
+    if config.model_type not in TRANSCRIBING or args.task == "embed":
+        return False
+    saved = (config.architectures or [""])[0]
+    return bool(saved.endswith("ForCTC") if config.model_type in CTC else saved.endswith("ForConditionalGeneration"))
 
 
 def _has_class(kind: Any, config: Any) -> bool:
@@ -276,10 +305,15 @@ def _embeds(config: Any, args: argparse.Namespace) -> bool:
 
 def _kind(config: Any, args: argparse.Namespace) -> Any:
     """Return the auto class for a model."""
+    if _transcribes(config, args):
+        return auto.AutoModelForCTC if config.model_type in CTC else auto.AutoModelForSpeechSeq2Seq
     if _embeds(config, args):
         return auto.AutoModel
     if _sees(config, args):
         return auto.AutoModelForImageTextToText
+    if _hears(config, args):
+        named = _has_class(auto.AutoModelForMultimodalLM, config)
+        return auto.AutoModelForMultimodalLM if named else auto.AutoModelForSeq2SeqLM
     return auto.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto.AutoModelForCausalLM
 
 
@@ -287,6 +321,11 @@ def _load(name: str, args: argparse.Namespace, secret: str | None) -> Any:
     """Load and deploy a model."""
     config = _config_of(name)
     kind = _kind(config, args)
+    if config.model_type in WHISPER and _transcribes(config, args) and (args.pipeline_parallel_size or 1) > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={args.pipeline_parallel_size} cannot serve {name}: transcripts cut a sound into "
+            "windows, and stages encode it once; use --tensor-parallel-size"
+        )
     names: tuple[str, ...] = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "prefill_chunk_size")
     names += ("tensor_parallel_shares", "blocks_per_stage", "reuse_prefixes", "threads_per_worker", "dtype")
     names += () if _embeds(config, args) else ("speculative_tokens", "speculative_model")

@@ -1,4 +1,4 @@
-"""More endpoints: OpenAI's responses and embeddings, and vLLM's tokenization."""
+"""More endpoints: OpenAI's responses, embeddings and transcripts, and vLLM's tokenization."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.responses import Response as HTTPResponse
 
 from oslo_models.server.embeddings import EmbeddingRequest, entry
 from oslo_models.server.errors import RequestError
+from oslo_models.server.forms import read_form
 from oslo_models.server.rendering import json_response
 from oslo_models.server.responses import Response, ResponsesRequest
 from oslo_models.server.service import Service, with_errors
 from oslo_models.server.tokens import DetokenizeRequest, TokenizeRequest
+from oslo_models.server.transcripts import TranscriptionRequest
 
 
 class Endpoints:
@@ -36,7 +39,7 @@ class Endpoints:
     async def _response(self, request: ResponsesRequest) -> AsyncGenerator[Any, None]:
         """Yield the events of a stream; without a stream, yield the body only."""
         chat = request.chat()
-        served = self._service.find(request.model, generates=True)
+        served = self._service.find(request.model, "generate")
         assert served.generator is not None
         with self._service.admitted(1):
             (prompt,), (job,) = await served.jobs(chat)
@@ -50,7 +53,7 @@ class Endpoints:
                     yield each
 
     async def embeddings(self, request: EmbeddingRequest) -> HTTPResponse:
-        served = self._service.find(request.model, generates=False)
+        served = self._service.find(request.model, "embed")
         assert served.embedder is not None
         width = getattr(served.model.config, "hidden_size", None)
         if request.dimensions not in (None, width):
@@ -74,8 +77,23 @@ class Endpoints:
 
         return await json_response(body, sum(map(len, vectors)))
 
+    async def transcriptions(self, request: Request) -> HTTPResponse:
+        return await self._transcript(request, "transcribe")
+
+    async def translations(self, request: Request) -> HTTPResponse:
+        return await self._transcript(request, "translate")
+
+    async def _transcript(self, request: Request, task: str) -> HTTPResponse:
+        fields = read_form(request.headers.get("content-type", ""), await request.body())
+        asked, file = TranscriptionRequest.of_form(fields)
+        served = self._service.find(asked.model, "transcribe")
+        assert served.transcriber is not None
+        with self._service.admitted(1):
+            transcript = await served.transcriber.transcribe(file, asked, task)
+        return transcript.response(asked, task)
+
     async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
-        served = self._service.find(request.model, generates=None)
+        served = self._service.find(request.model, None)
         with self._service.admitted(1):
             served.check_texts(request.texts)
             ids = await served.in_tokenizer(request.encode, served.tokenizer)
@@ -83,7 +101,7 @@ class Endpoints:
         return {"count": len(ids), "max_model_len": served.length, "tokens": ids, "token_strs": texts}
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, str]:
-        served = self._service.find(request.model, generates=None)
+        served = self._service.find(request.model, None)
         with self._service.admitted(1):
             served.check_texts([request.tokens], "tokens")
             if request.tokens:

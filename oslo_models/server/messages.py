@@ -9,32 +9,31 @@ from typing import Any
 
 from oslo_models.server.bodies import require_small
 from oslo_models.server.images import IMAGE_PARTS, image_url
+from oslo_models.server.sounds import SOUND_PARTS, sound_part
 
 _TEXT = (None, "text", "input_text", "output_text")
 _UNSUPPORTED = ("function_call", "audio", "refusal")
 
 
 def template_messages(
-    messages: Sequence[dict[str, Any]], template: Any, with_images: bool = False
+    messages: Sequence[dict[str, Any]], template: Any, media: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Return messages for a chat template, with all their fields.
 
     The role ``developer`` becomes ``system`` if the template does not know it.
 
     Args:
-        with_images: keep image parts, as ``{"image_url": ..., "place": ...}`` beside ``{"text": ...}``. Content with
-            images stays a list of parts.
+        media: what is kept beside text: ``"images"``, as ``{"image_url": ..., "place": ...}`` beside ``{"text": ...}``,
+            and ``"sounds"``, as ``{"sound": ..., "format": ..., "place": ...}``. Content with them stays a list.
 
     Raises:
         ValueError: a message is not a chat message, or has other content than text. The error has its position.
     """
     knows_developer = "developer" in str(template)
-    return [
-        _message(message, f"messages[{index}]", knows_developer, with_images) for index, message in enumerate(messages)
-    ]
+    return [_message(message, f"messages[{index}]", knows_developer, media) for index, message in enumerate(messages)]
 
 
-def _message(message: dict[str, Any], place: str, knows_developer: bool, with_images: bool) -> dict[str, Any]:
+def _message(message: dict[str, Any], place: str, knows_developer: bool, media: Sequence[str]) -> dict[str, Any]:
     made = {key: value for key, value in message.items() if value is not None}
     if not isinstance(role := made.get("role"), str) or not role:
         raise ValueError(f"{place} has no role")
@@ -42,7 +41,7 @@ def _message(message: dict[str, Any], place: str, knows_developer: bool, with_im
         raise ValueError(f"{place}.{unsupported[0]} is not supported by this server")
     if role == "developer" and not knows_developer:
         made["role"] = "system"
-    made["content"] = _content(made.get("content", ""), f"{place}.content", with_images)
+    made["content"] = _content(made.get("content", ""), f"{place}.content", media)
     calls = made.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, list):
@@ -51,25 +50,28 @@ def _message(message: dict[str, Any], place: str, knows_developer: bool, with_im
     return made
 
 
-def _content(content: Any, place: str, with_images: bool) -> str | list[dict[str, str]]:
+def _content(content: Any, place: str, media: Sequence[str]) -> str | list[dict[str, Any]]:
     """Return the content of a message. Texts are joined by spaces, as in transformers' server."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError(f"{place} is {type(content).__name__}, neither a text nor a list of parts")
-    parts = []
+    parts: list[dict[str, Any]] = []
     for number, part in enumerate(content):
-        if isinstance(part, dict) and with_images and part.get("type") in IMAGE_PARTS:
-            here = f"{place}[{number}]"
+        here = f"{place}[{number}]"
+        if isinstance(part, dict) and "images" in media and part.get("type") in IMAGE_PARTS:
             parts.append({"image_url": image_url(part, here), "place": here})
             continue
+        if isinstance(part, dict) and "sounds" in media and part.get("type") in SOUND_PARTS:
+            parts.append(sound_part(part, here))
+            continue
         if isinstance(part, dict) and part.get("type") not in _TEXT:
-            takes = "text and images" if with_images else "text"
+            takes = " and ".join(("text", *media))
             raise ValueError(f"{place} of type {part['type']!r} is not supported; this server takes {takes}")
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             raise ValueError(f"{place} has a part that is not text")
         parts.append({"text": part["text"]})
-    if any("image_url" in part for part in parts):
+    if any("place" in part for part in parts):
         return parts
     return " ".join(part["text"] for part in parts)
 

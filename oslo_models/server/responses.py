@@ -12,6 +12,7 @@ from pydantic import Field
 from oslo_models.server.answers import Answer, event
 from oslo_models.server.images import IMAGE_PARTS
 from oslo_models.server.schema import ChatRequest, First, Objects, RequestBody, Stop
+from oslo_models.server.sounds import SOUND_PARTS
 
 _PASSED_ON: tuple[str, ...] = ("model", "temperature", "top_p", "num_beams", "stream", "seed", "stop")
 _PASSED_ON += ("parallel_tool_calls", "chat_template_kwargs")
@@ -70,12 +71,11 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"input: items of type {kind!r} are not supported by this server")
     content = item.get("content")
     if isinstance(content, list):
-        kinds = ("input_text", "output_text", "text", *IMAGE_PARTS)
+        media = (*IMAGE_PARTS, *SOUND_PARTS)
+        kinds = ("input_text", "output_text", "text", *media)
         if not all(isinstance(part, dict) and part.get("type") in kinds for part in content):
-            raise ValueError("input: this server supports text and images as the content of a message")
-        content = [
-            part if part["type"] in IMAGE_PARTS else {"type": "text", "text": part.get("text")} for part in content
-        ]
+            raise ValueError("input: this server supports text, images and sounds as the content of a message")
+        content = [part if part["type"] in media else {"type": "text", "text": part.get("text")} for part in content]
     return {"role": item.get("role"), "content": content}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar
 
@@ -11,8 +11,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from transformers import PreTrainedTokenizerBase
 
 from oslo_models.deploy.generation_limits import LEAST, MOST, is_scale
-from oslo_models.server.images import IMAGE_PARTS, ImageChats
+from oslo_models.server.images import IMAGE_PARTS
+from oslo_models.server.media_chats import MediaChats
 from oslo_models.server.messages import template_messages
+from oslo_models.server.sounds import SOUND_PARTS
 from oslo_models.server.structured import calls_schema, of_format, of_structured, tool_name
 
 MOST_STOPS, LONGEST_STOP = 32, 256
@@ -288,14 +290,14 @@ class ChatRequest(Generation):
     def visible_tools(self) -> list[dict[str, Any]] | None:
         return None if self.tool_choice == "none" else self.tools
 
-    def _for_template(self, template: Any, with_images: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def _for_template(self, template: Any, media: Sequence[str] = ()) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return the messages and the options for a chat template."""
         if not template:
             raise ValueError("this model has no chat template; use /v1/completions")
         reserved = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"enable_thinking"}
         if taken := sorted(reserved & set(self.chat_template_kwargs)):
             raise ValueError(f"chat_template_kwargs cannot set {taken}; it sets variables of the template")
-        messages = template_messages(self.messages, template, with_images)
+        messages = template_messages(self.messages, template, media)
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message needs add_generation_prompt=false")
         names = ("add_generation_prompt", "continue_final_message")
@@ -303,15 +305,15 @@ class ChatRequest(Generation):
         return messages, {**options, **self.chat_template_kwargs}
 
     def encode(self, tokenizer: Any) -> list[list[int]]:
-        messages, options = self._for_template(tokenizer.chat_template, with_images=False)
+        messages, options = self._for_template(tokenizer.chat_template)
         with _template_errors():
             return [tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"]]
 
-    def encode_with_images(self, images: ImageChats) -> tuple[list[int], dict[str, Any]]:
+    def encode_with_media(self, chats: MediaChats) -> tuple[list[int], dict[str, Any]]:
         """Return the tokens of the prompt, and the further arguments of ``generate``."""
-        messages, options = self._for_template(images.template, with_images=True)
+        messages, options = self._for_template(chats.template, chats.kinds)
         with _template_errors():
-            return images.encode(messages, options)
+            return chats.encode(messages, options)
 
     @property
     def prompts(self) -> list[Any]:
@@ -333,13 +335,13 @@ def _template_errors() -> Iterator[None]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return all strings in a nested value, without images."""
+    """Return all strings in a nested value, without images and sounds."""
     found, left = [], [value]
     while left:
         each = left.pop()
         if isinstance(each, str):
             found.append(each)
-        elif isinstance(each, dict) and each.get("type") in IMAGE_PARTS:
+        elif isinstance(each, dict) and each.get("type") in (*IMAGE_PARTS, *SOUND_PARTS):
             continue
         elif isinstance(each, (dict, list)):
             left += each.values() if isinstance(each, dict) else each

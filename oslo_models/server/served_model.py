@@ -18,11 +18,14 @@ from oslo_models.server.embeddings import Embedder
 from oslo_models.server.errors import RequestError
 from oslo_models.server.generation import AnswerGenerator
 from oslo_models.server.generation_defaults import GenerationDefaults
-from oslo_models.server.images import ImageChats, ImageLimits, has_images
+from oslo_models.server.images import ImageLimits
+from oslo_models.server.media_chats import MediaChats, takes_media
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.schema import ChatRequest, CompletionRequest, Generation
+from oslo_models.server.sounds import SoundLimits
 from oslo_models.server.text import StopAutomaton, prompt_context
 from oslo_models.server.token_reader import GenerationJob
+from oslo_models.server.transcriber import Transcriber, transcribes
 
 if TYPE_CHECKING:
     from oslo_models.deploy import Deployment
@@ -37,6 +40,8 @@ BATCH_ONLY = (
     "num_beams=1, and no more tokens in the prompt and the answer than --max-batch-length"
 )
 HEALTH_SECONDS = 2.0
+TASKS = {"generate": "generates text", "embed": "makes embeddings", "transcribe": "transcribes sounds"}
+"""The tasks of models, with verbs for messages."""
 
 
 class ServedModel:
@@ -48,10 +53,13 @@ class ServedModel:
         pooling, normalizes: settings of an embedding model; see `Embedder`.
         adapters: the loaded adapters: maps the names for clients to the names in the model.
         batch_only: refuse requests that cannot join the running batch.
-        image_limits: limits of the images in a request, if ``tokenizer`` is the processor of a model with images.
+        image_limits, sound_limits: limits of the images and sounds in a request, if ``tokenizer`` is the processor of a
+            model that takes them.
 
     Attributes:
-        images: prepares the images of chats; ``None`` for a model without images.
+        task: what the model does, one of `TASKS`.
+        media: prepares the images and sounds of chats; ``None`` for a model without them.
+        transcriber: transcribes sounds; ``None`` for a model of another task.
         adapter: the model's name for the adapter in use; ``None`` without an adapter.
         parent: for an adapter, the name of the base model.
         adapted: one entry per adapter of this model, with the same threads and workers.
@@ -77,25 +85,31 @@ class ServedModel:
         adapters: Mapping[str, str] | None = None,
         batch_only: bool = False,
         image_limits: ImageLimits = ImageLimits(),  # noqa: B008  immutable
+        sound_limits: SoundLimits = SoundLimits(),  # noqa: B008  immutable
     ) -> None:
-        self.images = None
-        if has_images(tokenizer):
-            self.images = ImageChats(tokenizer, model.config, image_limits)
+        self.media = self.transcriber = None
+        self.task = "generate" if model.can_generate() else "embed"
+        if transcribes(tokenizer, model.config):
+            self.task = "transcribe"
+            self.transcriber = Transcriber(model, tokenizer, sound_limits, places, metrics)
             tokenizer = tokenizer.tokenizer
-        self._batch_only = batch_only and model.can_generate()
+        elif takes_media(tokenizer, model.config):
+            self.media = MediaChats(tokenizer, model.config, image_limits, sound_limits)
+            tokenizer = tokenizer.tokenizer
+        generates = self.task == "generate"
+        self._batch_only = batch_only and generates
         self.model, self.tokenizer, self.name, self.places = model, tokenizer, name, places
         own = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length or UNKNOWN_LENGTH
         self.length = min(own, length or own)
         self.created = int(time.time())
-        self.generates = model.can_generate()
-        if not self.generates:  # in some models, positions start after the padding token; the tokenizer has the limit
+        if self.task == "embed":  # in some models, positions start after the padding token; the tokenizer has the limit
             self.length = min(self.length, tokenizer.model_max_length)
-        if adapters and not self.generates:
-            raise ValueError(f"adapters are for models that generate text; {name} makes embeddings")
-        self._defaults = GenerationDefaults(model.generation_config if self.generates else None)
+        if adapters and not generates:
+            raise ValueError(f"adapters are for models that generate text; {name} {TASKS[self.task]}")
+        self._defaults = GenerationDefaults(model.generation_config if generates else None)
         turns = AdapterTurns(model) if adapters else None
-        self.generator = AnswerGenerator(model, tokenizer, places, metrics, turns) if self.generates else None
-        self.embedder = None if self.generates else self._embedder(pooling, normalizes)
+        self.generator = AnswerGenerator(model, tokenizer, places, metrics, turns) if generates else None
+        self.embedder = self._embedder(pooling, normalizes) if self.task == "embed" else None
         # Separate threads: the server reports health while it tokenizes texts and while the model computes.
         self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "oslo-tokenize")
         self._compiling = ThreadPoolExecutor(1, "oslo-grammar")  # a slow grammar must not delay other requests
@@ -168,9 +182,9 @@ class ServedModel:
         """
         self.check_texts(request.prompts, request.param)
         media: dict[str, Any] = {}
-        if self.images is not None and isinstance(request, ChatRequest):
-            encode = partial(request.encode_with_images, self.images)
-            ids, media = await asyncio.get_running_loop().run_in_executor(self.images.threads, encode)
+        if self.media is not None and isinstance(request, ChatRequest):
+            encode = partial(request.encode_with_media, self.media)
+            ids, media = await asyncio.get_running_loop().run_in_executor(self.media.threads, encode)
             prompts = [ids]
         else:
             prompts = await self.in_tokenizer(request.encode, self.tokenizer)

@@ -25,7 +25,7 @@ from oslo_models.server.guard import log
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.rendering import json_response
 from oslo_models.server.schema import ChatRequest, CompletionRequest
-from oslo_models.server.served_model import ServedModel
+from oslo_models.server.served_model import TASKS, ServedModel
 from oslo_models.server.token_reader import GenerationJob
 
 
@@ -60,7 +60,7 @@ class Service:
         self, text: str, max_length: int = 15, num_beams: int = 5, no_repeat_ngram_size: int = 4
     ) -> dict[str, str]:
         """Implement the endpoint in OSLO's documentation. The defaults are OSLO's; the query can change them."""
-        served = self.find(None, generates=True)
+        served = self.find(None, "generate")
         generator = served.generator
         assert generator is not None
         with self.admitted(1):
@@ -87,7 +87,7 @@ class Service:
 
     async def model(self, name: str) -> dict[str, Any]:
         """Return one model. Its name may have slashes."""
-        served = self.find(name, generates=None)
+        served = self.find(name, None)
         return _entry(served)
 
     async def health(self, request: Request) -> Response:
@@ -123,30 +123,29 @@ class Service:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "workers have died or do not answer"}, 503)
 
-    def find(self, name: str | None, generates: bool | None) -> ServedModel:
+    def find(self, name: str | None, task: str | None) -> ServedModel:
         """Return the model for a request.
 
         Args:
-            name: the name of the model; ``None`` for the first model of this kind.
-            generates: ``True`` for a model that generates text, ``False`` for an embedding model, ``None`` for either.
+            name: the name of the model; ``None`` for the first model with this task.
+            task: what the model has to do, a key of `TASKS`; ``None`` for any.
 
         Raises:
-            RequestError: no model has this name, or the model is of the other kind.
+            RequestError: no model has this name, or the model has another task.
         """
-        kinds = [each for each in self.models_by_name.values() if generates in (None, each.generates)]
-        served = next(iter(kinds), self.default) if name is None else self.models_by_name.get(name)
+        able = [each for each in self.models_by_name.values() if task in (None, each.task)]
+        served = next(iter(able), self.default) if name is None else self.models_by_name.get(name)
         if served is None:
             message = (
                 f"there is no model {(name or '')[:NAME]!r} here, only {', '.join(map(repr, self.models_by_name))}"
             )
             raise RequestError(404, message, "model_not_found", "model")
-        if generates not in (None, served.generates):
-            does = "generates text" if served.generates else "makes embeddings"
-            raise RequestError(400, f"the model {served.name!r} only {does}", None, "model")
+        if task not in (None, served.task):
+            raise RequestError(400, f"the model {served.name!r} only {TASKS[served.task]}", None, "model")
         return served
 
     async def _respond(self, request: CompletionRequest | ChatRequest) -> Response:
-        served = self.find(request.model, generates=True)
+        served = self.find(request.model, "generate")
         count = len(request.prompts) * request.n
         if request.stream:
             events = self._events(request, served, count)

@@ -22,7 +22,9 @@ from PIL import Image
 
 from oslo_models.cli.main import make_parser
 from oslo_models.server.app import application
-from oslo_models.server.images import FORMATS, ImageChats, ImageLimits, read_image
+from oslo_models.server.images import FORMATS, ImageLimits, read_image
+from oslo_models.server.media_chats import MediaChats
+from oslo_models.server.sounds import SoundLimits
 
 from support import zoo
 from support.http_server import LocalModel, StubModel, connect, post_bytes, post_json, read_answer
@@ -100,7 +102,7 @@ def test_placeholders_in_the_text_of_a_client_are_text(local: LocalModel, proces
     assert (status, answer["usage"]["prompt_tokens"]) == (200, 4 + 4)
     status, answer = ask(app, "w7 <image>")
     assert (status, answer["usage"]["prompt_tokens"]) == (200, 3)
-    chats = ImageChats(processor, local.config, ImageLimits())
+    chats = MediaChats(processor, local.config, ImageLimits(), SoundLimits())
     ids, media = chats.encode([{"role": "w5", "content": "<image>"}], {})
     assert local.config.image_token_id not in ids
     assert not media

@@ -595,7 +595,55 @@ def documents_of_a_row_separated_by_stages_only(patch: Patch) -> None:
     Edit("modeling.forward:with_full_stage_outputs", call, f'kwargs.setdefault("use_cache", False); {call}')(patch)
 
 
+def seconds_of_sounds_unchecked(patch: Patch) -> None:
+    Edit("server.sounds:SoundReader.open_parts", "seconds > self._limits.seconds", "False")(patch)
+
+
+def windows_of_models_unchecked(patch: Patch) -> None:
+    Edit("server.sounds:SoundReader.open", "(self._limits.seconds, self._longest)", "(self._limits.seconds,)")(patch)
+
+
+def sounds_decoded_one_by_one(patch: Patch) -> None:
+    old = "opened.append((self.open("
+    Edit("server.sounds:SoundReader.open_parts", old, f"opened and opened[0][0].decode(); {old}")(patch)
+
+
+def sounds_in_another_order(patch: Patch) -> None:
+    Edit(
+        "server.media_chats:MediaChats._read_sounds", "for sound, place in opened", "for sound, place in opened[::-1]"
+    )(patch)
+
+
+def sounds_of_the_first_channel(patch: Patch) -> None:
+    Edit("server.sound_files:_wav_samples", ".mean(1)", "[:, 0]")(patch)
+
+
+def sounds_at_their_own_rate(patch: Patch) -> None:
+    Edit("server.resampling:resample", "if rate == wanted:", "if True:")(patch)
+
+
+def placeholders_of_clients(patch: Patch) -> None:
+    Edit("server.media_chats:MediaChats._shown", 'self.plain(part["text"])', 'part["text"]')(patch)
+
+
 MUTANTS: dict[str, list[Caught]] = {
+    "server/test_server_sounds.py": [
+        (seconds_of_sounds_unchecked, "test_limits_are_checked_before_any_sound_is_decoded", {"case": "sum"}),
+        (windows_of_models_unchecked, "test_limits_are_checked_before_any_sound_is_decoded", {"case": "length"}),
+        (sounds_decoded_one_by_one, "test_limits_are_checked_before_any_sound_is_decoded", {"case": "second"}),
+        (sounds_in_another_order, "test_several_sounds_keep_their_order", {}),
+        (
+            sounds_of_the_first_channel,
+            "test_rates_and_channels_are_converted_for_the_model",
+            {"rate": 44100, "channels": 2},
+        ),
+        (
+            sounds_at_their_own_rate,
+            "test_rates_and_channels_are_converted_for_the_model",
+            {"rate": 8000, "channels": 1},
+        ),
+        (placeholders_of_clients, "test_placeholders_in_the_text_of_a_client_are_text", {}),
+    ],
     "compat/test_any_model.py": [
         (
             untried_layers_sharded,
