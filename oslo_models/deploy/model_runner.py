@@ -173,13 +173,20 @@ class ModelRunner:
     def _cancellation_criterion(self, number: int) -> Callable[..., Tensor]:
         """Return a criterion that stops `generate` after a cancellation, at the same token on all ranks.
 
-        Between two tokens, it lets the running batch compute a step.
+        Whisper goes on with the next window of a sound after it has been stopped; then the criterion raises on all
+        ranks. Between two tokens, it lets the running batch compute a step.
         """
         import torch
 
+        from oslo_models.deploy.cancellation import CallCancelled
         from oslo_models.distributed.collectives import all_reduce
 
+        ended = False
+
         def is_cancelled(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            nonlocal ended
+            if ended:
+                raise CallCancelled("the call was cancelled, and its method of decoding goes on")
             self.progress += 1
             batch: RunningBatch | None = vars(self).get("batch")
             flags = [number in self._cancelled, batch is not None and batch.wants_turn()]
@@ -188,6 +195,7 @@ class ModelRunner:
             if turn:
                 assert batch is not None
                 batch.take_turn()
+            ended = bool(ends)
             return torch.full((len(input_ids),), bool(ends), device=input_ids.device)
 
         is_cancelled.is_agreed = True  # type: ignore[attr-defined]

@@ -91,7 +91,7 @@ class ServedModel:
         self.task = "generate" if model.can_generate() else "embed"
         if transcribes(tokenizer, model.config):
             self.task = "transcribe"
-            self.transcriber = Transcriber(model, tokenizer, sound_limits, places, metrics)
+            self.transcriber = Transcriber(model, tokenizer, sound_limits, metrics)
             tokenizer = tokenizer.tokenizer
         elif takes_media(tokenizer, model.config):
             self.media = MediaChats(tokenizer, model.config, image_limits, sound_limits)

@@ -14,6 +14,7 @@ from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.server.errors import RequestError
 from oslo_models.server.media_chats import DECODERS, plain_text
 from oslo_models.server.metrics import Metrics
+from oslo_models.server.sound_files import SoundFile
 from oslo_models.server.sounds import SoundLimits, SoundReader, has_ears, rate_of
 from oslo_models.server.transcripts import Segment, Transcript, TranscriptionRequest
 
@@ -43,20 +44,22 @@ def transcribes(processor: Any, config: Any) -> bool:
 class Transcriber:
     """Transcribes sounds in separate threads.
 
+    A sound is decoded when its turn has come, since a long one takes much more memory than its file. One thread decodes
+    while the model computes for another.
+
     Args:
         model: a deployed model.
         processor: the model's processor, from transformers.
-        threads: limit of concurrent calls.
     """
 
-    def __init__(self, model: Deployment, processor: Any, limits: SoundLimits, threads: int, metrics: Metrics) -> None:
+    def __init__(self, model: Deployment, processor: Any, limits: SoundLimits, metrics: Metrics) -> None:
         self._model, self._processor, self._metrics = model, processor, metrics
         self._type, self._rate = model.config.model_type, rate_of(processor)
         whole = None if self._type in WHISPER else WHOLE_SECONDS
         self._reader = SoundReader(self._rate, limits, whole)
         self._dtype = model.config.dtype or torch.get_default_dtype()
-        self._decoding = ThreadPoolExecutor(DECODERS, "oslo-sounds")
-        self._threads = ThreadPoolExecutor(threads, "oslo-transcribe")
+        self._opening = ThreadPoolExecutor(1, "oslo-headers")  # an MP3 has a header in each of its frames
+        self._threads = ThreadPoolExecutor(DECODERS, "oslo-transcribe")
         self._languages = _Languages(model.generation_config) if self._type in WHISPER else None
 
     async def transcribe(self, file: bytes, request: TranscriptionRequest, task: str) -> Transcript:
@@ -69,19 +72,16 @@ class Transcriber:
             RequestError: the file is no sound, or the model does not do what the request asks for.
         """
         options = self._options(request, task)
-        loop = asyncio.get_running_loop()
-        seconds, inputs = await loop.run_in_executor(self._decoding, self._inputs, file, request)
-        cancellation = Cancellation()
+        loop, cancellation = asyncio.get_running_loop(), Cancellation()
+        sound = await loop.run_in_executor(self._opening, self._reader.open, file, None, "file", "file")
         try:
-            call = partial(self._call, inputs, options, request, cancellation)
-            made = await loop.run_in_executor(self._threads, call)
+            call = partial(self._call, sound, options, request, cancellation)
+            return await loop.run_in_executor(self._threads, call)
         except asyncio.CancelledError:
             self._metrics.count("cancelled_calls_total")
             raise
         finally:
             cancellation.cancel()
-        made.seconds = seconds
-        return made
 
     def _options(self, request: TranscriptionRequest, task: str) -> dict[str, Any]:
         """Return the arguments of `generate`, except those with the sound."""
@@ -104,7 +104,15 @@ class Transcriber:
             raise _refused("translation", self._type, "model")
         if self._type in CTC and request.temperature:
             raise _refused("temperature", self._type, "temperature")
-        return options | {"do_sample": bool(request.temperature)}
+        return options | {"do_sample": bool(request.temperature), **self._length()}
+
+    def _length(self) -> dict[str, int]:
+        """Return the limit of new tokens if the checkpoint has none. Otherwise `generate` would stop after 20."""
+        settings, config = self._model.generation_config, self._model.config
+        if any(getattr(settings, name, None) is not None for name in ("max_length", "max_new_tokens")):
+            return {}
+        positions = getattr(config, "max_target_positions", None) or config.max_position_embeddings
+        return {"max_new_tokens": positions - 1}
 
     def _prompt(self, text: str) -> torch.Tensor:
         """Return the tokens of a prompt. Special tokens and times in the text are text."""
@@ -116,9 +124,8 @@ class Transcriber:
             raise RequestError(400, f"the prompt has {len(ids)} tokens, more than {most}", None, "prompt")
         return ids
 
-    def _inputs(self, file: bytes, request: TranscriptionRequest) -> tuple[float, dict[str, Any]]:
-        """Return the seconds of a sound, and the arguments with it."""
-        sound = self._reader.open(file, None, "file", "file")
+    def _inputs(self, sound: SoundFile) -> dict[str, Any]:
+        """Return the arguments of a call with a sound."""
         samples = self._reader.decode(sound, "file", "file")
         options: dict[str, Any] = {"sampling_rate": self._rate, "return_tensors": "pt"}
         if self._languages is not None and len(samples) > self._processor.feature_extractor.n_samples:
@@ -126,33 +133,35 @@ class Transcriber:
             self._languages.require_times(f"a sound of {sound.seconds:g} s, longer than {limit} s,", "file")
             options |= {"truncation": False, "padding": "longest", "return_attention_mask": True}
         found = self._processor(audio=samples, **options)
-        cast = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in found.items()}
-        return sound.seconds, cast
+        inputs = {name: value.to(self._dtype) if value.is_floating_point() else value for name, value in found.items()}
+        if "truncation" in options:  # published checkpoints turn times off, with which windows are cut
+            inputs["return_timestamps"] = True
+        return inputs
 
     def _call(
         self,
-        inputs: Mapping[str, Any],
+        sound: SoundFile,
         options: dict[str, Any],
         request: TranscriptionRequest,
         cancellation: Cancellation,
     ) -> Transcript:
         """Compute a transcript in this thread."""
-        tokenizer = self._processor.tokenizer
+        inputs = self._inputs(sound)
         if self._type in CTC:
             ids = self._model(**inputs).logits[0].argmax(-1).tolist()
-            return Transcript(tokenizer.decode(ids), 0.0)
+            return Transcript(self._processor.tokenizer.decode(ids), sound.seconds)
         given: dict[str, Any] = {"seed": None, "cancellation": cancellation, "streamer": None}
         language = None
         if self._languages is not None and request.timed:
             language, options = self._with_language(inputs, options, given)
-        made: Any = self._model.generate(**inputs, **options, **given)
+        made: Any = self._model.generate(**{**inputs, **options}, **given)
         segments = []
         if isinstance(made, Mapping):
             segments = [self._segment(each) for each in made["segments"][0]]
             made = made["sequences"]
         ids = made[0].tolist()
         self._metrics.count("generated_tokens_total", len(ids))
-        return Transcript(self._text(ids).strip(), 0.0, segments, language)
+        return Transcript(self._text(ids).strip(), sound.seconds, segments, language)
 
     def _with_language(
         self, inputs: Mapping[str, Any], options: dict[str, Any], given: Mapping[str, Any]

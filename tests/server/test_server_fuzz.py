@@ -80,6 +80,7 @@ KEYS = [
 KEYS += ["include_usage", "json", "regex", "choice", "grammar", "format", "\ud800", "tool_calls", "arguments", "\0"]
 ROLES = ["user", "assistant", "system", "tool", "developer", "", "\0"]
 KINDS = ["text", "input_text", "json_object", "json_schema", "function", "message", "image_url", "function_call_output"]
+KINDS += ["input_audio"]
 
 
 class Fuzz:

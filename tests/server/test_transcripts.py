@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,12 @@ import torch
 
 pytest.importorskip("uvicorn")
 
+from transformers import StoppingCriteriaList
+
+from oslo_models import registry
 from oslo_models.cli.main import make_parser
+from oslo_models.deploy.cancellation import CallCancelled
+from oslo_models.deploy.model_runner import ModelRunner
 from oslo_models.server.app import application
 from oslo_models.server.command import _kind, _load, _transcribes
 from oslo_models.server.errors import RequestError
@@ -157,20 +163,21 @@ def test_transcripts_of_other_types_equal_transformers(model_type: str) -> None:
         if model_type in CTC:
             expected = processor.tokenizer.decode(model(**inputs).logits[0].argmax(-1))
         else:
-            expected = processor.tokenizer.decode(model.generate(**inputs)[0], skip_special_tokens=True)
+            length = {"max_new_tokens": {"moonshine": 63, "speech_to_text": 31}[model_type]}
+            expected = processor.tokenizer.decode(model.generate(**inputs, **length)[0], skip_special_tokens=True)
         status, answer = send(app, wav(samples))
         assert (status, json.loads(answer)["text"]) == (200, expected.strip())
 
 
 def whisper_calls(model: Any, inputs: tuple[dict[str, Any], ...]) -> list[Any]:
     """Return the results of the calls that transcripts make, for a short and a long sound."""
-    options = {"temperature": 0.0, "return_dict_in_generate": False}
+    options = {"temperature": 0.0, "return_dict_in_generate": False, "return_timestamps": True}
     set_whisper_generation(model.generation_config)
     found = []
     for each in inputs:
         for task in ("transcribe", "translate"):
             found.append(model.generate(**each, **options, task=task).tolist())
-        timed = model.generate(**each, **options, return_timestamps=True, return_segments=True, language="<|de|>")
+        timed = model.generate(**each, **options, return_segments=True, language="<|de|>")
         times = [(float(one["start"]), float(one["end"]), one["tokens"].tolist()) for one in timed["segments"][0]]
         found += [timed["sequences"].tolist(), times]
         prompt = torch.tensor([PREVIOUS, 7, 8])
@@ -213,6 +220,55 @@ def test_command_serves_transcripts(model_type: str, tmp_path: Path) -> None:
                 assert (status, json.loads(answer)) == (200, json.loads(expected))
         status, _, answer = read_answer(connect(url, post_bytes("/v1/completions", b'{"prompt": "w7"}')))
         assert (status, "only transcribes sounds" in answer.decode()) == (400, True)
+
+
+def test_cancelled_sounds_end_before_their_next_window(whisper: Any) -> None:
+    model, processor = whisper
+    cls: Any = registry.find("WhisperForConditionalGeneration")
+    own = cls.from_config_with_parallel(model.config, 1, dtype=torch.float64, seed=0).eval()
+    set_whisper_generation(own.generation_config)
+    runner = object.__new__(ModelRunner)
+    runner.model, runner.progress, runner._cancelled = own, 0, {7}
+    criteria = StoppingCriteriaList([runner._cancellation_criterion(7)])
+    with pytest.raises(CallCancelled):
+        own.generate(**features_of(processor, LONG), return_timestamps=True, stopping_criteria=criteria)
+    assert runner.progress == 1
+    criteria = StoppingCriteriaList([runner._cancellation_criterion(8)])
+    own.generate(**features_of(processor, LONG), return_timestamps=True, stopping_criteria=criteria)
+    assert runner.progress > 10
+
+
+def test_waiting_files_are_decoded_when_their_turn_comes(whisper: Any) -> None:
+    """Decoded sounds of waiting requests would fill the memory."""
+    model, processor = whisper
+    local, release = LocalModel(model), threading.Event()
+    decoded, waiting = list[int](), list[int]()
+    decode = SoundFile.decode
+
+    def counted(self: SoundFile) -> Any:
+        decoded.append(1)
+        return decode(self)
+
+    def generate(**options: Any) -> Any:
+        release.wait(30)
+        return LocalModel.generate(local, **options)
+
+    local.generate = generate  # type: ignore[method-assign]
+    app = application(local, processor, "model")
+    body, headers = form([], wav(SHORT))
+
+    async def ask_all() -> list[Any]:
+        calls = [asyncio.ensure_future(call(app, "POST", PATH, body, headers)) for _ in range(8)]
+        await asyncio.sleep(1.0)
+        waiting.append(len(decoded))
+        release.set()
+        return list(await asyncio.gather(*calls))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SoundFile, "decode", counted)
+        answers = asyncio.run(ask_all())
+    assert [status for status, _, _ in answers] == [200] * 8
+    assert (waiting, len(decoded)) == ([2], 8)
 
 
 def test_client_of_openai_gets_transcripts(app: Any) -> None:

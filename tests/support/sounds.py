@@ -183,6 +183,7 @@ _WHISPER_SIZE = NO_TIMES + 1 + 50 * WINDOW + 1
 def set_whisper_generation(settings: Any) -> None:
     """Give the tiny Whisper the languages, tasks and times of a published one."""
     settings.no_timestamps_token_id, settings.is_multilingual, settings.max_length = NO_TIMES, True, 12
+    settings.return_timestamps = False
     settings.lang_to_id = {"<|en|>": ENGLISH, "<|de|>": GERMAN}
     settings.task_to_id = {"transcribe": TRANSCRIBE, "translate": TRANSLATE}
     settings.prev_sot_token_id, settings.eos_token_id, settings.pad_token_id = PREVIOUS, END, END
@@ -224,7 +225,7 @@ def transcribing_model(model_type: str) -> tuple[Any, Any]:
     elif model_type == "speech_to_text":
         config.max_source_positions = 6000
     elif model_type == "moonshine":
-        config.max_position_embeddings = 512
+        config.max_position_embeddings = 64
     heads = {"whisper": "WhisperForConditionalGeneration", "wav2vec2": "Wav2Vec2ForCTC"}
     model = reference_model(heads.get(model_type) or zoo.main_head(model_type), config, 0).eval()
     if model_type == "whisper":
