@@ -7,6 +7,7 @@ the bytes that are there. So a sound can be refused before any sample is decoded
 from __future__ import annotations
 
 import io
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,11 +83,12 @@ class SoundFile:
         return samples
 
 
-def open_sound(data: bytes, kind: str | None = None) -> SoundFile:
+def open_sound(data: bytes, kind: str | None = None, most: float = math.inf) -> SoundFile:
     """Read the header of a sound.
 
     Args:
         kind: one of `FORMATS`; ``None`` for the format that the first bytes tell.
+        most: seconds after which no further frames are counted. The result is longer than that.
 
     Raises:
         ValueError: the format is unknown, or the header is damaged, lies about the length, or exceeds a limit. The
@@ -98,7 +100,7 @@ def open_sound(data: bytes, kind: str | None = None) -> SoundFile:
     if found is None or kind not in (None, found):
         raise ValueError(f"is no {'WAV, FLAC or MP3' if kind is None else kind.upper()} file")
     try:
-        sound = _READERS[found](data)
+        sound = _open_mp3(data, most) if found == "mp3" else _open_flac(data) if found == "flac" else _open_wav(data)
     except (struct.error, IndexError):
         raise ValueError("ends inside its header") from None
     if sound.rate not in RATES:
@@ -200,7 +202,7 @@ def _open_flac(data: bytes) -> SoundFile:
     return SoundFile(rate, channels, frames, lambda: _decoded(data, "FLAC", frames, 0))
 
 
-def _open_mp3(data: bytes) -> SoundFile:
+def _open_mp3(data: bytes, most: float) -> SoundFile:
     """Count the frames of an MP3 file by their headers."""
     start = 0
     if data[:3] == b"ID3":
@@ -213,13 +215,13 @@ def _open_mp3(data: bytes) -> SoundFile:
         raise ValueError("has no frames of MP3 after its tag")
     rate, channels, samples, _ = first
     place, count = start, 0
-    while (header := _frame_header(data, place)) is not None:
+    while (header := _frame_header(data, place)) is not None and count * samples <= most * rate:
         if header[:3] != first[:3]:
             raise ValueError("changes its sampling rate or its channels")
         place += header[3]
         count += 1
     rest = data[place:]
-    if place > len(data) or (rest.strip(b"\0") and not rest.startswith(_TAGS)):
+    if header is None and (place > len(data) or (rest.strip(b"\0") and not rest.startswith(_TAGS))):
         raise ValueError("is damaged, or ends inside a frame")
     frames = count * samples
     return SoundFile(rate, channels, frames, lambda: _decoded(data[start:], "MP3", frames, _TRIMMED))
@@ -269,6 +271,3 @@ def _decoded(data: bytes, kind: str, frames: int, less: int) -> Any:
     if count == 0 or count < frames - less:
         raise ValueError(f"promises {frames} samples in its headers, and has {count}")
     return mono[:count]
-
-
-_READERS: dict[str, Callable[[bytes], SoundFile]] = {"wav": _open_wav, "flac": _open_flac, "mp3": _open_mp3}

@@ -137,7 +137,7 @@ class SoundReader:
             RequestError: it cannot be read, or is too long.
         """
         try:
-            sound = open_sound(data, kind)
+            sound = open_sound(data, kind, self._limits.seconds)
         except ValueError as error:
             raise RequestError(400, f"{place} {error}", None, param) from None
         for most in (self._limits.seconds, self._longest):

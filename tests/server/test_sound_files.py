@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import struct
+import time
 import tracemalloc
 from typing import Any
 
@@ -157,6 +158,15 @@ def test_mp3_counts_the_frames_that_are_there() -> None:
     assert 2.0 <= sound.seconds < 2.3
     tripled = open_sound(data + data + data)
     assert tripled.frames == 3 * sound.frames
+
+
+def test_flood_of_mp3_frames_is_not_counted_to_its_end() -> None:
+    frame = b"\xff\xe3\x18\xc4" + bytes(68)  # 72 ms in 72 bytes, of MPEG 2.5
+    flood = frame * (1 << 18)
+    began = time.monotonic()
+    sound = open_sound(flood, "mp3", 60)
+    assert 60 < sound.seconds < 60.2
+    assert time.monotonic() - began < 0.5
 
 
 def damage(data: bytes, at: int, new: bytes) -> bytes:
