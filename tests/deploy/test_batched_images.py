@@ -263,6 +263,22 @@ def test_images_that_fail_end_their_call_only(model_type: str, seed: int) -> Non
 
 @TYPES
 @torch.no_grad()
+def test_images_of_several_rows_that_fail_end_their_call_once(model_type: str, seed: int) -> None:
+    """Two groups of rows, as on two stages: a row's step is published when the images of another row fail."""
+    name, model, whole = pair(model_type, seed)
+    row = one_row(name, model.config, seed, 2, 5)
+    both = {key: torch.cat((value, value)) if isinstance(value, Tensor) else value for key, value in row.items()}
+    wrong = {**both, "pixel_values": both["pixel_values"][:, 1:]}
+    application = Application(model, LIMITS, groups=2)
+    for number, call in enumerate((wrong, both)):
+        application.send(number, request(number, call, config=model.config))
+    application.run()
+    assert isinstance(application.answer(0), Failure)
+    expect(application, 1, whole, both)
+
+
+@TYPES
+@torch.no_grad()
 def test_images_of_calls_that_end_early_are_dropped(model_type: str, seed: int) -> None:
     """Calls are cancelled before their prompts are computed. Steps tell the followers."""
     name, model, whole = pair(model_type, seed)

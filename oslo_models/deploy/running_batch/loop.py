@@ -227,10 +227,15 @@ class RunningBatch:
             self._images[request.number, images.row] = images
 
     def _drop_images(self, number: int) -> bool:
-        """Drop the images of a call. Return whether there were any."""
+        """Drop the images of a call. Return whether there were any.
+
+        Published steps keep theirs: the other ranks compute these steps, too.
+        """
         rows = [key for key in self._images if key[0] == number]
+        published = {(step.number, step.row) for step in self._ahead if step.begins and step.encodes}
         for key in rows:
-            del self._images[key]
+            if key not in published:
+                del self._images[key]
         return bool(rows)
 
     def _run(self, step: Step) -> Tensor | None:
@@ -263,7 +268,8 @@ class RunningBatch:
         try:
             logits_BV = self._run(step)
         except ImagesError as error:
-            self._fail(step.number, error.__cause__ or error)
+            if step.number in self._calls:  # another row of the call may have failed before
+                self._fail(step.number, error.__cause__ or error)
             return
         except Exception as error:  # noqa: BLE001  everything is reported
             self._give_up(error)
