@@ -393,6 +393,16 @@ Each type matches transformers in drawn configurations, and its blocks save less
 tested, or gather the tokens: state-space models, linear attention, convolutions, windows of images.
 """
 
+NO_CONTEXT_PARALLEL = dict.fromkeys(
+    (
+        *("CohereCompassVisionModel", "Cosmos3EdgeVisionModel", "Exaone4_5_VisionModel", "Glm4vVisionModel"),
+        *("Glm4vMoeVisionModel", "GlmOcrVisionModel", "MuseGlimmerVisionModel", "PaddleOCRVisionModel"),
+        *("PaddleOCRVisionTransformer", "Qwen3ASREncoder", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel"),
+    ),
+    "its hidden states have no dimension of rows",
+)
+"""Classes of these types that ``context_parallel_size`` does not support, with the reason."""
+
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),
