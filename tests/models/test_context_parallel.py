@@ -374,7 +374,7 @@ def check_files(step: Step, tp: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_checkpoints_are_those_of_one_copy_of_the_weights(pool: Pool, tp: int, tmp_path: Path, seed: int) -> None:
+def test_checkpoints_hold_one_copy_of_the_weights(pool: Pool, tp: int, tmp_path: Path, seed: int) -> None:
     step = reference_step("LlamaForCausalLM", llama(), seed)
     pool.run(2 * tp, check_files, step, tp, tmp_path)
     model = zoo.original("LlamaForCausalLM").from_pretrained(tmp_path / "merged", dtype=torch.float64)
