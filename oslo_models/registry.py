@@ -383,7 +383,7 @@ _HEADS = """
     yolos youtu
 """
 _KEYS = """
-    blip bloom cpmant deberta deberta-v2 flaubert flint gemma2 git gpt_neo gpt_neox_japanese gpt_oss granite_swa
+    blip bloom cpmant deberta-v2 flaubert flint gemma2 git gpt_neo gpt_neox_japanese gpt_oss granite_swa
     granitemoe_swa lxmert megatron-bert mimo_v2_flash mpnet mpt openai-gpt rembert roformer sew-d speech_to_text tapas
     trocr vaultgemma visual_bert xglm xlm
 """
@@ -391,8 +391,19 @@ CONTEXT_PARALLEL = {**dict.fromkeys(_HEADS.split(), "heads"), **dict.fromkeys(_K
 """Model types that ``context_parallel_size`` supports, and what their attention exchanges: heads, or keys and values.
 
 Each type matches transformers in drawn configurations, and its blocks save less on each rank. Other types were not
-tested, or gather the tokens: state-space models, linear attention, convolutions, windows of images.
+tested, or gather the tokens: state-space models, linear attention, convolutions, windows of images. DeBERTa is
+TorchScript in older releases of transformers.
 """
+
+NO_CONTEXT_PARALLEL = dict.fromkeys(
+    (
+        *("CohereCompassVisionModel", "Cosmos3EdgeVisionModel", "Exaone4_5_VisionModel", "Glm4vVisionModel"),
+        *("Glm4vMoeVisionModel", "GlmOcrVisionModel", "MuseGlimmerVisionModel", "PaddleOCRVisionModel"),
+        *("PaddleOCRVisionTransformer", "Qwen3ASREncoder", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel"),
+    ),
+    "its hidden states have no dimension of rows",
+)
+"""Classes of these types that ``context_parallel_size`` does not support, with the reason."""
 
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),

@@ -15,7 +15,13 @@ from oslo_models.checkpoint.quantized.weight import missing_library
 from oslo_models.config.sources import HUB_ARGUMENTS
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
-from oslo_models.registry import CONTEXT_PARALLEL, NO_SEQUENCE_PARALLEL, did_you_mean, model_type_of
+from oslo_models.registry import (
+    CONTEXT_PARALLEL,
+    NO_CONTEXT_PARALLEL,
+    NO_SEQUENCE_PARALLEL,
+    did_you_mean,
+    model_type_of,
+)
 from oslo_models.sharding.pipeline_rules import ONE_F_ONE_B, SCHEDULES
 from oslo_models.sharding.plan import Plan
 
@@ -254,6 +260,8 @@ def check_context_parallel(cls: type[Any], size: int, is_quantized: bool) -> Non
     model_type = None if has_own_plan else model_type_of(cls)
     if model_type is None:
         raise ValueError(f"{name} does not support {cls.__name__}: it has a plan of your own; leave it out")
+    if reasons := [NO_CONTEXT_PARALLEL[base.__name__] for base in cls.__mro__ if base.__name__ in NO_CONTEXT_PARALLEL]:
+        raise ValueError(f"{name} does not support {cls.__name__}: {reasons[0]}; leave it out")
     if model_type not in CONTEXT_PARALLEL:
         raise ValueError(
             f"{name} does not support {cls.__name__}: it was not tested with {model_type}; leave it out. Column cp of "

@@ -346,7 +346,7 @@ SLOW: dict[str, list[Row]] = {
         ),
         (
             "distributed.partial_norm:PartialNorm.__torch_function__",
-            "first._reduced(local, first.mesh.model)",
+            "first._reduced(local, first.mesh.weights)",
             "first._reduced(local, first.mesh.tp)",
             CLIPS,
             {"variant": "gpt2", "tp": 1, "pp": 2},
