@@ -19,10 +19,14 @@ OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "labels", "decoder_i
 def shortened(batch: dict[str, Any], length: int) -> dict[str, Any]:
     """Keep the last tokens of each row."""
     tokens = batch["input_ids"].shape[-1]
-    return {
-        key: value[..., tokens - length :].contiguous() if value.shape[-1:] == (tokens,) else value
-        for key, value in batch.items()
-    }
+
+    def of(value: Any) -> Any:
+        dims = [
+            dim for dim in (-1, -2) if value.dim() >= -dim and value.shape[dim] == tokens
+        ]  # Tapas: seven kinds last
+        return value.narrow(dims[0], tokens - length, length).contiguous() if dims else value
+
+    return {key: of(value) for key, value in batch.items()}
 
 
 def drawn_step(name: str, model_type: str, seed: int, n: int, length: int | None) -> tuple[Step, dict[str, Any], str]:
