@@ -94,9 +94,10 @@ class TrainableModel(PreTrainedModel):
             ValueError: ``DistributedDataParallel`` is being constructed over ranks with different shards, which it
                 would overwrite with the shards of its first rank. Or ``FullyShardedDataParallel`` is being constructed.
         """
-        if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.model.size > 1:
+        mesh = self.mesh
+        if not torch.compiler.is_compiling() and mesh is not None and (mesh.is_sharded or mesh.cp.size > 1):
             refuse_fsdp1(f"this {type(self).__name__}")
-            _require_replicas(self, self.mesh, prefix)
+            _require_replicas(self, mesh, prefix)
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def named_parameters(

@@ -17,7 +17,7 @@ import torch
 from oslo_models import registry
 
 from support import draws, pipelines, zoo
-from support.generation import GREEDY, Tokens, generate_tokens, token_differences
+from support.generation import GREEDY, Tokens, depend_on_rounding, generate_tokens, token_differences
 from support.pipelines import loop_differences
 from support.pool import Pool
 from support.reference import Step, reference_model, saved_step, step_differences
@@ -63,24 +63,9 @@ def reference(name: str, drawn: draws.Draw, seed: int, folder: Path) -> tuple[St
         raise ValueError("gradients are not finite")
     generates = zoo.original(name).can_generate() and not name.endswith(("DoubleHeadsModel", "ForCTC"))
     tokens = generate_tokens(reference_model(name, config, seed), batch, GREEDY) if generates else {}
-    if tokens and hasattr(config, "index_topk_blocks"):
-        require_no_ties(name, config, seed, batch, tokens)
+    if depend_on_rounding(name, config, seed, batch, tokens, GREEDY):
+        raise ValueError("the chosen blocks of keys depend on rounding")
     return step, tokens
-
-
-def require_no_ties(name: str, config: Any, seed: int, batch: dict[str, Any], tokens: Tokens) -> None:
-    """Raise ``ValueError`` if transformers' tokens change with rounding errors of the weights.
-
-    Padded positions have equal keys, so blocks of them have equal scores, and rounding chooses among these blocks.
-    """
-    for draw in range(4):
-        model, generator = reference_model(name, config, seed), torch.Generator().manual_seed(draw)
-        with torch.no_grad():
-            for param in model.parameters():
-                param *= 1 + 1e-14 * torch.randn(param.shape, generator=generator, dtype=param.dtype)
-        found = generate_tokens(model, batch, GREEDY)
-        if any(not torch.equal(found[way], tokens[way]) for way in tokens):
-            raise ValueError("the chosen blocks of keys depend on rounding")
 
 
 def check_class(pool: Pool, folder: Path, name: str, seed: int, meshes: tuple[Mesh, ...], record: Any) -> None:

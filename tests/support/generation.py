@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from support.float64 import lifted_casts
+from support.reference import reference_model
 
 GREEDY = {"greedy": {"num_beams": 1}}
 
@@ -46,6 +47,30 @@ def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str,
             module.train().track_running_stats = False
     with lifted_casts():
         return {way: model.generate(**prompt, **ways[way], do_sample=False, max_new_tokens=5) for way in ways}
+
+
+def depend_on_rounding(
+    name: str, config: Any, seed: int, batch: dict[str, Any], tokens: Tokens, ways: dict[str, dict[str, int]]
+) -> bool:
+    """Return whether the tokens of a model that chooses blocks of keys change with rounding errors of the weights.
+
+    Padded positions have equal keys, so blocks of them have equal scores, and rounding chooses among these blocks.
+
+    Args:
+        name, config, seed: of the `reference_model`.
+        tokens: the tokens without the errors.
+    """
+    if not tokens or not hasattr(config.get_text_config(decoder=True), "index_topk_blocks"):
+        return False
+    for draw in range(4):
+        model, generator = reference_model(name, config, seed), torch.Generator().manual_seed(draw)
+        with torch.no_grad():
+            for param in model.parameters():
+                param *= 1 + 1e-14 * torch.randn(param.shape, generator=generator, dtype=param.dtype)
+        found = generate_tokens(model, batch, ways)
+        if any(not torch.equal(found[way], tokens[way]) for way in tokens):
+            return True
+    return False
 
 
 def token_differences(
