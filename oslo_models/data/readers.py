@@ -137,6 +137,8 @@ def _lines(path: Path) -> Iterator[bytes]:
             for line in file:
                 if not read:
                     line = _without_mark(line)
+                    if not line:  # the file is a mark alone
+                        continue
                 read += 1
                 yield line
     except (EOFError, OSError, zlib.error, CompressionError) as error:

@@ -255,3 +255,10 @@ def test_drawn_files_are_read_whole_or_refused(case: str, tmp_path: Path, seed: 
 @pytest.mark.parametrize("case", CASES)
 def test_more_drawn_files_are_read_whole_or_refused(case: str, tmp_path: Path, seed: int) -> None:
     run_cases(case, 600, seed + 1, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["file.txt", "file.jsonl", "file.txt.gz"])
+def test_file_of_a_byte_order_mark_has_no_texts(name: str, tmp_path: Path) -> None:
+    data = codecs.BOM_UTF8
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    require_read(tmp_path / name, [], [])
