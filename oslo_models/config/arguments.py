@@ -134,8 +134,7 @@ class Arguments:
                 f"schedule={self.schedule!r} is for pipeline stages, and pipeline_parallel_size is 1: set it, or leave "
                 "schedule out"
             )
-        self._check_sequence_parallel(kwargs)
-        self._check_context_parallel(kwargs)
+        self._check_token_division(kwargs)
         if self.seed is not None:
             check_size("seed", self.seed, 0)
         for reason, names in UNSUPPORTED.items():
@@ -167,17 +166,29 @@ class Arguments:
                 "width of every expert"
             )
 
-    def _check_sequence_parallel(self, kwargs: Mapping[str, Any]) -> None:
-        if not self.sequence_parallel:
+    def _token_division(self) -> str | None:
+        """Return the option that divides tokens, if any."""
+        if self.context_parallel_size > 1:
+            return f"context_parallel_size={self.context_parallel_size}"
+        return "sequence_parallel=True" if self.sequence_parallel else None
+
+    def _check_token_division(self, kwargs: Mapping[str, Any]) -> None:
+        if (option := self._token_division()) is None:
             return
-        name = "sequence_parallel=True"
-        if self.tensor_parallel_size == 1:
+        others, shares = dict[str, bool](), {*(self.tensor_parallel_shares or ())}
+        if self.context_parallel_size > 1:
+            others = {
+                f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size > 1,
+                "sequence_parallel=True": self.sequence_parallel,
+                f"tensor_parallel_shares={self.tensor_parallel_shares}": len(shares) > 1,
+            }
+        elif self.tensor_parallel_size == 1:
             raise ValueError(
-                f"{name} divides tokens over tensor-parallel ranks, and tensor_parallel_size is 1: set it, or leave "
+                f"{option} divides tokens over tensor-parallel ranks, and tensor_parallel_size is 1: set it, or leave "
                 "sequence_parallel out"
             )
-        others = {
-            "deploy=True": self.deploy or kwargs.get("deployment"),
+        others |= {
+            "deploy=True": bool(self.deploy or kwargs.get("deployment")),
             f"schedule={self.schedule!r}": self.schedule != ONE_F_ONE_B,
             f"expert_parallel_size={self.expert_parallel_size}": self.expert_parallel_size > 1,
             "plan": self.plan is not None,
@@ -185,26 +196,25 @@ class Arguments:
         }
         for other, is_given in others.items():
             if is_given:
-                raise ValueError(f"{name} cannot be used together with {other}: leave one of them out")
+                raise ValueError(f"{option} cannot be used together with {other}: leave one of them out")
 
-    def _check_context_parallel(self, kwargs: Mapping[str, Any]) -> None:
-        if self.context_parallel_size == 1:
+    def _check_division_of(self, cls: type[Any], is_quantized: bool) -> None:
+        """Raise ``ValueError`` if the tokens of a model cannot be divided."""
+        if (option := self._token_division()) is None:
             return
-        others = {
-            "deploy=True": self.deploy or kwargs.get("deployment"),
-            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size > 1,
-            f"expert_parallel_size={self.expert_parallel_size}": self.expert_parallel_size > 1,
-            "sequence_parallel=True": self.sequence_parallel,
-            f"tensor_parallel_shares={self.tensor_parallel_shares}": len(set(self.tensor_parallel_shares or ())) > 1,
-            "plan": self.plan is not None,
-            "quantization_config": kwargs.get("quantization_config") is not None,
-        }
-        for other, is_given in others.items():
-            if is_given:
-                raise ValueError(
-                    f"context_parallel_size={self.context_parallel_size} cannot be used together with {other}: leave "
-                    "one of them out"
-                )
+        is_context = self.context_parallel_size > 1
+        model_type = None if getattr(cls, "made_from", None) is not None else model_type_of(cls)
+        reasons = NO_CONTEXT_PARALLEL if is_context else NO_SEQUENCE_PARALLEL
+        names = [model_type, *(base.__name__ for base in cls.__mro__)]
+        reason = next((reasons[name] for name in names if name in reasons), None)
+        if model_type is None:
+            reason = "it has a plan of your own"
+        elif is_context and reason is None and model_type not in CONTEXT_PARALLEL:
+            reason = f"it was not tested with {model_type}, see column cp of docs/models.md"
+        if reason is not None:
+            raise ValueError(f"{option} does not support {cls.__name__}: {reason}; leave it out")
+        if is_quantized:
+            raise ValueError(f"{option} does not support quantised weights: pass dequantize=True, or leave it out")
 
     def check_config(self, cls: type[Any], config: PreTrainedConfig) -> None:
         """Check the sizes against the model.
@@ -227,11 +237,7 @@ class Arguments:
             )
         if (quantization := quantization_of(config)) is not None:
             check_quantization(quantization, self.dequantize)
-        if self.sequence_parallel:
-            check_sequence_parallel(cls, config, quantization is not None and not self.dequantize)
-        if self.context_parallel_size > 1:
-            is_quantized = quantization is not None and not self.dequantize
-            check_context_parallel(cls, self.context_parallel_size, is_quantized)
+        self._check_division_of(cls, quantization is not None and not self.dequantize)
         if (size := self.resize_token_embeddings) is None:
             return
         text = config.get_text_config()
@@ -239,36 +245,6 @@ class Arguments:
         if vocab is None or not (text is config or plan.towers):  # of several text models, none is resized
             raise ValueError(f"resize_token_embeddings={size} was passed, but a {name} has no vocab_size; leave it out")
         check_size("resize_token_embeddings", size, vocab, "vocab_size=")
-
-
-def check_sequence_parallel(cls: type[Any], config: PreTrainedConfig, is_quantized: bool) -> None:
-    """Raise ``ValueError`` if ``sequence_parallel=True`` does not support a model."""
-    name, has_own_plan = "sequence_parallel=True", getattr(cls, "made_from", None) is not None
-    model_type = None if has_own_plan else model_type_of(cls)
-    names = [model_type, *(base.__name__ for base in cls.__mro__)]
-    reason = next((NO_SEQUENCE_PARALLEL[each] for each in names if each in NO_SEQUENCE_PARALLEL), None)
-    reason = "it has a plan of your own" if model_type is None else reason
-    if reason is not None:
-        raise ValueError(f"{name} does not support {cls.__name__}: {reason}; leave it out")
-    if is_quantized:
-        raise ValueError(f"{name} does not support quantised weights: pass dequantize=True, or leave it out")
-
-
-def check_context_parallel(cls: type[Any], size: int, is_quantized: bool) -> None:
-    """Raise ``ValueError`` if ``context_parallel_size`` does not support a model."""
-    name, has_own_plan = f"context_parallel_size={size}", getattr(cls, "made_from", None) is not None
-    model_type = None if has_own_plan else model_type_of(cls)
-    if model_type is None:
-        raise ValueError(f"{name} does not support {cls.__name__}: it has a plan of your own; leave it out")
-    if reasons := [NO_CONTEXT_PARALLEL[base.__name__] for base in cls.__mro__ if base.__name__ in NO_CONTEXT_PARALLEL]:
-        raise ValueError(f"{name} does not support {cls.__name__}: {reasons[0]}; leave it out")
-    if model_type not in CONTEXT_PARALLEL:
-        raise ValueError(
-            f"{name} does not support {cls.__name__}: it was not tested with {model_type}; leave it out. Column cp of "
-            "docs/models.md lists the model types that divide their tokens"
-        )
-    if is_quantized:
-        raise ValueError(f"{name} does not support quantised weights: pass dequantize=True, or leave it out")
 
 
 def _check_quantization_config(config: Any) -> None:

@@ -333,7 +333,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "checkpoint.quantized.packed distributed.sharded_tensor layers.lazy_mask",
     ),
     _contract("torch._C._autograd._top_saved_tensors_default_hooks", "layers.deferred_gradients"),
-    _contract("torch._C._current_graph_task_id", "layers.token_parts"),
+    _contract("torch._C._current_graph_task_id", "layers.token_division"),
     _contract("torch._C._len_torch_dispatch_stack", "distributed.collectives"),
     _contract("torch._addmm_activation", "fusion.mlps"),
     _contract("torch._assert_async", "layers.cross_entropy layers.token_statistics"),

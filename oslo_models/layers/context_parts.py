@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
-from oslo_models.distributed.autograd_collectives import copy_to, gather_from, gather_to, scatter_to
+from oslo_models.distributed.autograd_collectives import copy_to, gather_from, gather_to
 from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import default_generator, stable_hash
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.sharded_activation import Rule, ShardedActivation, ShardSpec
-from oslo_models.layers.token_parts import TOKENS, local_of, maker_of
+from oslo_models.layers.token_division import TokenDivision, hidden_states_of, with_hidden_states
 
 CONTEXT_RULES: dict[Any, Rule] = {}
 """``rule(function, args, kwargs)`` for torch functions of a `ContextPart`, before the rules of `ShardedActivation`."""
@@ -95,14 +95,10 @@ class ContextPart(ShardedActivation):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class ContextParts:
-    """Divides the tokens of one model's hidden states over the ranks of the cp axis.
-
-    Hidden states are divided at the entry of a stack's first block, in calls of the parallel model with gradients.
-    Without gradients, in compiled code, and with fewer tokens than ranks, they stay whole.
+class ContextParts(TokenDivision):
+    """Divides hidden states over the ranks of the cp axis, through all blocks of a stack.
 
     Attributes:
-        axis: the cp axis.
         device: device of the model.
         draws: whether the model draws random numbers in blocks.
         prepare: called with each module of a block before it runs. Adapters may have replaced modules.
@@ -110,27 +106,14 @@ class ContextParts:
     """
 
     def __init__(self, axis: Axis, device: torch.device, draws: bool) -> None:
-        self.axis, self.device, self.draws = axis, device, draws
+        super().__init__(axis, f"context_parallel_size={axis.size}")
+        self.device, self.draws = device, draws
         self.prepare: Callable[[nn.Module], None] = lambda module: None
         self.is_inside = False
         self._block: nn.Module | None = None
         self._overridden: list[tuple[nn.Module, str]] = []
-        self._in_model = self._in_checkpoint = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParts:
-        return self  # a copied model does not run at the same time
-
-    # Calls of the model and its blocks --------------------------------------------------------------------------------
-
-    @contextmanager
-    def within_model(self) -> Iterator[None]:
-        """Allow blocks to divide hidden states within the context."""
-        before, self._in_model = self._in_model, True
-        try:
-            yield
-        finally:
-            self._in_model = before
-            self._end()
+    # Calls of blocks --------------------------------------------------------------------------------------------------
 
     def watch(self, block: nn.Module, gathers: bool) -> None:
         """Divide the hidden states at the entry of a block.
@@ -144,18 +127,10 @@ class ContextParts:
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._block is not None:  # a block inside of a block
             return None
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(hidden, Tensor):
+        hidden = self._divided(block, hidden_states_of(args, kwargs))
+        if hidden is None:
             return None
-        if not self._in_model:
-            self._require_recomputation(block)
-            return None
-        if not isinstance(hidden, ContextPart):
-            if not self._divides(hidden):
-                return None
-            hidden = self._part_of(hidden)
-        args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
-        args, kwargs = tree_map_only(Tensor, self._inner, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, self._inner, with_hidden_states(hidden, args, kwargs))
         self._begin(block)
         return args, kwargs
 
@@ -192,23 +167,8 @@ class ContextParts:
         self._overridden.clear()
         self._block, self.is_inside = None, False
 
-    def _require_recomputation(self, block: nn.Module) -> None:
-        """Raise ``RuntimeError`` if another checkpointing function computes a block again, with its local tokens."""
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0:
-            raise RuntimeError(
-                f"context_parallel_size={self.axis.size}: a {type(block).__name__} is computed again in the backward "
-                "pass, and its checkpointing function does not know which tokens this rank holds: call "
-                "model.gradient_checkpointing_enable() instead"
-            )
-
-    def _divides(self, hidden: Tensor) -> bool:
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or self._in_checkpoint):
-            return False
-        return hidden.is_floating_point() and hidden.dim() == 3 and hidden.shape[TOKENS] >= self.axis.size
-
-    def _part_of(self, x: Tensor) -> ContextPart:
-        spec, length = ShardSpec(TOKENS, x.shape[TOKENS]), x.shape[TOKENS]
-        return ContextPart.of(scatter_to(self.axis, x, TOKENS, spec.sizes(length, self.axis.size)), self, spec, length)
+    def _mark(self, local: Tensor, spec: ShardSpec, length: int) -> ContextPart:
+        return ContextPart.of(local, self, spec, length)
 
     def _inner(self, x: Tensor) -> Tensor:
         """Return a tensor for use inside of a block. The sum over the ranks of its gradients is its gradient."""
@@ -248,35 +208,8 @@ class ContextParts:
 
     # Checkpointing ----------------------------------------------------------------------------------------------------
 
-    def checkpointing(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a checkpointing function that passes parts through ``checkpoint``, which loses their marks.
-
-        Args:
-            checkpoint: a function like ``torch.utils.checkpoint.checkpoint``, which calls its first argument with the
-                others.
-        """
-
-        def on_parts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return checkpoint(function, *args, **kwargs)
-            makers, block, returned = [maker_of(arg) for arg in args], self._block, list[Any]()
-
-            def on_local(*given: Any) -> Any:
-                before = self._in_model, self._in_checkpoint
-                self._in_model, self._in_checkpoint = True, True
-                try:
-                    with self._running(block):
-                        result = function(*(make(arg) for make, arg in zip(makers, given, strict=True)))
-                finally:
-                    self._in_model, self._in_checkpoint = before
-                leaves, structure = tree_flatten(result)
-                returned[:] = [maker_of(leaf) for leaf in leaves]
-                return tree_unflatten([local_of(leaf) for leaf in leaves], structure)
-
-            leaves, structure = tree_flatten(checkpoint(on_local, *(local_of(arg) for arg in args), **kwargs))
-            return tree_unflatten([make(leaf) for make, leaf in zip(returned, leaves, strict=True)], structure)
-
-        return on_parts
+    def _recompute(self) -> Callable[[], AbstractContextManager[None]]:
+        return partial(self._running, self._block)
 
     @contextmanager
     def _running(self, block: nn.Module | None) -> Iterator[None]:

@@ -13,53 +13,34 @@ Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transfor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from oslo_models.distributed.autograd_collectives import copy_to, gather_to, reduce_scatter_from, scatter_to
+from oslo_models.distributed.autograd_collectives import copy_to, gather_to, reduce_scatter_from
 from oslo_models.distributed.collectives import has_dispatch_mode
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.function_overrides import override_attributes
 from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
+from oslo_models.layers.token_division import TOKENS, TokenDivision, hidden_states_of, with_hidden_states
 from oslo_models.layers.token_region import TokenRegion, is_supported
 
-TOKENS = 1
-"""Dimension of the tokens in hidden states, ``[rows, tokens, features]``."""
 
-
-class TokenParts:
-    """Divides the tokens of one model's hidden states over the ranks of the tp axis.
-
-    Hidden states are divided at the entry of a block, in calls of the parallel model with gradients. Without gradients,
-    in compiled code, and with fewer tokens than ranks, they stay whole.
+class TokenParts(TokenDivision):
+    """Divides hidden states over the ranks of the tp axis.
 
     Attributes:
-        tp: axis of the ranks.
         shape: rows and tokens of the divided hidden states of the block that is running. ``None`` outside of blocks,
             and in blocks with whole hidden states.
     """
 
     def __init__(self, tp: Axis) -> None:
-        self.tp = tp
+        super().__init__(tp, "sequence_parallel=True")
         self.shape: tuple[int, ...] | None = None
-        self._in_model = self._in_checkpoint = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TokenParts:
-        return self  # a copied model does not run at the same time
-
-    @contextmanager
-    def within_model(self) -> Iterator[None]:
-        """Allow blocks to divide hidden states within the context."""
-        before, self._in_model = self._in_model, True
-        try:
-            yield
-        finally:
-            self._in_model, self.shape = before, None
 
     def watch(self, block: nn.Module) -> None:
         """Divide the hidden states at the entry of a block."""
@@ -67,41 +48,31 @@ class TokenParts:
         block.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(hidden, Tensor):
+        hidden = self._divided(block, hidden_states_of(args, kwargs))
+        if hidden is None:
             return None
-        if not isinstance(hidden, ShardedActivation):
-            if not self._divides(hidden):
-                self._require_recomputation(block)
-                return None
-            hidden = self._part_of(hidden)
         self.shape = tuple(hidden.full_shape[:2])
-        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        return with_hidden_states(hidden, args, kwargs)
 
     def _leave(self, *_: Any) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self.shape = None
 
-    def _require_recomputation(self, block: nn.Module) -> None:
-        """Raise ``RuntimeError`` if another checkpointing function computes a block again, with its local tokens."""
-        if not self._in_model and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0:
-            raise RuntimeError(
-                f"sequence_parallel=True: a {type(block).__name__} is computed again in the backward pass, and its "
-                "checkpointing function does not know which tokens this rank holds: call "
-                "model.gradient_checkpointing_enable() instead"
-            )
+    def _recompute(self) -> Callable[[], AbstractContextManager[None]]:
+        return partial(self._running, self.shape)
 
-    def _divides(self, hidden: Tensor) -> bool:
-        if not self._in_model or torch.compiler.is_compiling() or not (torch.is_grad_enabled() or self._in_checkpoint):
-            return False
-        return hidden.is_floating_point() and hidden.dim() == 3 and min(self._sizes(hidden)) > 0
+    @contextmanager
+    def _running(self, shape: tuple[int, ...] | None) -> Iterator[None]:
+        before, self.shape = self.shape, shape
+        try:
+            yield
+        finally:
+            self.shape = before
 
-    def _sizes(self, x: Tensor) -> list[int]:
-        return ShardSpec(TOKENS, x.shape[TOKENS]).sizes(x.shape[TOKENS], self.tp.size)
-
-    def _part_of(self, x: Tensor) -> ShardedActivation:
-        length = x.shape[TOKENS]
-        local = scatter_to(self.tp, x, TOKENS, self._sizes(x))
-        return ShardedActivation.from_local(local, self.tp, ShardSpec(TOKENS, length), length)
+    def _mark(self, local: Tensor, spec: ShardSpec, length: int) -> ShardedActivation:
+        return ShardedActivation.from_local(local, self.axis, spec, length)
 
     def divide_sum(self, product: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return this rank's tokens of a sum over the ranks, or ``None`` if hidden states are whole.
@@ -114,55 +85,12 @@ class TokenParts:
             return None
         rows, length = self.shape
         product_rtf = product.view(rows, length, -1)
-        local = reduce_scatter_from(self.tp, product_rtf, TOKENS, self._sizes(product_rtf))
+        local = reduce_scatter_from(self.axis, product_rtf, TOKENS, self._sizes(length))
         if bias is not None:
-            local = local + copy_to(self.tp, bias).to(local.dtype)
+            local = local + copy_to(self.axis, bias).to(local.dtype)
         if product.dim() == 3:
-            return ShardedActivation.from_local(local, self.tp, ShardSpec(TOKENS, length), length)
-        return ShardedActivation.from_local(local.flatten(0, 1), self.tp, ShardSpec(0, length, rows), rows * length)
-
-    def checkpointing(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a checkpointing function that passes parts of tokens through ``checkpoint``, which loses their marks.
-
-        Args:
-            checkpoint: a function like ``torch.utils.checkpoint.checkpoint``, which calls its first argument with the
-                others.
-        """
-
-        def on_parts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return checkpoint(function, *args, **kwargs)
-            makers, shape, returned = [maker_of(arg) for arg in args], self.shape, list[Any]()
-
-            def on_local(*given: Any) -> Any:
-                before = self.shape, self._in_model, self._in_checkpoint
-                self.shape, self._in_model, self._in_checkpoint = shape, True, True
-                try:
-                    result = function(*(make(arg) for make, arg in zip(makers, given, strict=True)))
-                finally:
-                    self.shape, self._in_model, self._in_checkpoint = before
-                leaves, structure = tree_flatten(result)
-                returned[:] = [maker_of(leaf) for leaf in leaves]
-                return tree_unflatten([local_of(leaf) for leaf in leaves], structure)
-
-            leaves, structure = tree_flatten(checkpoint(on_local, *(local_of(arg) for arg in args), **kwargs))
-            return tree_unflatten([make(leaf) for make, leaf in zip(returned, leaves, strict=True)], structure)
-
-        return on_parts
-
-
-def maker_of(value: Any) -> Callable[[Any], Any]:
-    """Return a function that makes ``value`` from its local tensor. It does not keep the tensor."""
-    return value.remaker() if isinstance(value, ShardedActivation) else _same
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def local_of(value: Any) -> Any:
-    """Return the local tensor of an activation. Return other values as they are."""
-    return value.local() if isinstance(value, ShardedActivation) else value
+            return self._mark(local, ShardSpec(TOKENS, length), length)
+        return self._mark(local.flatten(0, 1), ShardSpec(0, length, rows), rows * length)
 
 
 def require_whole(x: Any, layer: nn.Module) -> None:

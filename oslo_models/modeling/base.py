@@ -87,8 +87,8 @@ class ParallelModel(
         check_inputs: compares the inputs of the ranks. ``None`` disables the comparison.
         sharded_layers: detects replaced sharded layers. ``None`` without tensor parallelism.
         attention_outputs: gathers attention weights. ``None`` if every rank has all heads.
-        token_parts: divides the tokens over tensor-parallel ranks. ``None`` without sequence parallelism.
-        context_parts: divides the tokens over context-parallel ranks. ``None`` without context parallelism.
+        token_division: divides the tokens over tensor-parallel or context-parallel ranks. ``None`` without sequence or
+            context parallelism.
     """
 
     head_plan: ClassVar[Entries] = {}
@@ -186,9 +186,9 @@ class ParallelModel(
         if mesh.tp.size > 1 or mesh.has_experts_over_replicas:
             apply_plan(self, plan, prefix, head, mesh, self.layouts)
         if sequence_parallel:
-            self.token_parts = divide_tokens(self, plan, prefix, head, mesh)
+            self.token_division = divide_tokens(self, plan, prefix, head, mesh)
         if mesh.cp.size > 1:
-            self.context_parts = divide_context(self, plan, prefix, head, mesh)
+            self.token_division = divide_context(self, plan, prefix, head, mesh)
         if mesh.pp.size > 1:
             pp = mesh.pp
             self.stage = split_stage(

@@ -1,14 +1,12 @@
-"""Applies context parallelism (`layers.context_parts`) to a model, and refuses what does not support it."""
+"""Applies context parallelism (`layers.context_parts`) to a model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from oslo_models.distributed.callers import object_under_construction
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
 from oslo_models.layers.context_parts import ContextParts
@@ -38,8 +36,8 @@ def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: Par
     Raises:
         ValueError: the attention implementation does not compute parts.
     """
-    check_attention_implementation(model, mesh.cp.size)
     parts = ContextParts(mesh.cp, mesh.device, uses_dropout(model))
+    check_attention_implementation(model, parts)
     for stack in plan.blocks:
         blocks = list(model.get_submodule(prefix + stack).children())
         for block in blocks:
@@ -56,41 +54,11 @@ def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: Par
     return parts
 
 
-def check_attention_implementation(model: nn.Module, size: int) -> None:
+def check_attention_implementation(model: Any, parts: ContextParts) -> None:
     """Raise ``ValueError`` if the attention of a part of the model does not compute parts of the tokens."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation not in (*ATTENTION, None):
             raise ValueError(
-                f"context_parallel_size={size} does not support attn_implementation="
-                f"{part.config._attn_implementation!r}: use one of {', '.join(map(repr, ATTENTION))}"
+                f"{parts.option} does not support attn_implementation={part.config._attn_implementation!r}: use one of "
+                f"{', '.join(map(repr, ATTENTION))}"
             )
-
-
-def check_context_wrappers(model: Any) -> None:
-    """Check that a call of a model with divided tokens is supported.
-
-    Raises:
-        ValueError: a wrapper or an option does not support context parallelism.
-    """
-    modules, size = list(nn.Module.modules(model)), model.mesh.cp.size
-    check_attention_implementation(model, size)
-    reasons = {
-        "FSDP2": any(isinstance(module, FSDPModule) for module in modules)
-        and "its hooks at a block do not know which tokens a rank holds",
-        "torch.compile of blocks": any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
-        and "compiled code takes whole hidden states",
-    }
-    for name, reason in reasons.items():
-        if reason:
-            raise ValueError(
-                f"context_parallel_size={size} cannot be used with {name}: {reason}; leave one of them out"
-            )
-
-
-def refuse_deepspeed_with_context(size: int) -> None:
-    """Raise ``ValueError`` if a ``DeepSpeedEngine`` is being constructed."""
-    if object_under_construction("DeepSpeedEngine") is not None:
-        raise ValueError(
-            f"context_parallel_size={size} cannot be used with DeepSpeed: leave it out, or use DistributedDataParallel "
-            "or torch's ZeroRedundancyOptimizer"
-        )

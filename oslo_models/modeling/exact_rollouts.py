@@ -140,10 +140,8 @@ def _reason_against(model: Any) -> str | None:
         return "it is a full model; load it by from_pretrained_with_parallel, also for one process"
     if getattr(model, "_fusion", None) is not None:
         return "it is fused, and fused kernels sum in other orders; call it before fuse(), or not at all"
-    if getattr(model, "token_parts", None) is not None:
-        return "it was loaded with sequence_parallel=True; leave it out"
-    if getattr(model, "context_parts", None) is not None:
-        return f"it was loaded with context_parallel_size={model.mesh.cp.size}; leave it out"
+    if getattr(model, "token_division", None) is not None:
+        return f"it was loaded with {model.token_division.option}; leave it out"
     if not types <= {torch.float32, torch.bfloat16}:
         return f"its weights are {', '.join(sorted(map(str, types)))}; load it with dtype=torch.float32 or bfloat16"
     if model.device.type not in ("cpu", "cuda"):

@@ -22,12 +22,12 @@ from oslo_models.distributed.rng import synchronize
 from oslo_models.distributed.stopping import user_errors
 from oslo_models.fusion.decoding import with_own_code
 from oslo_models.fusion.lazy_logits import LazyLogits
-from oslo_models.layers.context_parts import ContextPart
+from oslo_models.layers.context_parts import ContextPart, ContextParts
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
-from oslo_models.modeling.context_parallel import check_context_wrappers
+from oslo_models.modeling.context_parallel import check_attention_implementation
 from oslo_models.modeling.internals import ParallelModelInternals
-from oslo_models.modeling.sequence_parallel import check_wrappers
+from oslo_models.modeling.token_division import check_wrappers
 from oslo_models.pipeline.stage import Stage
 
 
@@ -53,7 +53,7 @@ def with_full_outputs(forward: Any) -> Any:
                 model.sharded_layers.check(model)
             _refuse_transforms(model)
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                _check_wrappers(model)
+                _check_division(model)
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
             if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):
                 model._compare(args, kwargs)
@@ -108,8 +108,8 @@ def _forward_mode(model: ParallelModelInternals, kwargs: Mapping[str, Any]) -> F
     if torch.compiler.is_compiling() and not torch.is_grad_enabled() and not gathers:
         return ForwardMode.DIRECT
     lazy = model.use_lazy_logits()
-    divided = model.is_tensor_parallelized() or model.context_parts is not None
-    return ForwardMode.GATHERED if lazy or divided else ForwardMode.DIRECT
+    is_divided = model.is_tensor_parallelized() or model.token_division is not None
+    return ForwardMode.GATHERED if lazy or is_divided else ForwardMode.DIRECT
 
 
 WITHOUT_WEIGHTS = ("prepare_inputs_for_generation", "prepare_decoder_input_ids_from_labels")
@@ -154,7 +154,7 @@ def _gathered_forward(
     model._at("forward" if torch.is_grad_enabled() else "forward without gradients", steps=1)
     with within_model(model, kwargs), model._invariant_functions():
         output = forward(model, *args, **kwargs)
-        if model.context_parts is not None and isinstance(output, ModelOutput):
+        if isinstance(model.token_division, ContextParts) and isinstance(output, ModelOutput):
             output = _without_parts(model, output, kwargs)
         output = gathered(output)
     if not isinstance(output, ModelOutput):
@@ -183,11 +183,12 @@ def _without_parts(model: ParallelModelInternals, output: ModelOutput, given: Ma
     return type(output)(**{**output, **changed}) if changed else output
 
 
-def _check_wrappers(model: ParallelModelInternals) -> None:
-    if model.token_parts is not None:
-        check_wrappers(model)
-    if model.context_parts is not None:
-        check_context_wrappers(model)
+def _check_division(model: ParallelModelInternals) -> None:
+    division = model.token_division
+    if division is not None:
+        check_wrappers(model, division)
+    if isinstance(division, ContextParts):
+        check_attention_implementation(model, division)
 
 
 def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
@@ -210,11 +211,13 @@ def within_model(model: ParallelModelInternals, given: Mapping[str, Any] = Mappi
         given: keyword arguments of the call. A call with a cache does not divide tokens between cp ranks.
     """
     outputs = nullcontext() if model.attention_outputs is None else model.attention_outputs.within_model()
-    if model.context_parts is not None:
-        if given.get("use_cache") or any(given.get(name) is not None for name in NAMES):
-            return outputs
-        return _within_both(outputs, model.context_parts.within_model())
-    return outputs if model.token_parts is None else _within_both(outputs, model.token_parts.within_model())
+    division = model.token_division
+    if division is None:
+        return outputs
+    has_cache = given.get("use_cache") or any(given.get(name) is not None for name in NAMES)
+    if has_cache and isinstance(division, ContextParts):
+        return outputs
+    return _within_both(outputs, division.within_model())
 
 
 @contextmanager
@@ -226,7 +229,7 @@ def _within_both(outer: Any, inner: Any) -> Iterator[None]:
 def call_base_model(model: ParallelModelInternals, *args: Any, **kwargs: Any) -> Any:
     """Call the base model of a task model whose forward is replaced. Hidden states are divided and gathered."""
     if torch.is_grad_enabled():
-        _check_wrappers(model)
+        _check_division(model)
     with within_model(model):
         return gathered(model.base_model(*args, **kwargs))
 

@@ -27,8 +27,7 @@ from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.self_check import apply_checked
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide, use_huge_pages
-from oslo_models.layers.context_parts import ContextParts
-from oslo_models.layers.token_parts import TokenParts
+from oslo_models.layers.token_division import TokenDivision
 from oslo_models.layers.vocab_parallel import has_backward_hooks
 from oslo_models.modeling.apply_plan import entries_of_blocks
 from oslo_models.modeling.quantizing import check_not_quantized
@@ -48,8 +47,7 @@ class FusableModel(PreTrainedModel):
 
     mesh: ParallelMesh | None = None
     gather_logits: bool | None = None
-    token_parts: TokenParts | None = None
-    context_parts: ContextParts | None = None
+    token_division: TokenDivision | None = None
     _fusion: Fusion | None = None
     _fuses_ngrams: bool = False
     _fuses_ngrams_by_default: bool = False
@@ -108,11 +106,8 @@ class FusableModel(PreTrainedModel):
             ValueError: the model has no such class, or the backend, ``weights``, ``float8`` or ``symmetric_memory`` is
                 not available, or the model has exact rollouts. The model is unchanged.
         """
-        if self.token_parts is not None:
-            raise ValueError("fuse() does not support sequence_parallel=True: leave one of them out")
-        if self.context_parts is not None:
-            size = self.context_parts.axis.size
-            raise ValueError(f"fuse() does not support context_parallel_size={size}: leave one of them out")
+        if self.token_division is not None:
+            raise ValueError(f"fuse() does not support {self.token_division.option}: leave one of them out")
         if getattr(self, "has_exact_rollouts", False):
             raise ValueError("fuse replaces layers that use_exact_rollouts needs: fused kernels sum in other orders")
         if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from oslo_models.distributed.mesh import ParallelMesh
     from oslo_models.distributed.stopping import UserErrors
     from oslo_models.fusion.swap import Fusion
-    from oslo_models.layers.context_parts import ContextParts
-    from oslo_models.layers.token_parts import TokenParts
+    from oslo_models.layers.token_division import TokenDivision
     from oslo_models.modeling.attention_choice import AttentionChoice
     from oslo_models.modeling.attention_outputs import AttentionOutputs
     from oslo_models.modeling.replaced_layers import ShardedLayers
@@ -30,8 +29,7 @@ class ParallelModelInternals(ShardedModel, Protocol):
     full_layouts: dict[str, Layout]
     has_exact_rollouts: bool
     sharded_layers: ShardedLayers | None
-    token_parts: TokenParts | None
-    context_parts: ContextParts | None
+    token_division: TokenDivision | None
     training: bool
     _attention_choice: AttentionChoice | None
     _full_class: type

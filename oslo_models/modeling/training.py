@@ -28,12 +28,10 @@ from oslo_models.distributed.callers import (
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh, check_size
 from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_buffer, mark_parameter
-from oslo_models.layers.context_parts import ContextParts
-from oslo_models.layers.token_parts import TokenParts
+from oslo_models.layers.token_division import TokenDivision
 from oslo_models.modeling.attention_choice import AttentionChoice, check_attention
-from oslo_models.modeling.context_parallel import refuse_deepspeed_with_context
 from oslo_models.modeling.matrix_optimizer import matrix_optimizer
-from oslo_models.modeling.sequence_parallel import refuse_deepspeed
+from oslo_models.modeling.token_division import refuse_deepspeed
 from oslo_models.pipeline.pipeline import Pipeline
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
@@ -47,17 +45,15 @@ class TrainableModel(PreTrainedModel):
     stage: Stage | None = None
     micro_batch_size: int = 1
     layouts: dict[str, Layout]
-    token_parts: TokenParts | None = None
-    context_parts: ContextParts | None = None
+    token_division: TokenDivision | None = None
     _attention_choice: AttentionChoice | None = None
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any
     ) -> None:
         """Like transformers' method. Parts of the tokens pass through the function."""
-        parts = self.context_parts if self.token_parts is None else self.token_parts
-        if parts is not None:
-            gradient_checkpointing_func = parts.checkpointing(gradient_checkpointing_func)
+        if self.token_division is not None:
+            gradient_checkpointing_func = self.token_division.checkpointing(gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:
@@ -108,7 +104,7 @@ class TrainableModel(PreTrainedModel):
         Raises:
             ValueError: the caller is ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``, which
                 would return shards as full tensors: torch gathers ``DTensor`` only. Or DeepSpeed's engine, if experts
-                are sharded over replicas, or with sequence parallelism. Or ``fully_shard`` over ranks with different
+                are sharded over replicas, or divided tokens. Or ``fully_shard`` over ranks with different
                 shards.
         """
         if not recurse and self.mesh is not None and self.mesh.is_sharded:
@@ -117,10 +113,8 @@ class TrainableModel(PreTrainedModel):
                 require_replicas_in_fully_shard(f"one {type(self).__name__}", self.mesh)
         if recurse and self.mesh is not None and self.mesh.has_experts_over_replicas:
             _refuse_deepspeed()
-        if recurse and self.token_parts is not None:
-            refuse_deepspeed()
-        if recurse and self.context_parts is not None and self.mesh is not None:
-            refuse_deepspeed_with_context(self.mesh.cp.size)
+        if recurse and self.token_division is not None:
+            refuse_deepspeed(self.token_division)
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from oslo_models import registry
 from oslo_models.cache_argument import NAMES as CACHES
 from oslo_models.distributed import autograd_collectives
-from oslo_models.layers import context_attention, context_parts
+from oslo_models.layers import context_parts
 from oslo_models.layers.context_parts import ContextPart
 
 from support import zoo
@@ -33,41 +31,16 @@ from support.reference import (
     differences,
     full_gradients,
     full_parameters,
-    make_optimizer,
     parallel_model,
     reference_model,
     reference_step,
     shard_differences,
     step_differences,
-    take_steps,
 )
+from support.token_divisions import counting_exchanges
 
 TYPES = [kind for kind in registry.ARCHITECTURES if kind in registry.CONTEXT_PARALLEL]
 OPTIONS: dict[str, Any] = {"gather_logits": True}
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """Count exchanges of heads, gathers of tokens inside of blocks, and sums of gradients."""
-    counts: Counter[str] = Counter()
-
-    def counted(name: str, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            counts[name] += 1
-            return function(*args)
-
-        return call
-
-    def full(part: ContextPart, why: str = "") -> Tensor:
-        counts["gather"] += part.state.is_inside
-        return gathered(part, why)
-
-    gathered = ContextPart.full
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_attention, "exchange", counted("exchange", context_attention.exchange))
-        patch.setattr(context_parts, "reduce_fresh", counted("sum", context_parts.reduce_fresh))
-        patch.setattr(ContextPart, "full", full)
-        yield counts
 
 
 def context_model(step: Step, cp: int, tp: int = 1, **options: Any) -> Any:
@@ -78,7 +51,7 @@ def check_step(step: Step, cp: int, tp: int = 1, options: Mapping[str, Any] = OP
     model = context_model(step, cp, tp, **options).train()
     for _ in range(2):
         torch.manual_seed(0)  # Wav2Vec2 samples its targets
-        with counting() as counts:
+        with counting_exchanges() as counts:
             lines = step_differences(model, step)
         assert not lines, "\n".join(lines)
         assert bool(counts["sum"]) == divides, counts
@@ -155,16 +128,6 @@ def test_any_numbers_of_heads_match_transformers(
     pool.run(n, check_step, step, n, 1, options)
 
 
-@pytest.mark.parametrize(("n", "length"), [(2, 1), (2, 2), (2, 3), (3, 2), (3, 4)])
-def test_short_rows_match_transformers(pool: Pool, n: int, length: int, seed: int) -> None:
-    """Rows with fewer tokens than ranks stay whole."""
-    config = llama()
-    ids = zoo.batch("LlamaForCausalLM", config, seed)["input_ids"][:, :length].contiguous()
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    step = reference_step("LlamaForCausalLM", config, seed, batch=batch)
-    pool.run(n, check_step, step, n, 1, OPTIONS, length >= n)
-
-
 def packed(config: Any, seed: int) -> dict[str, Any]:
     """Return rows of three texts, whose positions restart."""
     ids = torch.randint(config.vocab_size, (2, 11), generator=torch.Generator().manual_seed(seed))
@@ -194,65 +157,13 @@ def test_lazy_masks_match_transformers(pool: Pool, length: int, seed: int) -> No
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def check_training(name: str, config: Any, weights: Any, batches: Any, trained: Any, tp: int) -> None:
-    model = parallel_model(name, config, weights, tp, context_parallel_size=2).train()
-    losses = take_steps(model, make_optimizer("AdamW", model.parameters()), batches)
-    assert model(**batches[0]).logits is None
-    own = dict(model.named_parameters(remove_duplicate=False))
-    lines = shard_differences(model, "parameter", own, trained[0], TOLERANCE)
-    lines += differences("losses", torch.tensor(losses), torch.tensor(trained[1]), TOLERANCE)
-    assert not lines, "\n".join(lines)
-
-
-@pytest.mark.parametrize(("variant", "tp"), [("llama", 1), ("llama-untied", 2), ("gpt2", 1)])
-def test_parameters_after_five_steps_match_transformers(pool: Pool, variant: str, tp: int, seed: int) -> None:
-    """Tied and untied weights. Logits are not gathered beside a loss."""
-    name, config = zoo.lm_head(variant), zoo.config(variant)
-    model = reference_model(name, config, seed)
-    weights = full_parameters(model)
-    batches = [zoo.batch(name, config, seed + number) for number in range(5)]
-    losses = take_steps(model, make_optimizer("AdamW", model.parameters()), batches)
-    pool.run(2 * tp, check_training, name, config, weights, batches, (full_parameters(model), losses), tp)
-
-
-def check_checkpointing(name: str, config: Any, weights: Any, batch: Any) -> None:
-    """Loss, gradients and random states are equal with and without recomputation."""
-    results = {}
-    for mode in ("plain", "reentrant", "not reentrant"):
-        model = parallel_model(name, config, weights, 1, torch.float32, context_parallel_size=2).train()
-        if mode != "plain":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": mode == "reentrant"})
-        torch.manual_seed(5)
-        with counting() as counts:
-            loss = model(**batch).loss
-            loss.backward()
-        assert counts["sum"]
-        gradients = {key: param.grad for key, param in model.named_parameters()}
-        results[mode] = loss.detach(), gradients, torch.rand(3)
-    (loss, gradients, drawn), lines = results.pop("plain"), []
-    for mode, (own_loss, own_gradients, own_drawn) in results.items():
-        tolerance = 1e-6 if mode == "reentrant" or config.is_encoder_decoder else 0
-        lines += differences(f"{mode}: loss", own_loss, loss, 0)
-        lines += differences(f"{mode}: next random numbers", own_drawn, drawn, 0)
-        for key, gradient in gradients.items():
-            lines += differences(f"{mode}: gradient of {key}", own_gradients[key], gradient, tolerance)
-    assert not lines, "\n".join(lines)
-
-
-@pytest.mark.parametrize("variant", [kind for kind in zoo.FOUNDING if kind in registry.CONTEXT_PARALLEL])
-def test_step_with_checkpointing_equals_one_without(pool: Pool, variant: str, seed: int) -> None:
-    name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE, use_cache=False)
-    weights = full_parameters(reference_model(name, config, seed, torch.float32))
-    pool.run(2, check_checkpointing, name, config, weights, zoo.batch(name, config, seed, torch.float32))
-
-
 def check_replicas(step: Step, batches: list[dict[str, Any]]) -> None:
     """Each replica has rows of its own, and DistributedDataParallel averages the gradients."""
     model = context_model(step, 2).train()
     with pytest.raises(ValueError, match="replicas are on ranks"):
         DistributedDataParallel(model)
     ddp = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
-    with lifted_casts(), counting() as counts:
+    with lifted_casts(), counting_exchanges() as counts:
         for rows in batches[2 * model.mpu.get_data_parallel_rank() :][:2]:
             last = rows is batches[2 * model.mpu.get_data_parallel_rank() + 1]
             with contextlib.nullcontext() if last else ddp.no_sync():
@@ -400,41 +311,22 @@ def test_deparallelized_model_has_the_full_weights(pool: Pool, seed: int) -> Non
 # Calls ----------------------------------------------------------------------------------------------------------------
 
 
-def generated(name: str, config: Any, weights: Any, batch: Any) -> Tensor:
-    model = parallel_model(name, config, weights, 1, context_parallel_size=2).eval()
-    with counting() as counts:
-        tokens: Tensor = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=4)
-        with torch.no_grad():
-            assert model(**batch).logits is not None
-    assert not counts
-    return tokens
-
-
-def test_calls_without_gradients_compute_whole_hidden_states(pool: Pool, seed: int) -> None:
-    name, config = "LlamaForCausalLM", zoo.config("llama")
-    model = reference_model(name, config, seed).eval()
-    batch = zoo.batch(name, config, seed)
-    expected = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=4)
-    for own in pool.run(2, generated, name, config, full_parameters(model), batch):
-        assert torch.equal(own, expected)
-
-
 def check_caches(step: Step) -> None:
     """A call that asks for a cache, or that continues one, computes whole hidden states."""
     model = context_model(step, 2).train()
-    with lifted_casts(), counting() as counts:
+    with lifted_casts(), counting_exchanges() as counts:
         first = model(input_ids=step.batch["input_ids"][:, :4], use_cache=True)
     cache = {name: value for name, value in first.items() if name in CACHES}
     assert not counts
     assert cache
     assert type(next(iter(cache.values())).layers[0].keys) is Tensor
-    with lifted_casts(), counting() as counts:
+    with lifted_casts(), counting_exchanges() as counts:
         second = model(input_ids=step.batch["input_ids"][:, 4:], **cache)
     assert not counts
     logits = torch.cat((first.logits, second.logits), 1)
     lines = differences("logits", logits.detach(), step.outputs["logits"], TOLERANCE)
     assert not lines, "\n".join(lines)
-    with counting() as counts:
+    with counting_exchanges() as counts:
         divided = model(**step.batch)
     assert counts
     assert not {*CACHES} & {name for name, value in divided.items() if value is not None}
@@ -455,13 +347,6 @@ def check_inputs(step: Step) -> None:
 
 def test_other_batches_of_ranks_of_a_replica_are_refused(pool: Pool, seed: int) -> None:
     pool.run(2, check_inputs, reference_step("LlamaForCausalLM", llama(), seed))
-
-
-@pytest.mark.parametrize("name", ["LlamaModel", "GPT2LMHeadModel", "LlamaForSequenceClassification"])
-def test_outputs_of_blocks_are_whole(pool: Pool, name: str, seed: int) -> None:
-    config = zoo.config({"L": "llama", "G": "gpt2"}[name[0]])
-    batch: dict[str, Any] = {**zoo.batch(name, config, seed), "output_hidden_states": True}
-    pool.run(2, check_step, reference_step(name, config, seed, batch=batch), 2)
 
 
 def check_attentions(step: Step) -> None:
@@ -512,9 +397,9 @@ def count_step(config: Any, seed: int) -> list[Counter[str]]:
     cls: Any = registry.find("LlamaForCausalLM")
     model = cls.from_config_with_parallel(config, context_parallel_size=2, seed=seed, check_inputs=False)
     batch = zoo.batch("LlamaForCausalLM", config, seed, torch.float32)
-    with counting() as forward:
+    with counting_exchanges() as forward:
         loss = model(**batch).loss
-    with counting() as backward:
+    with counting_exchanges() as backward:
         loss.backward()
     return [forward, backward]
 
@@ -629,7 +514,7 @@ def construct(name: str, config: Any, sizes: tuple[int, ...], options: dict[str,
         ("llama", (1,), {"attn_implementation": "flex_attention"}, "attn_implementation='flex_attention'"),
         ("reformer", (1,), {}, "does not support ReformerModelWithLMHead: it was not tested with reformer"),
         ("glm4v", (1,), {}, "does not support Glm4vVisionModel: its hidden states have no dimension of rows"),
-        ("mamba", (1,), {}, "does not support MambaForCausalLM: it was not tested with mamba; leave it out"),
+        ("mamba", (1,), {}, "MambaForCausalLM: it was not tested with mamba, see column cp of docs/models.md; leave"),
     ],
 )
 def test_unsupported_arguments_are_refused(
@@ -649,20 +534,6 @@ def refused_calls(config: Any) -> None:
     def make() -> Any:
         return cls.from_config_with_parallel(config, context_parallel_size=2, seed=0)
 
-    with pytest.raises(ValueError, match=r"fuse\(\) does not support context_parallel_size=2"):
-        make().fuse()
-    with pytest.raises(ValueError, match="it was loaded with context_parallel_size=2; leave it out"):
-        make().use_exact_rollouts()
-    model = make()
-    model.model.layers[0].compile()
-    with pytest.raises(ValueError, match=r"cannot be used with torch\.compile of blocks"):
-        model(**batch)
-    model = make()
-    fully_shard(model, mesh=model.mesh.device_mesh["dp"])
-    with pytest.raises(ValueError, match="cannot be used with FSDP2"):
-        model(**batch)
-    with pytest.raises(ValueError, match="cannot be used with DeepSpeed"):
-        DeepSpeedEngine(make())
     model = make()
     model.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match="does not support attn_implementation='flex_attention'"):
@@ -677,66 +548,5 @@ def second_derivatives(model: Any, batch: Any) -> None:
     sum((grad.square().sum() for grad in grads), start=torch.zeros(())).backward()
 
 
-class DeepSpeedEngine:
-    """Lists the parameters in its constructor, as DeepSpeed's class of this name does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.named_parameters())
-
-
 def test_unsupported_wrappers_are_refused(pool: Pool) -> None:
     pool.run(2, refused_calls, zoo.config("llama", attn_implementation="eager"))
-
-
-def test_transformers_constructors_do_not_take_the_argument() -> None:
-    cls: Any = registry.find("LlamaForCausalLM")
-    with pytest.raises(TypeError, match="do not take context_parallel_size"):
-        cls(zoo.config("llama"), context_parallel_size=2)
-
-
-def other_checkpointing(config: Any, reentrant: bool) -> None:
-    cls: Any = registry.find("LlamaForCausalLM")
-    model = cls.from_config_with_parallel(config, context_parallel_size=2, seed=0)
-    for index, block in enumerate(model.model.layers):
-        model.model.layers[index] = Checkpointed(block, reentrant)
-    loss = model(**zoo.batch("LlamaForCausalLM", config, 0, torch.float32), use_cache=False).loss
-    with pytest.raises(RuntimeError, match="is computed again in the backward pass"):
-        loss.backward()
-
-
-class Checkpointed(nn.Module):
-    """Computes a block again in the backward pass, without the method of transformers."""
-
-    def __init__(self, block: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.reentrant = block, reentrant
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call = partial(self.block, **kwargs)
-        return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_other_checkpointing_functions_raise(pool: Pool, reentrant: bool) -> None:
-    pool.run(2, other_checkpointing, zoo.config("llama"), reentrant)
-
-
-def check_compiled(config: Any, seed: int) -> None:
-    """Compiled code computes whole hidden states."""
-    results = []
-    for size in (1, 2):
-        cls: Any = registry.find("LlamaForCausalLM")
-        model = cls.from_config_with_parallel(config, context_parallel_size=size, seed=0, dtype=torch.float64)
-        compiled = torch.compile(model, backend="aot_eager")
-        with counting() as counts:
-            loss = compiled(**zoo.batch("LlamaForCausalLM", config, seed)).loss
-            loss.backward()
-        assert not counts
-        results.append([loss.detach(), *(param.grad for param in model.parameters())])
-    lines = [line for own, whole in zip(*results, strict=True) for line in differences("value", own, whole, TOLERANCE)]
-    assert not lines, "\n".join(lines)
-
-
-@pytest.mark.zoo
-def test_compiled_model_computes_whole_hidden_states(pool: Pool, seed: int) -> None:
-    pool.run(2, check_compiled, zoo.config("llama-untied", num_hidden_layers=1, use_cache=False), seed)

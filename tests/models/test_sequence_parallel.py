@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from oslo_models import registry
 
 from support import pipelines, zoo
-from support.drawn_steps import drawn_step, shortened
+from support.drawn_steps import drawn_step
 from support.dropout_masks import RATE
 from support.float64 import lifted_casts
 from support.pipelines import loop_differences
@@ -28,7 +26,6 @@ from support.reference import (
     differences,
     full_gradients,
     full_parameters,
-    make_optimizer,
     own_part,
     parallel_model,
     reference_model,
@@ -36,7 +33,6 @@ from support.reference import (
     saved_step,
     shard_differences,
     step_differences,
-    take_steps,
 )
 from support.token_counts import counting
 
@@ -103,76 +99,12 @@ def test_four_ranks_match_transformers(pool: Pool, model_type: str, seed: int) -
     check_class(pool, name, model_type, 4, seed)
 
 
-@pytest.mark.parametrize(("n", "length"), [(2, 1), (2, 2), (2, 3), (3, 2), (3, 4)])
-def test_short_rows_match_transformers(pool: Pool, n: int, length: int, seed: int) -> None:
-    """Fewer tokens than ranks stay whole."""
-    config = zoo.config("llama-untied")
-    batch = shortened(zoo.batch("LlamaForCausalLM", config, seed), length)
-    batch = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
-    step = reference_step("LlamaForCausalLM", config, seed, batch=batch)
-    pool.run(n, check_step, step, n, length >= n)
-
-
 def test_unequal_shares_divide_tokens_too(pool: Pool, seed: int) -> None:
     step = reference_step("LlamaForCausalLM", zoo.config("llama-untied"), seed)
     pool.run(3, check_step, step, 3, True, {"tensor_parallel_shares": [3, 1, 2]})
 
 
 # Training -------------------------------------------------------------------------------------------------------------
-
-
-def check_training(name: str, config: Any, weights: Any, batches: Any, trained: Any, options: dict[str, Any]) -> None:
-    model = parallel_model(name, config, weights, 2, sequence_parallel=True, **options).train()
-    take_steps(model, make_optimizer("AdamW", model.parameters()), batches)
-    own = dict(model.named_parameters(remove_duplicate=False))
-    lines = shard_differences(model, "parameter", own, trained, TOLERANCE)
-    assert not lines, "\n".join(lines)
-
-
-@pytest.mark.parametrize("variant", ["llama", "llama-untied", "gpt2", "bert", "t5"])
-def test_parameters_after_five_steps_match_transformers(pool: Pool, variant: str, seed: int) -> None:
-    """Tied and untied weights."""
-    name, config = zoo.lm_head(variant), zoo.config(variant)
-    model = reference_model(name, config, seed)
-    weights = full_parameters(model)
-    batches = [zoo.batch(name, config, seed + number) for number in range(5)]
-    take_steps(model, make_optimizer("AdamW", model.parameters()), batches)
-    pool.run(2, check_training, name, config, weights, batches, full_parameters(model), {})
-
-
-def check_checkpointing(name: str, config: Any, weights: Any, batch: Any) -> None:
-    """Loss, gradients and random states are equal with and without recomputation.
-
-    In float32: the mode that lifts casts is not active while the backward pass recomputes.
-    """
-    results = {}
-    for mode in ("plain", "reentrant", "not reentrant"):
-        model = parallel_model(name, config, weights, 2, torch.float32, sequence_parallel=True).train()
-        if mode != "plain":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": mode == "reentrant"})
-        torch.manual_seed(5)
-        with counting() as counts:
-            loss = model(**batch).loss
-            loss.backward()
-        assert counts["reduce_scatter"]
-        gradients = {key: param.grad for key, param in model.named_parameters()}
-        results[mode] = loss.detach(), gradients, torch.rand(3)
-    (loss, gradients, drawn), lines = results.pop("plain"), []
-    for mode, (own_loss, own_gradients, own_drawn) in results.items():
-        # A reentrant block sums the gradients of its readers separately, and so does each block that reads an encoder.
-        tolerance = 1e-6 if mode == "reentrant" or config.is_encoder_decoder else 0
-        lines += differences(f"{mode}: loss", own_loss, loss, 0)
-        lines += differences(f"{mode}: next random numbers", own_drawn, drawn, 0)
-        for key, gradient in gradients.items():
-            lines += differences(f"{mode}: gradient of {key}", own_gradients[key], gradient, tolerance)
-    assert not lines, "\n".join(lines)
-
-
-@pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_step_with_checkpointing_equals_one_without(pool: Pool, variant: str, seed: int) -> None:
-    name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE, use_cache=False)
-    weights = full_parameters(reference_model(name, config, seed, torch.float32))
-    pool.run(2, check_checkpointing, name, config, weights, zoo.batch(name, config, seed, torch.float32))
 
 
 def check_bfloat16(steps: list[Step], autocasts: bool) -> None:
@@ -275,19 +207,6 @@ def test_step_with_dropout_equals_whole_hidden_states(pool: Pool, variant: str, 
     pool.run(2, check_dropout, name, config, weights, batch, seed)
 
 
-def check_hidden_states(step: Step) -> None:
-    model = parallel_model(step.name, step.config, step.weights, 2, **OPTIONS).train()
-    lines = step_differences(model, step)
-    assert not lines, "\n".join(lines)
-
-
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel", "GPT2LMHeadModel", "BertModel"])
-def test_outputs_of_blocks_are_whole(pool: Pool, name: str, seed: int) -> None:
-    config = zoo.config({"L": "llama", "G": "gpt2", "B": "bert"}[name[0]])
-    batch: dict[str, Any] = {**zoo.batch(name, config, seed), "output_hidden_states": True}
-    pool.run(2, check_hidden_states, reference_step(name, config, seed, batch=batch))
-
-
 def check_second_derivatives(name: str, config: Any, weights: Any, batch: Any) -> None:
     values = []
     for divides in (False, True):
@@ -305,23 +224,6 @@ def test_second_derivatives_equal_whole_hidden_states(pool: Pool, seed: int) -> 
     weights, batch = full_parameters(reference_model(name, config, seed)), zoo.batch(name, config, seed)
     batch["attention_mask"] = torch.ones_like(batch["attention_mask"])  # rows without keys have no second derivative
     pool.run(2, check_second_derivatives, name, config, weights, batch)
-
-
-def generated(name: str, config: Any, weights: Any, batch: Any) -> Tensor:
-    model = parallel_model(name, config, weights, 2, sequence_parallel=True).eval()
-    with counting() as counts:
-        tokens: Tensor = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=4)
-    assert not counts["reduce_scatter"]
-    return tokens
-
-
-def test_generation_computes_whole_hidden_states(pool: Pool, seed: int) -> None:
-    name, config = "LlamaForCausalLM", zoo.config("llama")
-    model = reference_model(name, config, seed).eval()
-    batch = zoo.batch(name, config, seed)
-    expected = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=4)
-    for own in pool.run(2, generated, name, config, full_parameters(model), batch):
-        assert torch.equal(own, expected)
 
 
 # Communication and memory ---------------------------------------------------------------------------------------------
@@ -388,81 +290,11 @@ def refused_calls(config: Any) -> None:
     def make() -> Any:
         return cls.from_config_with_parallel(config, 2, seed=0, sequence_parallel=True)
 
-    with pytest.raises(ValueError, match=r"fuse\(\) does not support sequence_parallel=True"):
-        make().fuse()
-    model = make()
-    model.model.layers[0].compile()
-    with pytest.raises(ValueError, match=r"cannot be used with torch\.compile of blocks"):
-        model(**batch)
     model = make()
     model.schedule = "zb-h1"
     with pytest.raises(ValueError, match="cannot be used with schedule='zb-h1'"):
         model(**batch)
-    model = make()
-    fully_shard(model, mesh=model.mesh.device_mesh["dp"])
-    with pytest.raises(ValueError, match="cannot be used with FSDP2"):
-        model(**batch)
-    with pytest.raises(ValueError, match="cannot be used with DeepSpeed"):
-        DeepSpeedEngine(make())
-
-
-class DeepSpeedEngine:
-    """Lists the parameters in its constructor, as DeepSpeed's class of this name does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.named_parameters())
-
-
-def check_compiled(config: Any, seed: int) -> None:
-    """Compiled code computes whole hidden states."""
-    results = []
-    for divides in (False, True):
-        cls: Any = registry.find("LlamaForCausalLM")
-        model = cls.from_config_with_parallel(config, 2, seed=0, sequence_parallel=divides, dtype=torch.float64)
-        compiled = torch.compile(model, backend="aot_eager")
-        with counting() as counts:
-            loss = compiled(**zoo.batch("LlamaForCausalLM", config, seed)).loss
-            loss.backward()
-        assert not counts["reduce_scatter"]
-        results.append([loss.detach(), *(param.grad for param in model.parameters())])
-    lines = [line for own, whole in zip(*results, strict=True) for line in differences("value", own, whole, TOLERANCE)]
-    assert not lines, "\n".join(lines)
-
-
-def test_compiled_model_computes_whole_hidden_states(pool: Pool, seed: int) -> None:
-    pool.run(2, check_compiled, zoo.config("llama-untied", num_hidden_layers=1, use_cache=False), seed)
 
 
 def test_unsupported_wrappers_are_refused(pool: Pool) -> None:
     pool.run(2, refused_calls, zoo.config("llama"))
-
-
-def test_transformers_constructors_do_not_take_the_argument() -> None:
-    cls: Any = registry.find("LlamaForCausalLM")
-    with pytest.raises(TypeError, match="do not take sequence_parallel"):
-        cls(zoo.config("llama"), sequence_parallel=True)
-
-
-def other_checkpointing(config: Any) -> None:
-    cls: Any = registry.find("LlamaForCausalLM")
-    model = cls.from_config_with_parallel(config, 2, seed=0, sequence_parallel=True)
-    for index, block in enumerate(model.model.layers):
-        model.model.layers[index] = Checkpointed(block)
-    loss = model(**zoo.batch("LlamaForCausalLM", config, 0, torch.float32), use_cache=False).loss
-    with pytest.raises(RuntimeError, match="is computed again in the backward pass"):
-        loss.backward()
-
-
-class Checkpointed(nn.Module):
-    """Computes a block again in the backward pass, without the method of transformers."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(self.block, *args, use_reentrant=False, **kwargs)
-
-
-def test_other_checkpointing_functions_raise(pool: Pool) -> None:
-    pool.run(2, other_checkpointing, zoo.config("llama"))

@@ -40,6 +40,7 @@ from oslo_models.layers import (
     sharded_activation,
     state_space,
     summed,
+    token_division,
     token_parts,
     token_region,
 )
@@ -313,6 +314,10 @@ def parts_of_own_products(patch: Patch) -> None:
 
 def parts_of_own_gradients(patch: Patch) -> None:
     patch.setattr(token_region, "reduce_scatter_from", autograd_collectives.scatter_to)
+
+
+def blocks_computed_again_without_a_check(patch: Patch) -> None:
+    patch.setattr(token_division.TokenDivision, "_require_recomputation", lambda self, block: None)
 
 
 def dropout_masks_of_local_tokens(patch: Patch) -> None:
@@ -846,6 +851,14 @@ MUTANTS: dict[str, list[Caught]] = {
             for mutant in SEQUENCE_PARALLEL
         ],
         (dropout_masks_of_local_tokens, "test_step_with_dropout_equals_whole_hidden_states", {"variant": "gpt2"}),
+    ],
+    "models/test_token_division.py": [
+        (
+            blocks_computed_again_without_a_check,
+            "test_other_checkpointing_functions_raise",
+            {"division": division, "reentrant": False},
+        )
+        for division in ("sequence_parallel", "context_parallel_size")
     ],
     "models/test_sounds.py": [
         (mutant, "test_sounds_in_any_rows_match_transformers", {"model_type": model_type})

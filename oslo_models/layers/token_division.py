@@ -1,0 +1,148 @@
+"""Base of sequence and context parallelism: where hidden states are divided, and how checkpointing keeps the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from oslo_models.distributed.autograd_collectives import scatter_to
+from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
+
+TOKENS = 1
+"""Dimension of the tokens in hidden states, ``[rows, tokens, features]``."""
+
+
+class TokenDivision:
+    """Divides the tokens of one model's hidden states over the ranks of an axis.
+
+    Hidden states are divided at the entry of a block, in calls of the parallel model with gradients. Without gradients,
+    in compiled code, and with fewer tokens than ranks, they stay whole.
+
+    Attributes:
+        axis: axis of the ranks.
+        option: the argument of the model that divides tokens, for messages.
+    """
+
+    def __init__(self, axis: Axis, option: str) -> None:
+        self.axis, self.option = axis, option
+        self._in_model = self._in_checkpoint = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied model does not run at the same time
+
+    @contextmanager
+    def within_model(self) -> Iterator[None]:
+        """Allow blocks to divide hidden states within the context."""
+        before, self._in_model = self._in_model, True
+        try:
+            yield
+        finally:
+            self._in_model = before
+            self._end()
+
+    def _end(self) -> None:
+        """Forget the block that is running."""
+        raise NotImplementedError
+
+    def _recompute(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that makes a context in which a part of the running block is computed again."""
+        raise NotImplementedError
+
+    def _mark(self, local: Tensor, spec: ShardSpec, length: int) -> ShardedActivation:
+        """Return an activation of this rank's tokens."""
+        raise NotImplementedError
+
+    def _divided(self, block: nn.Module, hidden: Any) -> ShardedActivation | None:
+        """Return this rank's part of a block's hidden states, or ``None`` if the block computes all tokens.
+
+        Raises:
+            RuntimeError: another checkpointing function computes the block again, with its local tokens.
+        """
+        if not isinstance(hidden, Tensor):
+            return None
+        if isinstance(hidden, ShardedActivation):
+            return hidden
+        if not self._in_model:
+            self._require_recomputation(block)
+            return None
+        return self._part_of(hidden) if self._divides(hidden) else None
+
+    def _require_recomputation(self, block: nn.Module) -> None:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0:
+            raise RuntimeError(
+                f"{self.option}: a {type(block).__name__} is computed again in the backward pass, and its "
+                "checkpointing function does not know which tokens this rank holds: call "
+                "model.gradient_checkpointing_enable() instead"
+            )
+
+    def _divides(self, hidden: Tensor) -> bool:
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or self._in_checkpoint):
+            return False
+        return hidden.is_floating_point() and hidden.dim() == 3 and min(self._sizes(hidden.shape[TOKENS])) > 0
+
+    def _sizes(self, length: int) -> list[int]:
+        return ShardSpec(TOKENS, length).sizes(length, self.axis.size)
+
+    def _part_of(self, x: Tensor) -> ShardedActivation:
+        length = x.shape[TOKENS]
+        return self._mark(scatter_to(self.axis, x, TOKENS, self._sizes(length)), ShardSpec(TOKENS, length), length)
+
+    def checkpointing(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a checkpointing function that passes parts through ``checkpoint``, which loses their marks.
+
+        Args:
+            checkpoint: a function like ``torch.utils.checkpoint.checkpoint``, which calls its first argument with the
+                others.
+        """
+
+        def on_parts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return checkpoint(function, *args, **kwargs)
+            makers, recompute, returned = [maker_of(arg) for arg in args], self._recompute(), list[Any]()
+
+            def on_local(*given: Any) -> Any:
+                before = self._in_model, self._in_checkpoint
+                self._in_model, self._in_checkpoint = True, True
+                try:
+                    with recompute():
+                        result = function(*(make(arg) for make, arg in zip(makers, given, strict=True)))
+                finally:
+                    self._in_model, self._in_checkpoint = before
+                leaves, structure = tree_flatten(result)
+                returned[:] = [maker_of(leaf) for leaf in leaves]
+                return tree_unflatten([local_of(leaf) for leaf in leaves], structure)
+
+            leaves, structure = tree_flatten(checkpoint(on_local, *(local_of(arg) for arg in args), **kwargs))
+            return tree_unflatten([make(leaf) for make, leaf in zip(returned, leaves, strict=True)], structure)
+
+        return on_parts
+
+
+def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the hidden states among the arguments of a block."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def with_hidden_states(hidden: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a block with other hidden states."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def maker_of(value: Any) -> Callable[[Any], Any]:
+    """Return a function that makes ``value`` from its local tensor. It does not keep the tensor."""
+    return value.remaker() if isinstance(value, ShardedActivation) else _same
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def local_of(value: Any) -> Any:
+    """Return the local tensor of an activation. Return other values as they are."""
+    return value.local() if isinstance(value, ShardedActivation) else value
