@@ -43,10 +43,13 @@ def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: Par
         for block in blocks:
             parts.watch(block, gathers=mesh.tp.size > 1 and block is blocks[-1])
     entries = named_entries(model, plan, prefix, head)
-    experts = {id(module) for name, module in model.named_modules() if name in entries and entries[name].stacks_experts}
+    for name, module in model.named_modules():
+        if name in entries and entries[name].stacks_experts:
+            module._computes_single_tokens = True  # copies of the model keep it
 
     def prepare(module: nn.Module) -> None:
-        is_tokenwise = isinstance(module, ShardedModule) or id(module) in experts or type(module).__name__ in TOKENWISE
+        is_tokenwise = isinstance(module, ShardedModule) or type(module).__name__ in TOKENWISE
+        is_tokenwise = is_tokenwise or bool(vars(module).get("_computes_single_tokens"))
         if is_tokenwise and not isinstance(module, LocalTokensModule):
             become(module, LocalTokensModule).context_parts = parts
 

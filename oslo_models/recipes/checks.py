@@ -53,7 +53,9 @@ def check_values(recipe: Recipe) -> None:
             if keys[name]:
                 raise ValueError(f"merge_adapter=true: {name}=true {NO_MERGING}")
     if keys["sequence_parallel"]:
-        _check_sequence_parallel(keys)
+        _check_divided_tokens("sequence_parallel=true", keys)
+    if (size := keys["context_parallel_size"]) > 1:
+        _check_divided_tokens(f"context_parallel_size={size}", keys)
     for name, package in PACKAGES.items():
         if keys[name] and importlib.util.find_spec(package) is None:
             raise ImportError(f"{name}=true: it needs {package}; run pip install {package}")
@@ -91,13 +93,13 @@ def _check_stages(task: str, keys: dict[str, Any]) -> None:
         raise ValueError(f"schedule={schedule}: it does not work with gradient_checkpointing; leave one of them out")
 
 
-def _check_sequence_parallel(keys: dict[str, Any]) -> None:
+def _check_divided_tokens(option: str, keys: dict[str, Any]) -> None:
     """Refuse keys that do not work with divided tokens. `sizes.check_sizes` checks the model."""
     for name in ("fuse", "load_in_4bit", "load_in_8bit"):
         if keys[name]:
-            raise ValueError(f"sequence_parallel=true: it does not work with {name}=true; leave one of them out")
+            raise ValueError(f"{option}: it does not work with {name}=true; leave one of them out")
     if (schedule := keys["schedule"]) != ONE_F_ONE_B:
-        raise ValueError(f"sequence_parallel=true: it does not work with schedule={schedule}; leave one of them out")
+        raise ValueError(f"{option}: it does not work with schedule={schedule}; leave one of them out")
 
 
 def check_training(recipe: Recipe) -> None:

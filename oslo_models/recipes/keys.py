@@ -30,6 +30,7 @@ class ParallelArguments:
     sequence_parallel: bool = field(
         default=False, metadata={"help": "Divide the tokens of hidden states over the ranks of each layer."}
     )
+    context_parallel_size: int = field(default=1, metadata={"help": "Ranks that divide the tokens of each row."})
     fuse: bool = field(default=False, metadata={"help": "Replace modules by fused ones where they are faster."})
     merge_adapter: bool = field(
         default=False, metadata={"help": "Also write the model with the merged adapter, to output_dir/merged."}

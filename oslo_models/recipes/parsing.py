@@ -15,17 +15,11 @@ from oslo_models.recipes.values import check_value, hints_of
 from oslo_models.registry import did_you_mean
 
 OWN_PROCESSES = "leave it out: this command starts its processes itself; devices: N gives their number"
-OTHER_KEYS = {
-    **dict.fromkeys(
-        ("accelerate_config", "config_file", "num_processes", "num_machines", "machine_rank", "main_process_port"),
-        OWN_PROCESSES,
-    ),
-    "context_parallel_size": (
-        "TRL's trainers were not tested with divided tokens; use sequence_parallel: true, or transformers' Trainer in "
-        "a script of your own"
-    ),
-}
-"""Keys of `accelerate launch` and of constructors that recipes do not take, each with advice."""
+OTHER_KEYS = dict.fromkeys(
+    ("accelerate_config", "config_file", "num_processes", "num_machines", "machine_rank", "main_process_port"),
+    OWN_PROCESSES,
+)
+"""Keys of `accelerate launch` that recipes do not take, each with advice."""
 MOST_BYTES, MOST_VALUES = 1 << 18, 10_000
 """Limits of a recipe."""
 

@@ -15,6 +15,7 @@ class Sizes:
 
     Attributes:
         sequence_parallel: whether the ranks of a layer divide the tokens of hidden states, too.
+        context: ranks that divide the tokens of each row.
     """
 
     tensor: int
@@ -25,11 +26,12 @@ class Sizes:
     shares: tuple[int, ...] = ()
     blocks: tuple[int, ...] = ()
     sequence_parallel: bool = False
+    context: int = 1
 
     @property
     def replicas(self) -> int:
         """Number of replicas of the model."""
-        return self.devices * self.nnodes // (self.tensor * self.pipeline)
+        return self.devices * self.nnodes // (self.tensor * self.pipeline * self.context)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -39,6 +41,7 @@ class Sizes:
             "pipeline_parallel_size": self.pipeline,
             "expert_parallel_size": self.expert,
             "sequence_parallel": self.sequence_parallel,
+            "context_parallel_size": self.context,
         }
         unequal = {"tensor_parallel_shares": self.shares, "blocks_per_stage": self.blocks}
         return {**sizes, **{name: list(value) for name, value in unequal.items() if value}}
@@ -54,27 +57,29 @@ def choose_sizes(given: ParallelArguments, cls: Any, config: Any, gpus: int) -> 
     Raises:
         ValueError: the sizes do not fit the model or the processes.
     """
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "devices", "nnodes"):
+    counts = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "context_parallel_size")
+    for name in (*counts, "devices", "nnodes"):
         if (value := getattr(given, name)) is not None and value < 1:
             raise ValueError(f"{name}={value}: it counts processes; give an integer of at least 1")
-    nnodes, pipeline = given.nnodes, given.pipeline_parallel_size
+    nnodes, pipeline, context = given.nnodes, given.pipeline_parallel_size, given.context_parallel_size
     shares, blocks = tuple(given.tensor_parallel_shares or ()), tuple(given.blocks_per_stage or ())
     wanted = given.tensor_parallel_size or len(shares)
-    devices = given.devices or _default_devices((wanted or 1) * pipeline, nnodes, gpus)
+    devices = given.devices or _default_devices((wanted or 1) * pipeline * context, nnodes, gpus)
     if gpus and devices > gpus:
         raise ValueError(
             f"devices={devices}: this machine has {gpus} GPUs; give at most {gpus}, and a tensor_parallel_size of at "
             f"most {gpus * nnodes}"
         )
-    tensor = wanted or _choose_tensor_parallel_size(cls, config, devices * nnodes // pipeline or 1)
-    if devices * nnodes % (tensor * pipeline):
+    tensor = wanted or _choose_tensor_parallel_size(cls, config, devices * nnodes // (pipeline * context) or 1)
+    if devices * nnodes % (tensor * pipeline * context):
+        beside = f"pipeline_parallel_size={pipeline}" if context == 1 else f"context_parallel_size={context}"
         raise ValueError(
-            f"tensor_parallel_size={tensor}: with pipeline_parallel_size={pipeline} it does not divide "
+            f"tensor_parallel_size={tensor}: with {beside} it does not divide "
             f"the {devices * nnodes} processes of devices={devices} and nnodes={nnodes}; set devices to a multiple of "
-            f"{tensor * pipeline}"
+            f"{tensor * pipeline * context}"
         )
     sizes = Sizes(
-        tensor, pipeline, given.expert_parallel_size, devices, nnodes, shares, blocks, given.sequence_parallel
+        tensor, pipeline, given.expert_parallel_size, devices, nnodes, shares, blocks, given.sequence_parallel, context
     )
     check_sizes(sizes, cls, config)
     return sizes

@@ -44,9 +44,10 @@ def train(recipe: Recipe, sizes: Sizes, cls: Any) -> None:
     trainer.add_callback(TrainingProgress(tokens, folder))
     checkpoint = _checkpoint(args, folder, world)
     if world.rank == 0:
+        tokens_over = f"context_parallel_size={sizes.context}, " if sizes.context > 1 else ""
         print(
-            f"{cls.__name__}: tensor_parallel_size={sizes.tensor}, pipeline_parallel_size={sizes.pipeline}, replicas="
-            f"{sizes.replicas}, on {'GPUs' if torch.cuda.is_available() else 'the CPU'}; "
+            f"{cls.__name__}: tensor_parallel_size={sizes.tensor}, pipeline_parallel_size={sizes.pipeline}, "
+            f"{tokens_over}replicas={sizes.replicas}, on {'GPUs' if torch.cuda.is_available() else 'the CPU'}; "
             f"{'from the start' if checkpoint is None else f'continues from {checkpoint}'}",
             flush=True,
         )

@@ -30,7 +30,7 @@ COLUMNS = {
 
 
 def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, pp: int = 1, **settings: Any) -> None:
-    """Train on one process with the batches of all replicas, and on ``tp * pp * dp`` ranks."""
+    """Train on one process with the batches of all replicas, and on ``tp * pp * dp * cp`` ranks."""
     args, options = settings.get("args", {}), {**settings.get("options", {})}
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS[kind])
     args = {"output_dir": str(folder), **args}
@@ -41,9 +41,9 @@ def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, pp
     }
     if args.get("precompute_ref_log_probs"):
         options["rows_in"] = str(folder / "rows")
-    run = trl_trainers.reference_run(kind, seed, total, rows, **options)
+    run, cp = trl_trainers.reference_run(kind, seed, total, rows, **options), settings.get("cp", 1)
     train = trl_trainers.differences_on_ranks
-    for lines in pool.run(tp * pp * dp, train, run, kind, tp, args, rows, options, pp, env=True):
+    for lines in pool.run(tp * pp * dp * cp, train, run, kind, tp, args, rows, options, pp, cp, env=True):
         assert not lines, "\n".join(lines[:30])
 
 
@@ -101,6 +101,30 @@ SAMPLED = {
     "max_completion_length": 6,
     "shuffle_dataset": False,
 }
+OVER_CONTEXT: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "SFT": ("SFTTrainer", 1, 1, {"gradient_accumulation_steps": 2}),
+    "SFT, tp=2": ("SFTTrainer", 2, 1, {"loss_type": "dft"}),
+    "SFT, dp=2": ("SFTTrainer", 1, 2, {}),
+    "SFT, packed": ("SFTTrainer", 1, 1, {"packing": True}),
+    "SFT, evaluated": ("SFTTrainer", 1, 1, {"eval_strategy": "steps", "per_device_eval_batch_size": 4}),
+    "DPO": ("DPOTrainer", 1, 1, {"beta": 0.5, "use_weighting": True}),
+    "DPO, precomputed": ("DPOTrainer", 1, 1, {"precompute_ref_log_probs": True, "beta": 0.5}),
+    "reward": ("RewardTrainer", 1, 1, {"center_rewards_coefficient": 0.1}),
+    "KTO": ("KTOTrainer", 1, 1, {"beta": 0.5}),
+    "GRPO": ("GRPOTrainer", 1, 1, SAMPLED),
+    "GRPO, tp=2": ("GRPOTrainer", 2, 1, SAMPLED),
+    "RLOO": ("RLOOTrainer", 1, 1, SAMPLED),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [each if each in ("SFT", "DPO", "GRPO") else pytest.param(each, marks=ZOO) for each in OVER_CONTEXT]
+)
+def test_tokens_divided_over_ranks(pool: Pool, case: str, tmp_path: Path, seed: int) -> None:
+    kind, tp, dp, args = OVER_CONTEXT[case]
+    compare(pool, kind, tp, dp, seed, tmp_path, cp=2, args=args)
+
+
 REPLICAS = {**SAMPLED, "pad_to_multiple_of": 8}
 """With equal padding on all replicas: rotary frequencies are float32, so results depend on positions."""
 

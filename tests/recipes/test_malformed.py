@@ -170,6 +170,27 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"sequence_parallel": True, "pipeline_parallel_size": 2, "schedule": "zb-h1"},
         "sequence_parallel=true: it does not work with schedule=zb-h1; leave one of them out",
     ),
+    "tokens of no ranks": ("sft", {"context_parallel_size": 0}, "context_parallel_size=0: .*integer of at least 1"),
+    "rows of quantised weights": (
+        "sft",
+        {"context_parallel_size": 2, "use_peft": True, "load_in_4bit": True},
+        "context_parallel_size=2: it does not work with load_in_4bit=true; leave one of them out",
+    ),
+    "rows on stages": (
+        "pretrain",
+        {"context_parallel_size": 2, "pipeline_parallel_size": 2},
+        "context_parallel_size=2 cannot be used together with pipeline_parallel_size=2: leave one of them out",
+    ),
+    "rows of another model": (
+        "sft",
+        {"context_parallel_size": 2, "model_name_or_path": "streams"},
+        "context_parallel_size=2 does not support Gemma3nForCausalLM: it was not tested with gemma3n_text",
+    ),
+    "rows on too few devices": (
+        "sft",
+        {"context_parallel_size": 2, "tensor_parallel_size": 2, "devices": 2},
+        "tensor_parallel_size=2: with context_parallel_size=2 .* the 2 processes .*; set devices to a multiple of 4",
+    ),
     "no data": ("pretrain", NONE, "data: it is missing; give datasets of `oslo-models preprocess`"),
     "data not there": ("pretrain", {"data": ["gone"]}, "data=gone: there is no file gone.bin; `oslo-models"),
     "two models": ("pretrain", {"config_name": "model"}, "config_name=model: .*leave one out"),

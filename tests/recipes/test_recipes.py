@@ -20,6 +20,7 @@ pytest.importorskip("trl", reason="recipes are TRL's")
 from support import ROOT, recipes
 from support.pool import Pool
 from support.reference import TOLERANCE
+from support.token_divisions import CONTEXT, SEQUENCE, sizes_of
 from support.trl_trainers import OF_LOGITS
 from support.waiting import wait_until
 
@@ -179,13 +180,14 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("division", [SEQUENCE, CONTEXT])
 @pytest.mark.parametrize(
     "case", [each if each in ("sft", "pretrain") else pytest.param(each, marks=pytest.mark.zoo) for each in DIVIDED]
 )
 def test_divided_tokens_do_not_change_a_recipe(
-    case: str, pool: Pool, tmp_path: Path, seed: int, monkeypatch: Any
+    case: str, division: str, pool: Pool, tmp_path: Path, seed: int, monkeypatch: Any
 ) -> None:
-    """Losses, gradient norms and saved weights equal those without ``sequence_parallel: true``."""
+    """Losses, gradient norms and saved weights equal a run on two ranks with whole hidden states."""
     task, keys = DIVIDED[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_rewards.py").write_text("from support.trl_trainers import unlike_words as unlike\n")
@@ -194,10 +196,9 @@ def test_divided_tokens_do_not_change_a_recipe(
         keys = {**keys, "data": recipes.write_datasets(tmp_path, seed)}
     folders = {divides: tmp_path / f"divided-{divides}".lower() for divides in (False, True)}
     for divides, folder in folders.items():
-        own = {"tensor_parallel_size": 2, "sequence_parallel": divides, "output_dir": str(folder)}
-        recipe = recipes.write_recipe(tmp_path, task, seed, **keys, **own)
-        for count in pool.run(2, recipes.run_counting, task, [str(recipe)], env=True):
-            assert bool(count) == divides
+        sizes = sizes_of(division, 2) if divides else {"tensor_parallel_size": 2}
+        recipe = recipes.write_recipe(tmp_path, task, seed, **keys, **sizes, output_dir=str(folder))
+        assert pool.run(2, recipes.divides_tokens, division, task, [str(recipe)], env=True) == [divides] * 2
     tolerance = 1e-5 if "checkpointing" in case else TOLERANCE  # recomputation would leave float64
     expected, found = (recipes.logged(folder, 4) for folder in folders.values())
     assert len(expected) == len(found) == 4
@@ -206,7 +207,7 @@ def test_divided_tokens_do_not_change_a_recipe(
             assert abs(own[key] - right[key]) <= tolerance * max(1.0, abs(right[key])), (key, own, right)
     saved = [recipes.saved(folder) for folder in folders.values()]
     assert_equal(saved[1], saved[0], tolerance)
-    assert "sequence_parallel: true" in (folders[True] / "README.md").read_text()
+    assert f"{division}: {'true' if division == SEQUENCE else 2}" in (folders[True] / "README.md").read_text()
 
 
 def test_first_failure_is_named() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from support.float64 import lifted_casts
+from support.input_names import IMAGES, SOUNDS
 from support.reference import reference_model
 
 GREEDY = {"greedy": {"num_beams": 1}}
@@ -16,17 +17,6 @@ GREEDY = {"greedy": {"num_beams": 1}}
 BEAMS = {**GREEDY, "beams": {"num_beams": 3}}
 
 Tokens = dict[str, Tensor]
-
-IMAGES = (
-    *("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids", "pixel_attention_mask"),
-    *("pixel_values_videos", "video_grid_thw", "image_position_ids"),
-    *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"),
-    *("spatial_shapes", "pixel_mask", "high_res_pixel_values", "image_merge_sizes"),
-    *("qformer_input_ids", "qformer_attention_mask", "target_sizes", "pixel_values_local", "num_local_patches"),
-)
-"""Arguments with images and videos, or about them."""
-SOUNDS = ("input_features", "feature_attention_mask", "input_features_mask", "input_values", "padding_mask")
-"""Arguments with sounds, or about them, of models with a decoder of text."""
 
 
 def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:

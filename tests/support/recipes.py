@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from support.reference import reference_model
-from support.token_counts import counting
+from support.token_divisions import counting, is_divided
 from support.trainers import fresh_accelerate, in_float64
 from support.trl_trainers import NAME, exactly, sentences, tiny_config, tiny_tokenizer
 
@@ -121,11 +121,11 @@ def run_on_rank(task: str, argv: list[str]) -> None:
     exactly(run, task, argv)
 
 
-def run_counting(task: str, argv: list[str]) -> int:
-    """Train on this rank, and return how many reduce-scatters along tokens it made."""
-    with counting() as counts:
+def divides_tokens(division: str, task: str, argv: list[str]) -> bool:
+    """Train on this rank, and return whether the model divided its tokens."""
+    with counting(division) as counts:
         run_on_rank(task, argv)
-    return counts["reduce_scatter"]
+    return is_divided(counts)
 
 
 def logged(output: Path, step: int) -> list[dict[str, float]]:

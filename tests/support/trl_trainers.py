@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 from support import adapters, pipelines, zoo
 from support.pipelines import model_on_stages, stage_differences, stage_parameters
 from support.reference import TOLERANCE, full_parameters, reference_model
+from support.token_divisions import counting_exchanges
 from support.trainers import SHORT, Run, fresh_accelerate, in_float64, log_differences, watch
 
 NAME = "LlamaForCausalLM"
@@ -260,18 +261,28 @@ OF_LOGITS = ("entropy", "mean_token_accuracy")
 
 
 def differences_on_ranks(
-    run: Run, kind: str, tp: int, args: Mapping[str, Any], rows: Rows, options: Mapping[str, Any], pp: int = 1
+    run: Run,
+    kind: str,
+    tp: int,
+    args: Mapping[str, Any],
+    rows: Rows,
+    options: Mapping[str, Any],
+    pp: int = 1,
+    cp: int = 1,
 ) -> list[str]:
     """Train on the ranks; return a line for each logged number and parameter that differs from one process."""
     from oslo_models import integrations
 
     fresh_accelerate()
-    model = model_on_stages(run.name, run.config, run.weights, tp, pp, **({"micro_batch_size": 2} if pp > 1 else {}))
+    more = {"micro_batch_size": 2} if pp > 1 else {"context_parallel_size": cp} if cp > 1 else {}
+    model = model_on_stages(run.name, run.config, run.weights, tp, pp, **more)
     if run.teacher:
         options = {**options, "teacher_model": model_on_stages(run.name, run.config, run.teacher, tp, 1).eval()}
     trainer = exactly(make_trainer, getattr(integrations, kind), model, run.config, args, rows, **options)
     seen = watch(trainer, STEPS, parameters)
-    exactly(trainer.train)
+    with counting_exchanges() as counts:
+        exactly(trainer.train)
+    assert bool(counts["exchange"]) == (cp > 1), counts
     logs = run.logs
     if pp > 1:
         logs = [{key: value for key, value in each.items() if not key.endswith(OF_LOGITS)} for each in logs]

@@ -22,7 +22,7 @@ from transformers.models.umt5 import modeling_umt5
 
 from oslo_models import registry
 
-from support.generation import IMAGES, SOUNDS
+from support.input_names import IMAGES, SOUNDS
 
 TOKENS = {"vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 _GPT2: dict[str, Any] = {"n_embd": 24, "n_inner": 35, "n_layer": 2, "n_head": 6, "n_positions": 32}

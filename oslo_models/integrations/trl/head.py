@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl.trainer.utils import FusedCausalLMOutput
 
+from oslo_models.distributed.autograd_collectives import copy_to, gather_from, scatter_to
 from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
+from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.cross_entropy import VocabShard
 from oslo_models.layers.invariant_sums import WithValue, log_probabilities
+from oslo_models.layers.sharded_activation import ShardSpec
 from oslo_models.layers.token_statistics import LogitScaling, TokenStatistics, token_statistics
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.forward import call_base_model
@@ -29,7 +32,7 @@ IGNORED = -100
 
 
 def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
-    """Make a parallel model compute TRL's fused LM head from shards, or for `use_exact_rollouts`.
+    """Make a parallel model compute TRL's fused LM head from shards, from parts of the tokens, or for exact rollouts.
 
     Models without that head do not change.
 
@@ -44,7 +47,7 @@ def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
 
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if fused_lm_head and (vocabulary(self) is not None or self.has_exact_rollouts):
+        if fused_lm_head and (vocabulary(self) is not None or self.has_exact_rollouts or _cp(self) is not None):
             return _fused_forward(self, args, temperature, **kwargs)
         return of_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
 
@@ -67,6 +70,11 @@ def vocabulary(model: TransformersModel) -> VocabShard | None:
         return None
     (local,) = layout.ranges[head.tp.rank]
     return VocabShard(head.tp, local, layout.shape[0])
+
+
+def _cp(model: Any) -> Axis | None:
+    """Return the axis whose ranks divide the tokens of each row, if any."""
+    return model.mesh.cp if model.mesh is not None and model.mesh.cp.size > 1 else None
 
 
 def _fused_forward(
@@ -124,9 +132,11 @@ def _router_loss(model: TransformersModel, router_logits: Any, mask_BL: Tensor |
 
 def _score(model: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> TokenStatistics:
     head, shard = model.get_output_embeddings(), vocabulary(model)
-    weight, bias = head.weight, head.bias
+    weight, bias, cp = head.weight, head.bias, _cp(model)
     if shard is None:
         shard = VocabShard(model.mesh.tp, (0, weight.shape[0]), weight.shape[0])
+    if cp is not None and len(target_N) >= cp.size:
+        return _score_parts(cp, hidden_ND, (weight, bias), target_N, shard, logit_scaling(model.config, temperature))
     with without_override():
         found = token_statistics(hidden_ND, weight, bias, target_N, shard, logit_scaling(model.config, temperature))
     if not model.has_exact_rollouts:
@@ -135,6 +145,28 @@ def _score(model: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float) 
         scores_NV = model._local_logits(hidden_ND).float() / temperature
         value_N = log_probabilities(scores_NV, target_N, shard.axis, shard.local[0])
     return found._replace(log_probs=WithValue.apply(found.log_probs, value_N))
+
+
+def _score_parts(
+    cp: Axis,
+    hidden_ND: Tensor,
+    head: tuple[Tensor, Tensor | None],
+    target_N: Tensor,
+    shard: VocabShard,
+    scaling: LogitScaling,
+) -> TokenStatistics:
+    """Compute the statistics of this rank's part of the tokens, and gather them."""
+    sizes = ShardSpec(0, len(target_N)).sizes(len(target_N), cp.size)
+    start, size = sum(sizes[: cp.rank]), sizes[cp.rank]
+    with without_override():
+        weight, bias = (None if each is None else copy_to(cp, each) for each in head)
+        assert weight is not None
+        own = token_statistics(
+            scatter_to(cp, hidden_ND, 0, sizes), weight, bias, target_N[start : start + size], shard, scaling
+        )
+        is_top1 = own.is_top1.to(own.mean_logits.dtype)
+        gathered = [gather_from(cp, each, 0, sizes) for each in (*own[:-1], is_top1)]
+    return TokenStatistics(*gathered)._replace(is_top1=gathered[-1].bool())
 
 
 def logit_scaling(config: Any, temperature: float) -> LogitScaling:

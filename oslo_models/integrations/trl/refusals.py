@@ -16,6 +16,9 @@ _COMPARED = (
 OF_MODELS = ("nll", "chunked_nll")
 """Values of ``loss_type`` with the loss that a model computes itself."""
 
+OVER_CONTEXT = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+"""Trainers that divide the tokens of each row over the ranks of ``context_parallel_size``."""
+
 
 def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
     """Check the arguments of a TRL trainer. A collective of all ranks.
@@ -38,10 +41,10 @@ def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
                 f"pipeline_parallel_size={mesh.pp.size} only the last stage has them: load the model with "
                 f"pipeline_parallel_size=1 and a larger tensor_parallel_size{instead}"
             )
-        if mesh.cp.size > 1:
+        if mesh.cp.size > 1 and trainer not in OVER_CONTEXT:
             raise ValueError(
                 f"TRL's {trainer} was not tested with context_parallel_size={mesh.cp.size}: leave it out, or use "
-                "sequence_parallel=True, or transformers' Trainer"
+                "sequence_parallel=True"
             )
         for what, (given, advice) in refused_options(args).items():
             if given:
