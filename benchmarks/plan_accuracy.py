@@ -12,6 +12,7 @@ import argparse
 import csv
 import ctypes
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -59,6 +60,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=lambda: {"dtype": "float32"})
     checkpoints: bool = False
 
+    @property
+    def cp(self) -> int:
+        """Ranks that divide the tokens of each row."""
+        return int(self.options.get("context_parallel_size", 1))
+
     def hf_config(self, **changes: Any) -> Any:
         """Return the configuration."""
         import transformers
@@ -74,6 +80,13 @@ CASES: dict[str, Case] = {
     "Llama, zb-h1": Case("LlamaForCausalLM", WIDE, sizes=((1, 2),), options={"dtype": "float32", "schedule": "zb-h1"}),
     "Llama, sequence parallel": Case(
         "LlamaForCausalLM", LLAMA, sizes=((2, 1),), options={"dtype": "float32", "sequence_parallel": True}
+    ),
+    "Llama, context parallel": Case(
+        "LlamaForCausalLM",
+        WIDE,
+        batches=((4, 256), (1, 512)),
+        sizes=((1, 1), (2, 1)),
+        options={"dtype": "float32", "context_parallel_size": 2},
     ),
     "Llama, LoRA": Case("LlamaForCausalLM", WIDE, "lora", ((8, 256), (16, 64))),
     "Llama, QLoRA": Case("LlamaForCausalLM", WIDE, "qlora", ((8, 256),)),
@@ -125,13 +138,15 @@ def measure(tp: int, pp: int, names: list[str], out: Path) -> None:
                 run(case, tp, pp, batch, length, out)
             print(name, batch, length, memory.growth, file=sys.stderr, flush=True)
             rows[f"{name}/{batch}/{length}"] = memory.growth["peak anonymous memory"]
-    out.joinpath(f"{own[0]}-{own[1]}.json").write_text(json.dumps(rows))
+    out.joinpath("-".join(map(str, own)) + ".json").write_text(json.dumps(rows))
 
 
-def run(case: Case, tp: int, pp: int, batch: int, length: int, folder: Path, tiny: bool = False) -> tuple[int, int]:
-    """Construct the model and run steps of its task. Return the stage and the tensor-parallel rank."""
+def run(
+    case: Case, tp: int, pp: int, batch: int, length: int, folder: Path, tiny: bool = False
+) -> tuple[int, int, int]:
+    """Construct the model and run steps of its task. Return the pipeline, tensor and context-parallel rank."""
     model = construct(case, tp, pp, folder, tiny)
-    own = model.mesh.pp.rank, model.mesh.tp.rank
+    own = model.mesh.pp.rank, model.mesh.tp.rank, model.mesh.cp.rank
     if case.task == "serve":
         serve(model.eval(), batch, length)
     else:
@@ -220,7 +235,8 @@ def measured(tp: int, pp: int, names: list[str]) -> dict[tuple[int, ...], dict[s
                 write_checkpoint(CASES[name], Path(folder))
         own = ["--measure", str(tp), str(pp), folder, "--cases", *names]
         launcher = ["torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--no-python"]
-        start = python_module(*launcher, f"--nproc-per-node={tp * pp}") if tp * pp > 1 else []
+        ranks = tp * pp * CASES[names[0]].cp
+        start = python_module(*launcher, f"--nproc-per-node={ranks}") if ranks > 1 else []
         environment = {**os.environ, **COMMON, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
         subprocess.run([*start, *python_module("benchmarks.plan_accuracy", *own)], env=environment, check=True)
         files = {tuple(map(int, file.stem.split("-"))): file for file in Path(folder).glob("*.json")}
@@ -238,14 +254,14 @@ def main() -> int:
         measure(int(args.measure[0]), int(args.measure[1]), args.cases, Path(args.measure[2]))
         return 0
     rows = []
-    for tp, pp in SIZES:
-        names = [name for name, case in CASES.items() if args.only in name and (tp, pp) in case.sizes]
+    for (tp, pp), cp in itertools.product(SIZES, (1, 2)):
+        names = [name for name, case in CASES.items() if args.only in name and (tp, pp) in case.sizes and case.cp == cp]
         found = measured(tp, pp, names) if names else {}
         for name in names:
             case = CASES[name]
             for batch, length in case.batches:
                 for (stage, tp_rank), expected in predicted(case, tp, pp, batch, length).items():
-                    real = found[stage, tp_rank][f"{name}/{batch}/{length}"]
+                    real = found[stage, tp_rank, 0][f"{name}/{batch}/{length}"]
                     figures = f"{expected:.1f}", f"{real:.1f}", f"{expected / real:.3f}"
                     key = (name, case.task, tp, pp, batch, length, stage * tp + tp_rank)
                     rows.append(dict(zip(COLUMNS, map(str, (*key, *figures)), strict=True)))

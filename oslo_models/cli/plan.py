@@ -60,6 +60,8 @@ def add_arguments(
     add("--expert-parallel-size", **numbers, default=1, help="groups of ranks that divide experts (default: 1)")
     tokens = "divide the tokens of hidden states over the ranks of each layer"
     add("--sequence-parallel", action="store_true", help=tokens)
+    rows = "ranks that divide the tokens of each row (default: 1)"
+    add("--context-parallel-size", **numbers, default=1, help=rows)
     add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as the configuration says)")
     add("--lora-rank", **numbers, default=16, help="rank of the adapters (default: %(default)s)")
     targets = "modules with adapters, separated by commas (default: all linear layers)"
@@ -105,10 +107,12 @@ def run(args: argparse.Namespace) -> int:
             blocks_per_stage=args.blocks_per_stage,
             schedule=args.schedule,
             sequence_parallel=args.sequence_parallel,
+            context_parallel_size=args.context_parallel_size,
         )
         found = None if args.dry_run is None else dry_run.dry_run(job, args.dry_run)
         if found is None:
-            choice = sizes.choose_sizes(job, devices) if devices is not None and not any(given) else None
+            chooses = devices is not None and not any(given) and args.context_parallel_size == 1
+            choice = sizes.choose_sizes(job, devices) if devices is not None and chooses else None
             estimate = memory.estimate_job(job) if choice is None else choice.estimate
     if found is not None:
         print(json.dumps(found.as_dict(), indent=1) if args.json else found)
@@ -133,6 +137,7 @@ def _print(estimate: Any, choice: Any, fits: bool, devices: Any) -> None:
         f"tensor_parallel_size={job.tensor_parallel_size} pipeline_parallel_size={job.pipeline_parallel_size}"
         + "".join(f" {name}={','.join(map(str, getattr(job, name)))}" for name in UNEQUAL if getattr(job, name))
         + (" sequence_parallel=True" if job.sequence_parallel else "")
+        + (f" context_parallel_size={job.context_parallel_size}" if job.context_parallel_size > 1 else "")
         + (f", {job.data_parallel_size} replicas" if job.data_parallel_size > 1 else "")
     )
     print(estimate)

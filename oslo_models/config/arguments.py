@@ -166,14 +166,15 @@ class Arguments:
                 "width of every expert"
             )
 
-    def _token_division(self) -> str | None:
-        """Return the option that divides tokens, if any."""
+    @property
+    def token_division(self) -> str | None:
+        """The option that divides tokens, if any, as messages name it."""
         if self.context_parallel_size > 1:
             return f"context_parallel_size={self.context_parallel_size}"
         return "sequence_parallel=True" if self.sequence_parallel else None
 
     def _check_token_division(self, kwargs: Mapping[str, Any]) -> None:
-        if (option := self._token_division()) is None:
+        if (option := self.token_division) is None:
             return
         others, shares = dict[str, bool](), {*(self.tensor_parallel_shares or ())}
         if self.context_parallel_size > 1:
@@ -200,7 +201,7 @@ class Arguments:
 
     def _check_division_of(self, cls: type[Any], is_quantized: bool) -> None:
         """Raise ``ValueError`` if the tokens of a model cannot be divided."""
-        if (option := self._token_division()) is None:
+        if (option := self.token_division) is None:
             return
         is_context = self.context_parallel_size > 1
         model_type = None if getattr(cls, "made_from", None) is not None else model_type_of(cls)

@@ -189,7 +189,7 @@ class ContextParts(TokenDivision):
 
     def random_stream(self) -> AbstractContextManager[None]:
         """Return a context in which each rank draws other random numbers. All ranks then continue with equal ones."""
-        return self._own_stream() if self.draws else nullcontext()
+        return self._own_stream() if self.draws and self.device.type != "meta" else nullcontext()
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
@@ -248,6 +248,8 @@ class _SummedParameters(torch.autograd.Function):
             parts = [used, *(_flat(grads[index], *ctx.kinds[index]) for index in chosen)]
             flat = reduce_fresh(ctx.axis, torch.cat(parts))
             used, *found = flat.split([len(part) for part in parts])
+            if used.is_meta:  # a plan has no values: gradients of all ranks are alike
+                used = torch.tensor([grads[index] is not None for index in chosen])
             for index, is_used, grad in zip(chosen, used.tolist(), found, strict=True):
                 summed[index] = grad.view(ctx.kinds[index][0]) if is_used else None
         return None, *summed

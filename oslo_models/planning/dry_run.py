@@ -44,7 +44,7 @@ class DryRun:
     def __str__(self) -> str:
         lines = []
         for run, tp_ranks in self.ranks:
-            replicas = self.job.data_parallel_size
+            replicas = self.job.data_parallel_size * self.job.context_parallel_size
             groups = ", ".join(f"{name} of {size}" for name, size in run.groups.items() if size > 1)
             last = f"-{tp_ranks[-1]}" if len(tp_ranks) > 1 else ""
             lines.append(
@@ -71,13 +71,14 @@ def dry_run(job: Job, ranks: int) -> DryRun:
     Raises:
         ValueError: the sizes do not fit the number of ranks or the model.
     """
-    shared = job.tensor_parallel_size * job.pipeline_parallel_size
+    shared = job.of_replica
+    context = f" x context_parallel_size={job.context_parallel_size}" if job.context_parallel_size > 1 else ""
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"--dry-run {ranks}: the number of ranks must be 1 to {MOST_RANKS}")
     if ranks % shared:
         raise ValueError(
             f"--dry-run {ranks} is not a multiple of tensor_parallel_size={job.tensor_parallel_size} x "
-            f"pipeline_parallel_size={job.pipeline_parallel_size} = {shared}: use "
+            f"pipeline_parallel_size={job.pipeline_parallel_size}{context} = {shared}: use "
             f"{max(ranks // shared, 1) * shared} or {(ranks // shared + 1) * shared}"
         )
     job = replace(job, data_parallel_size=ranks // shared)

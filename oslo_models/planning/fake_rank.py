@@ -19,6 +19,7 @@ def fake_rank(
     pipeline_parallel_size: int,
     expert_parallel_size: int = 1,
     tensor_parallel_shares: Sequence[int] | None = None,
+    context_parallel_size: int = 1,
 ) -> Iterator[ParallelMesh]:
     """Yield the mesh of one rank. Its collectives return at once and move no data.
 
@@ -40,6 +41,7 @@ def fake_rank(
             pipeline_parallel_size,
             expert_parallel_size=expert_parallel_size,
             tensor_parallel_shares=tensor_parallel_shares,
+            context_parallel_size=context_parallel_size,
         )
         mesh.device = torch.device("meta")
         yield mesh

@@ -71,6 +71,7 @@ class Job:
     blocks_per_stage: Sequence[int] | None = None
     schedule: str = ONE_F_ONE_B
     sequence_parallel: bool = False
+    context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
@@ -88,13 +89,12 @@ class Job:
             blocks_per_stage=self.blocks_per_stage,
             schedule=self.schedule,
             sequence_parallel=self.sequence_parallel,
+            context_parallel_size=self.context_parallel_size,
         )
         arguments.check({})
         arguments.check_config(self.cls, self.config)
-        if self.sequence_parallel and self.task in ("qlora", "serve"):
-            raise ValueError(
-                f"sequence_parallel=True cannot be used together with task={self.task!r}: leave one of them out"
-            )
+        if (option := arguments.token_division) is not None and self.task in ("qlora", "serve"):
+            raise ValueError(f"{option} cannot be used together with task={self.task!r}: leave one of them out")
         if self.batch % self.micro_batch_size:
             raise ValueError(f"batch={self.batch} is not a multiple of micro_batch_size={self.micro_batch_size}")
         if self.expert_parallel_size > self.tensor_parallel_size:
@@ -118,15 +118,20 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        return self.of_replica * self.data_parallel_size
+
+    @property
+    def of_replica(self) -> int:
+        """The number of ranks of a replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
     def trains(self) -> bool:
         return self.task != "serve"
 
     def rank_at(self, stage: int, tp_rank: int) -> int:
-        """Return the rank in the first replica with these coordinates."""
-        return stage * self.data_parallel_size * self.tensor_parallel_size + tp_rank
+        """Return the rank in the first replica with these coordinates. It has the first tokens of a row."""
+        return stage * self.data_parallel_size * self.context_parallel_size * self.tensor_parallel_size + tp_rank
 
 
 @dataclass(frozen=True)
@@ -183,7 +188,8 @@ def run_rank(job: Job, stage: int, tp_rank: int) -> RankRun:
         ValueError: the shapes of the step depend on values.
     """
     sizes = job.tensor_parallel_size, job.pipeline_parallel_size, job.expert_parallel_size, job.tensor_parallel_shares
-    with fake_rank(job.rank_at(stage, tp_rank), job.world_size, *sizes) as mesh, ExitStack() as stack:
+    rank = job.rank_at(stage, tp_rank)
+    with fake_rank(rank, job.world_size, *sizes, job.context_parallel_size) as mesh, ExitStack() as stack:
         model = _construct(job, mesh)
         run = MetaRun(mesh, _vocabulary(job, mesh))
         stack.enter_context(OnDevice(job.device_type))

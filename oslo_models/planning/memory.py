@@ -90,7 +90,7 @@ def describe(job: Job) -> dict[str, Any]:
     names = (
         *("task", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "expert_parallel_size"),
         *("batch", "length", "micro_batch_size", "lora_rank", "gradient_checkpointing", "schedule"),
-        "sequence_parallel",
+        *("sequence_parallel", "context_parallel_size"),
     )
     unequal = {
         name: list(value)
@@ -132,6 +132,7 @@ def estimate(
     blocks_per_stage: Sequence[int] | None = None,
     schedule: str = ONE_F_ONE_B,
     sequence_parallel: bool = False,
+    context_parallel_size: int = 1,
 ) -> Estimate:
     """Return the memory of each rank of a job. Starts no process and reads no weights.
 
@@ -156,7 +157,8 @@ def estimate(
         lora_targets: ``target_modules`` of ``peft.LoraConfig``.
         gradient_checkpointing: compute each block again in the backward pass.
         device_type: ``"cuda"`` or ``"cpu"``. Attention with dropout holds its scores on a CPU.
-        tensor_parallel_shares, blocks_per_stage, schedule, sequence_parallel: as in the constructors.
+        tensor_parallel_shares, blocks_per_stage, schedule, sequence_parallel: as in the constructors, like
+            ``context_parallel_size``.
 
     Returns:
         The bytes of each part at the moment of the highest total. The context of CUDA, NCCL's own buffers and the
@@ -186,6 +188,7 @@ def estimate(
         blocks_per_stage=blocks_per_stage,
         schedule=schedule,
         sequence_parallel=sequence_parallel,
+        context_parallel_size=context_parallel_size,
     )
     return estimate_job(job)
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oslo_models.distributed.collectives import axis_of_handle
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.layers.sharded_activation import ShardedActivation
 from oslo_models.planning.quantized_layers import product
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer states"
@@ -183,6 +184,8 @@ class MetaRun(TorchDispatchMode):
         self.collectives[CollectiveKind(axis, group.size(), _OPERATIONS.get(name, name), payload)] += 1
         if name in ("recv", "allgather", "_allgather_base", "alltoall_base"):
             self.count([leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)], COMMUNICATION)
+        if name == "alltoall_base":  # one element for each rank, whatever its numbers of rows
+            return func(*(torch.empty(group.size()) for _ in range(2)), args[2], [], [], *args[5:], **kwargs)
         return func(*tree_map_only(Tensor, lambda _: torch.empty(1), args), **kwargs)
 
     def _axis_of(self, group: Any) -> str:
@@ -362,6 +365,9 @@ class OnDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self._takes(args, kwargs):
             return _flash(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and (kind := _kind_of_part(args, kwargs)) is not None:
+            with self:  # attention of local heads belongs to this mode, too
+                return kind.__torch_function__(func, types, args, kwargs)
         if func is F.linear and args[1].dtype == torch.uint8:
             return product(*args, **kwargs)
         if func is torch.tensor:
@@ -388,6 +394,10 @@ class OnDevice(TorchFunctionMode):
 
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+def _kind_of_part(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type[ShardedActivation] | None:
+    return next((type(each) for each in (*args, *kwargs.values()) if isinstance(each, ShardedActivation)), None)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -282,6 +282,7 @@ def sizes_of(job: Job) -> str:
     sizes = [f"tensor_parallel_size={job.tensor_parallel_size}", f"pipeline_parallel_size={job.pipeline_parallel_size}"]
     unequal = [f"{name}={list(getattr(job, name))}" for name in UNEQUAL if getattr(job, name) is not None]
     flags = ["sequence_parallel=True"] if job.sequence_parallel else []
+    flags += [f"context_parallel_size={job.context_parallel_size}"] if job.context_parallel_size > 1 else []
     *first, last = sizes + unequal + flags
     return f"{', '.join(first)} and {last}"
 

@@ -79,9 +79,8 @@ def plan_sizes(recipe: Recipe, sizes: Sizes, cls: Any, config: Any, devices: Dev
         if sizes.sequence_parallel:  # one rank cannot divide tokens
             job = replace(job, tensor_parallel_size=sizes.tensor, sequence_parallel=True)
         is_given = given.tensor_parallel_size or given.tensor_parallel_shares or sizes.pipeline > 1 or sizes.expert > 1
+        is_given = is_given or sizes.context > 1
         own = {**sizes.arguments, "schedule": vars(recipe.namespace).get("schedule", job.schedule)}
-        if own.pop("context_parallel_size") > 1:  # a rank holds the activations of its tokens, and of no other length
-            job, is_given = replace(job, length=-(-job.length // sizes.context)), True
         found = estimate_job(replace(job, **own, data_parallel_size=sizes.replicas)) if is_given else None
         if found is not None and devices.fits(found):
             return sizes

@@ -154,6 +154,31 @@ def test_dry_run_lists_the_collectives_of_divided_tokens() -> None:
     assert calls["all-reduce", hidden] <= 1  # the embedding
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rows_over_ranks_take_the_activations_of_their_tokens(tp: int) -> None:
+    """The weights stay whole, and so do sums of the gradients of a block, which are small beside 32 rows."""
+    whole, divided = (oslo_models.estimate(LLAMA, "full", tp, 1, 32, 64, context_parallel_size=cp) for cp in (1, 2))
+    parts, own_parts = whole.largest.parts, divided.largest.parts
+    assert all(own_parts[name] == parts[name] for name in ("weights", "optimizer states"))
+    assert own_parts["activations"] < 0.65 * parts["activations"] and divided.largest.total < whole.largest.total
+    assert divided.as_dict()["context_parallel_size"] == 2
+
+
+def test_dry_run_lists_the_exchanges_of_heads() -> None:
+    """A block exchanges twice in each pass, and sums its gradients once."""
+    job = make_job(LLAMA, task="full", length=16, context_parallel_size=2)
+    ((run, _),) = dry_run(job, 4).ranks
+    calls = Counter[tuple[str, str]]()
+    for each, count in run.collectives.items():
+        calls[each.axis, each.operation] += count
+    assert run.groups["cp"] == run.groups["dp"] == 2
+    assert calls["cp", "all-to-all"] == 4 * LLAMA.num_hidden_layers
+    sums = sum(count for each, count in run.collectives.items() if (each.axis, each.operation) == ("cp", "all-reduce"))
+    assert sums == LLAMA.num_hidden_layers + 3  # the loss, norm and head
+    with pytest.raises(ValueError, match=r"--dry-run 3 is not a multiple of .* x context_parallel_size=2 = 2"):
+        dry_run(job, 3)
+
+
 def test_an_encoder_decoder_and_checkpointed_activations() -> None:
     assert oslo_models.estimate(T5, "full", 2, 2, 4, 16).largest.parts["activations"]
     plain, checkpointed = (
@@ -346,6 +371,10 @@ BAD = {
     "tokens of a server": (
         ["FILE", "--task", "serve", "--sequence-parallel", "--tensor-parallel-size", "2"],
         "sequence_parallel=True cannot be used together with task='serve'",
+    ),
+    "rows of a server": (
+        ["FILE", "--task", "serve", "--context-parallel-size", "2"],
+        "context_parallel_size=2 cannot be used together with task='serve'",
     ),
     "checkpointed schedule": (
         ["FILE", "--task", "full", "--pipeline-parallel-size", "2", "--schedule", "zb-h1", "--gradient-checkpointing"],

@@ -57,3 +57,19 @@ def test_divided_tokens_are_planned(tmp_path: Path, seed: int) -> None:
     for size in ([], ["--tensor_parallel_size", "2"]):
         found = _planned(recipe, (small, small), "--sequence_parallel", "true", *size)
         assert found.tensor == 2 and found.sequence_parallel
+
+
+def test_rows_divided_over_devices_are_planned(tmp_path: Path, seed: int) -> None:
+    """A rank with half of the tokens fits on a device that is too small for all of them."""
+    write_model(tmp_path, seed)
+    recipe = write_recipe(tmp_path, "sft", seed, max_length=32)
+    parsed = parse("sft", [str(recipe)])
+    _, config = model_class(parsed)
+    half = _device(oslo_models.estimate(config, "full", 1, 1, 4, 32, context_parallel_size=2))
+    one = ("--tensor_parallel_size", "1")
+    with pytest.raises(ValueError, match=r"per_device_train_batch_size=4 does not fit"):
+        _planned(recipe, (half,), *one)
+    for flags in ((), one):
+        found = _planned(recipe, (half, half), "--context_parallel_size", "2", *flags)
+        assert (found.tensor, found.context, found.replicas) == (1, 2, 1)
+    assert _planned(recipe, (2 * half,) * 4, "--context_parallel_size", "2", *one).replicas == 2
