@@ -59,6 +59,7 @@ def test_short_rows_match_transformers(pool: Pool, division: str, n: int, length
     pool.run(n, check_step, division, step, n, length >= n)
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel", "GPT2LMHeadModel", "BertModel"])
 def test_outputs_of_blocks_are_whole(pool: Pool, division: str, name: str, seed: int) -> None:
     config = zoo.config({"L": "llama", "G": "gpt2", "B": "bert"}[name[0]])
@@ -126,6 +127,7 @@ def check_checkpointing(division: str, step: Step) -> None:
     assert not lines, "\n".join(lines)
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_step_with_checkpointing_equals_one_without(pool: Pool, division: str, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE, use_cache=False)
