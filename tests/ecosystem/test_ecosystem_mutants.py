@@ -636,6 +636,14 @@ SLOW: dict[str, list[Row]] = {
             "test_tensor_parallel",
             {"kind": "SFT"},
         ),
+        (f"{TRL}.head:_score_parts", "copy_to(cp, each)", "each", "test_tokens_divided_over_ranks", {"case": "SFT"}),
+        (
+            f"{TRL}.head:_score_parts",
+            "target_N[start : start + size]",
+            "target_N[:size]",
+            "test_tokens_divided_over_ranks",
+            {"case": "SFT"},
+        ),
         (f"{TRL}.refusals:check_trl_arguments", "if given:", "if False:", REFUSES, {"what": "offloading"}),
         (f"{TRL}.refusals:check_trl_arguments", "mesh.pp.size > 1", "False", REFUSES, {"what": "stages, DPO"}),
         (

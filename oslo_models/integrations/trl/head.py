@@ -135,10 +135,11 @@ def _score(model: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float) 
     weight, bias, cp = head.weight, head.bias, _cp(model)
     if shard is None:
         shard = VocabShard(model.mesh.tp, (0, weight.shape[0]), weight.shape[0])
+    scaling = logit_scaling(model.config, temperature)
     if cp is not None and len(target_N) >= cp.size:
-        return _score_parts(cp, hidden_ND, (weight, bias), target_N, shard, logit_scaling(model.config, temperature))
+        return _score_parts(cp, hidden_ND, (weight, bias), target_N, shard, scaling)
     with without_override():
-        found = token_statistics(hidden_ND, weight, bias, target_N, shard, logit_scaling(model.config, temperature))
+        found = token_statistics(hidden_ND, weight, bias, target_N, shard, scaling)
     if not model.has_exact_rollouts:
         return found
     with torch.no_grad(), without_override():
