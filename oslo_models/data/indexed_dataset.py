@@ -30,6 +30,7 @@ class Index(NamedTuple):
         dtype: the dtype of the tokens.
         lengths: [sequences] the number of tokens of each sequence.
         starts: [sequences] the start of each sequence in the ``.bin`` file, in bytes or in tokens.
+        starts_offset: the offset of ``starts`` in the file.
         unit: the bytes per unit of ``starts``.
         ends: (offset in the file, count) of the int64 array with the first sequence of each document.
     """
@@ -37,6 +38,7 @@ class Index(NamedTuple):
     dtype: np.dtype[Any]
     lengths: NDArray[Any]
     starts: NDArray[np.int64]
+    starts_offset: int
     unit: int
     ends: tuple[int, int]
 
@@ -180,9 +182,9 @@ def _mmap_index(path: str, head: bytes, size: int) -> Index:
     start = 34
     _check(path, version, start + 12 * sequences + 8 * ends, size)
     content = map_file(path, np.dtype(np.uint8))
-    lengths = content[start : start + 4 * sequences].view("<i4")
-    starts = content[start + 4 * sequences : start + 12 * sequences].view("<i8")
-    return Index(np.dtype(DTYPES[code]).newbyteorder("<"), lengths, starts, 1, (start + 12 * sequences, ends))
+    begin, end = start + 4 * sequences, start + 12 * sequences
+    lengths, starts = content[start:begin].view("<i4"), content[begin:end].view("<i8")
+    return Index(np.dtype(DTYPES[code]).newbyteorder("<"), lengths, starts, begin, 1, (end, ends))
 
 
 def _legacy_index(path: str, head: bytes, size: int) -> Index:
@@ -199,7 +201,7 @@ def _legacy_index(path: str, head: bytes, size: int) -> Index:
         raise ValueError(f"{path}: tokens of dtype code {code} do not have {itemsize} bytes")
     starts = content[begin : begin + sequences]
     lengths = content[begin + sequences + 1 : begin + 2 * sequences + 1]
-    return Index(dtype, lengths, starts, itemsize, (8 * (begin + 2 * sequences + 1), ends))
+    return Index(dtype, lengths, starts, 8 * begin, itemsize, (8 * (begin + 2 * sequences + 1), ends))
 
 
 def _check(path: str, version: int, expected: int, size: int) -> None:
@@ -220,11 +222,14 @@ def _check_documents(path: str, index: Index, size: int) -> None:
     """
     itemsize, expected = index.dtype.itemsize, 0
     for start, stop in _chunks(len(index.lengths)):
-        lengths, starts = index.lengths[start:stop].astype(np.int64), index.starts[start:stop]
-        wrong = (lengths < 0) | (lengths > size // itemsize)
-        ends = np.cumsum(np.where(wrong, 0, lengths) * (itemsize // index.unit), dtype=np.int64) + expected
-        wrong |= (starts != np.concatenate([[expected], ends[:-1]])) | (ends > size // index.unit)
-        if wrong.any():
+        lengths = index.lengths[start:stop].astype(np.int64)
+        # read instead of mapped: mapped pages would stay in memory
+        starts = np.fromfile(path, "<i8", stop - start, offset=index.starts_offset + 8 * start)
+        ends = np.cumsum(lengths * (itemsize // index.unit), dtype=np.int64) + expected
+        follows = starts == np.concatenate([[expected], ends[:-1]])
+        within = lengths.min() >= 0 and lengths.max() <= size // itemsize and ends[-1] <= size // index.unit
+        if not (within and follows.all()):
+            wrong = (lengths < 0) | (lengths > size // itemsize) | (ends > size // index.unit) | ~follows
             number = int(wrong.argmax())
             raise ValueError(
                 f"{path}: document {start + number} has {lengths[number]} tokens from position {starts[number]} on: it "

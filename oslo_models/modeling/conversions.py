@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -52,6 +52,7 @@ class Conversions:
 
     @classmethod
     def of(cls, model: ShardedModel) -> Conversions:
+        """Return the conversions of a model, or of a stage of it."""
         found = get_model_conversion_mapping(model, add_legacy=False)
         # transformers saves experts as the model has them
         kept = [each for each in found if not isinstance(each, PrefixChange) and not transposes_experts(each)]
@@ -60,6 +61,15 @@ class Conversions:
     def converters(self, is_kind: Callable[[WeightConverter], bool]) -> list[WeightConverter]:
         """Return the conversions of one kind that change tensors, not only their names."""
         return [each for each in self._weight_conversions if isinstance(each, WeightConverter) and is_kind(each)]
+
+    def converted(
+        self, names: Iterable[str], is_kind: Callable[[WeightConverter], bool]
+    ) -> Iterator[tuple[str, WeightConverter]]:
+        """Yield the names of the tensors that a conversion of one kind makes, each with the first such conversion."""
+        if converters := self.converters(is_kind):
+            for name in names:
+                if (converter := _converter_of(name, converters)) is not None:
+                    yield name, converter
 
     def revert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that transformers saves for tensors of the model."""
@@ -86,41 +96,36 @@ def _reversed(converter: WeightConverter) -> Any:
     return converter.reverse_transform()
 
 
-def expert_pieces(model: ShardedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
+def expert_pieces(conversions: Conversions, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
     """Return the checkpoint's matrices of each stack of experts, by the name of the stack. Other models have none.
 
     The names come from transformers' own reverse conversion of a small stack with numbered elements.
 
     Args:
-        model: the model, or a stage of it.
+        conversions: the conversions of the model, or of a stage of it.
         shapes: the shapes of the full tensors, by their names in the full model.
     """
-    conversions, stacks = Conversions.of(model), {}
-    converters = conversions.converters(_stacks)
-    for name, shape in shapes.items():
-        if (converter := _converter_of(name, converters)) is not None:
-            parts = len(converter.source_patterns)
-            marks = torch.arange(shape[0] * parts).view(-1, parts, 1)
-            named = conversions.revert({name: marks})
-            stacks[name] = [Piece(piece, *divmod(int(mark), parts)) for piece, mark in named.items()]
+    stacks = {}
+    for name, converter in conversions.converted(shapes, _stacks):
+        parts = len(converter.source_patterns)
+        marks = torch.arange(shapes[name][0] * parts).view(-1, parts, 1)
+        named = conversions.revert({name: marks})
+        stacks[name] = [Piece(piece, *divmod(int(mark), parts)) for piece, mark in named.items()]
     return stacks
 
 
-def concatenated_parts(model: ShardedModel, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
+def concatenated_parts(conversions: Conversions, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
     """Map each tensor that transformers concatenates from checkpoint tensors to the names of these parts.
 
     Args:
-        model: the model, or a stage of it.
+        conversions: the conversions of the model, or of a stage of it.
         shapes: the shapes of the full tensors, by their names in the full model.
     """
-    conversions, found = Conversions.of(model), {}
-    converters = conversions.converters(_concatenates)
-    for name, shape in shapes.items():
-        if (converter := _converter_of(name, converters)) is not None:
-            parts = _number_of_parts(converter, model.config, shape[0])
-            marks = torch.arange(parts).view(-1, 1)
-            named = conversions.revert({name: marks})
-            found[name] = sorted(named, key=lambda part: int(named[part]))
+    found = {}
+    for name, converter in conversions.converted(shapes, _concatenates):
+        marks = torch.arange(_number_of_parts(converter, conversions.config, shapes[name][0])).view(-1, 1)
+        named = conversions.revert({name: marks})
+        found[name] = sorted(named, key=lambda part, named=named: int(named[part]))  # type: ignore[misc]
     return found
 
 
@@ -140,15 +145,14 @@ def _concatenates(converter: WeightConverter) -> bool:
     return known and operations[0].dim == 0
 
 
-def chunked_names(model: ShardedModel, names: Iterable[str]) -> dict[str, list[str]]:
+def chunked_names(conversions: Conversions, names: Iterable[str]) -> dict[str, list[str]]:
     """Map each checkpoint tensor that transformers splits into several to the model's names of these parts.
 
     Args:
-        model: the model, or a stage of it.
+        conversions: the conversions of the model, or of a stage of it.
         names: the names of tensors in the full model.
     """
-    conversions, found = Conversions.of(model), {}
-    converters = conversions.converters(_chunks)
+    found, converters = {}, conversions.converters(_chunks)
     names = set(names) if converters else set()
     for name in sorted(names):
         for converter in converters:
@@ -172,18 +176,16 @@ def _chunks(converter: WeightConverter) -> bool:
     return known and converter.operations[0].dim == 0 and len(converter.source_patterns) == 1
 
 
-def interleaved_names(model: ShardedModel, names: Iterable[str]) -> dict[str, str]:
+def interleaved_names(conversions: Conversions, names: Iterable[str]) -> dict[str, str]:
     """Map the model's names of stacked experts with interleaved rows in checkpoints to the checkpoint names.
 
     Args:
-        model: the model, or a stage of it.
+        conversions: the conversions of the model, or of a stage of it.
         names: the names of tensors in the full model.
     """
-    conversions, found = Conversions.of(model), {}
-    converters = conversions.converters(_interleaves)
-    for name in names:
-        if _converter_of(name, converters) is not None:
-            (found[name],) = map(str, conversions.revert({name: torch.empty(1, 2, 1)}))
+    found = {}
+    for name, _ in conversions.converted(names, _interleaves):
+        (found[name],) = map(str, conversions.revert({name: torch.empty(1, 2, 1)}))
     return found
 
 
@@ -205,21 +207,18 @@ def is_renaming(converter: WeightConverter) -> bool:
 
 
 def merged_parts(
-    model: ShardedModel, shapes: Mapping[str, Sequence[int]]
+    conversions: Conversions, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[Merge, dict[str, Tensor]]]:
     """Map each tensor that transformers merges from several to the function, and to empty tensors by saved name.
 
     Args:
-        model: the model, or a stage of it.
+        conversions: the conversions of the model, or of a stage of it.
         shapes: the shapes of the full tensors, by their names in the full model.
     """
-    conversions = Conversions.of(model)
     found: dict[str, tuple[Merge, dict[str, Tensor]]] = {}
-    converters = conversions.converters(_merges)
-    for name, shape in shapes.items():
-        if (converter := _converter_of(name, converters)) is not None:
-            saved = conversions.revert({name: torch.empty(tuple(shape), device="meta")})
-            found[name] = partial(_merge, converter), saved
+    for name, converter in conversions.converted(shapes, _merges):
+        saved = conversions.revert({name: torch.empty(tuple(shapes[name]), device="meta")})
+        found[name] = partial(_merge, converter), saved
     return found
 
 
@@ -258,15 +257,14 @@ def _transposed_names(
     return found
 
 
-def padded_names(model: ShardedModel, names: Iterable[str]) -> set[str]:
+def padded_names(conversions: Conversions, names: Iterable[str]) -> set[str]:
     """Return the names of LM heads that transformers pads to ``config.vocab_size`` rows for saving.
 
     Args:
-        model: the model, or a stage of it.
+        conversions: the conversions of the model, or of a stage of it.
         names: the names of tensors in the full model.
     """
-    converters = Conversions.of(model).converters(is_unpadding)
-    return {name for name in names if _converter_of(name, converters) is not None}
+    return {name for name, _ in conversions.converted(names, is_unpadding)}
 
 
 def is_unpadding(converter: WeightConverter) -> bool:
@@ -290,9 +288,9 @@ def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> Checkpoint
     Raises:
         CheckpointError: some matrices of a stack are missing.
     """
-    rename, found = _names_in(reader, model), {}
+    rename, conversions, found = _names_in(reader, model), Conversions.of(model), {}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name, pieces in expert_pieces(model, shapes).items():
+    for name, pieces in expert_pieces(conversions, shapes).items():
         if name in reader.tensors:
             continue
         own = [replace(piece, name=rename(piece.name)) for piece in pieces]
@@ -306,27 +304,27 @@ def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> Checkpoint
             )
     reader = with_stacks(reader, found)
     parts: dict[str, list[str]] = {}
-    for name, split in concatenated_parts(model, shapes).items():
+    for name, split in concatenated_parts(conversions, shapes).items():
         there = [*map(rename, split)]
         if reader.tensors.keys() >= {*there} and name not in reader.tensors:
             parts[name] = there
     reader = with_concatenations(reader, parts)
     chunks = {
         saved: {rename(part): shapes[part][0] for part in own}
-        for name, own in chunked_names(model, shapes).items()
+        for name, own in chunked_names(conversions, shapes).items()
         if (saved := rename(name)) in reader.tensors
     }
     reader = with_chunks(reader, chunks)
     alternating = {
         name: saved
-        for name, source in interleaved_names(model, shapes).items()
+        for name, source in interleaved_names(conversions, shapes).items()
         if (saved := rename(source)) in reader.tensors and name not in reader.tensors
     }
     reader = with_halves(reader, alternating)
     reader = with_transposes(reader, _transposed_names(reader, model, shapes, rename))
     merges = {
         name: (sources, merge)
-        for name, (merge, empty) in merged_parts(model, shapes).items()
+        for name, (merge, empty) in merged_parts(conversions, shapes).items()
         if reader.tensors.keys() >= {*(sources := [*map(rename, empty)])}
     }
     return with_merges(reader, merges, shapes)

@@ -53,10 +53,10 @@ def _parts(
 ) -> Iterator[tuple[str, _Part, Layout]]:
     """Yield the name, the part and the layout of each saved tensor."""
     shapes = {name: layout.shape for name, layout in layouts.items()}
-    stacks, joined = expert_pieces(model, shapes), concatenated_parts(model, shapes)
-    alternating, merged = interleaved_names(model, layouts), merged_parts(model, shapes)
-    padded, inside = padded_names(model, layouts), set[str]()
-    for saved, chunks in chunked_names(model, layouts).items():
+    stacks, joined = expert_pieces(conversions, shapes), concatenated_parts(conversions, shapes)
+    alternating, merged = interleaved_names(conversions, layouts), merged_parts(conversions, shapes)
+    padded, inside = padded_names(conversions, layouts), set[str]()
+    for saved, chunks in chunked_names(conversions, layouts).items():
         if len({layouts[chunk].dim for chunk in chunks}) == 1:  # else they stay separate, which transformers also loads
             yield saved, _Joined(tuple(chunks)), _together(layouts, chunks)
             inside.update(chunks)

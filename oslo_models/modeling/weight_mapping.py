@@ -212,10 +212,10 @@ class WeightMapping:
         self, reader: checkpoint.CheckpointReader, source: str, layout: Layout, old_vocab: int | None
     ) -> checkpoint.LazySlice | None:
         """Return this rank's slice of a tensor, padded if the vocabulary grew, or ``None`` if the shapes differ."""
-        shape = reader.tensors[source].shape
-        new_vocab, rank = getattr(self.model.config.get_text_config(), "vocab_size", None), self._mesh.rank_in(layout)
+        shape, rank = reader.tensors[source].shape, self._mesh.rank_in(layout)
         if shape == layout.shape:
             return reader.slice(source, layout, rank)
+        new_vocab = getattr(self.model.config.get_text_config(), "vocab_size", None)
         if (old_vocab, *layout.shape[1:]) == shape and layout.shape[0] == new_vocab and layout.dim == 0:
             return ResizedSlice(reader, source, layout, rank)
         unpadded = getattr(self.model.config, "unpadded_vocab_size", None)  # Inkling 2, since transformers 5.24
