@@ -21,7 +21,7 @@ OUR_BATCH, OUR_FUSED_BATCH = "oslo_models-tp2-batch", "oslo_models-tp2-fused-bat
 OUR_DRAFTS, LOOKUP = "oslo_models-tp2-drafts", "transformers-lookup"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
-OURS_OVER_CONTEXT = "oslo_models-cp2"
+OURS_OVER_CONTEXT, ULYSSES = "oslo_models-cp2", "deepspeed-ulysses-cp2"
 OURS_DIVIDED, TORCH_DIVIDED = "oslo_models-tp2-sequence", "torch-sequence-tp2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
@@ -340,7 +340,7 @@ CASES = {
         *(
             Case(
                 *(f"llama-20m-context-{length}", f"Llama 20M, train, a row of {length} tokens", measure.train_divided),
-                *("llama-20m", (OURS_ALONE, OURS_OVER_CONTEXT)),
+                *("llama-20m", (OURS_ALONE, OURS_OVER_CONTEXT, ULYSSES)),
                 baseline=OURS_ALONE,
                 tolerance=1e-3,
                 options={"batch": 1, "length": length, "timed": 3},

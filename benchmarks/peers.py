@@ -161,6 +161,12 @@ def _divided_by_torch(load: Callable[..., Any], cls: str, checkpoint: Path) -> t
     return trainer(load, cls, checkpoint)
 
 
+def _ulysses(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
+    from benchmarks.context_peer import trainer
+
+    return trainer(load, cls, checkpoint)
+
+
 def _slept(name: str) -> Callable[..., Any]:
     def load(*args: Any) -> Any:
         from benchmarks.schedules import SCHEDULES
@@ -209,6 +215,7 @@ PEERS = {
         Peer("oslo_models-tp2-sequence", 2, 1, _ours_divided),
         Peer("oslo_models-cp2", 2, 1, _ours_over_context),
         Peer("torch-sequence-tp2", 2, 1, _alone, _divided_by_torch),
+        Peer("deepspeed-ulysses-cp2", 2, 1, _alone, _ulysses, ("deepspeed", "ninja"), {"LOCAL_SIZE": "2"}),
         Peer("oslo_models-ep2", 2, 1, _our_experts),
         Peer("oslo_models-tp2-fused", 2, 1, _ours_fused, _fused_adamw),
         Peer("oslo_models-deploy", 1, 2, _deployed, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
