@@ -16,6 +16,11 @@ NAMES = ("cache", "past_key_values", "cache_params", "layer_past")
 """Known names of the argument."""
 
 
+def has_cache(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a call with these arguments asks for a cache, or continues one."""
+    return bool(arguments.get("use_cache")) or any(arguments.get(name) is not None for name in NAMES)
+
+
 def cache_name(method: Callable[..., Any]) -> str:
     """Return the name of the cache parameter of a transformers method.
 

@@ -179,7 +179,6 @@ class Arguments:
         others, shares = dict[str, bool](), {*(self.tensor_parallel_shares or ())}
         if self.context_parallel_size > 1:
             others = {
-                f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size > 1,
                 "sequence_parallel=True": self.sequence_parallel,
                 f"tensor_parallel_shares={self.tensor_parallel_shares}": len(shares) > 1,
             }

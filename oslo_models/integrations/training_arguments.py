@@ -37,7 +37,7 @@ def check_training_arguments(args: Any, model: ParallelModel) -> None:
     world = model.mesh.world
     sizes = f"tensor_parallel_size={model.mesh.tp.size} and pipeline_parallel_size={model.mesh.pp.size}"
     if model.mesh.cp.size > 1:
-        sizes = f"tensor_parallel_size={model.mesh.tp.size} and context_parallel_size={model.mesh.cp.size}"
+        sizes += f" and context_parallel_size={model.mesh.cp.size}"
     with agree(world, "checking training arguments"):
         for what, (given, advice) in _refused(args, model).items():
             if given:

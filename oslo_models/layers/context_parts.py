@@ -28,8 +28,8 @@ from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import default_generator, stable_hash
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.sharded_activation import Rule, ShardedActivation, ShardSpec
-from oslo_models.layers.token_division import TokenDivision, hidden_states_of, with_hidden_states
+from oslo_models.layers.sharded_activation import Rule, ShardedActivation, ShardSpec, gathered
+from oslo_models.layers.token_division import TOKENS, TokenDivision, hidden_states_of, with_hidden_states
 
 CONTEXT_RULES: dict[Any, Rule] = {}
 """``rule(function, args, kwargs)`` for torch functions of a `ContextPart`, before the rules of `ShardedActivation`."""
@@ -184,6 +184,22 @@ class ContextParts(TokenDivision):
         outer: Tensor = _Shared.apply(x, self.axis.size)
         outer._oslo_inner = x  # type: ignore[attr-defined]  # the next block needs no communication
         return outer
+
+    # Messages between pipeline stages ---------------------------------------------------------------------------------
+
+    def count(self, length: int) -> int:
+        """Return the number of this rank's tokens of a row."""
+        return self._sizes(length)[self.axis.rank]
+
+    def part(self, local: Tensor, length: int) -> ContextPart:
+        """Return hidden states of rows of ``length`` tokens from this rank's tokens."""
+        return self._mark(local, ShardSpec(TOKENS, length), length)
+
+    def own_tokens(self, hidden: Tensor) -> Tensor:
+        """Return this rank's tokens of hidden states. A collective if they are divided in another way."""
+        if isinstance(hidden, ContextPart) and hidden.spec == ShardSpec(TOKENS, hidden.full_shape[TOKENS]):
+            return hidden.local()
+        return self._part_of(gathered(hidden)).local()
 
     # Random numbers ---------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,11 @@ class TokenDivision:
     def _divides(self, hidden: Tensor) -> bool:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or self._in_checkpoint):
             return False
-        return hidden.is_floating_point() and hidden.dim() == 3 and min(self._sizes(hidden.shape[TOKENS])) > 0
+        return hidden.is_floating_point() and hidden.dim() == 3 and self.divides(hidden.shape[TOKENS])
+
+    def divides(self, length: int) -> bool:
+        """Return whether every rank holds some tokens of rows of this length."""
+        return min(self._sizes(length)) > 0
 
     def _sizes(self, length: int) -> list[int]:
         return ShardSpec(TOKENS, length).sizes(length, self.axis.size)

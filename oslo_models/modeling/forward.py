@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 from transformers.utils import ModelOutput
 
-from oslo_models.cache_argument import NAMES
+from oslo_models.cache_argument import NAMES, has_cache
 from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
 from oslo_models.distributed.rng import synchronize
 from oslo_models.distributed.stopping import user_errors
@@ -214,8 +214,7 @@ def within_model(model: ParallelModelInternals, given: Mapping[str, Any] = Mappi
     division = model.token_division
     if division is None:
         return outputs
-    has_cache = given.get("use_cache") or any(given.get(name) is not None for name in NAMES)
-    if has_cache and isinstance(division, ContextParts):
+    if isinstance(division, ContextParts) and has_cache(given):
         return outputs
     return _within_both(outputs, division.within_model())
 
@@ -247,8 +246,11 @@ def with_full_stage_outputs(forward: Any) -> Any:
         model.use_lazy_logits()
         stage = model.stage
         assert stage is not None
-        with within_model(model), stage.reading_own_layers(model), model._invariant_functions():
-            output = gathered(forward(model, **kwargs))
+        with within_model(model, kwargs), stage.reading_own_layers(model), model._invariant_functions():
+            output = forward(model, **kwargs)
+            if isinstance(model.token_division, ContextParts) and isinstance(output, ModelOutput):
+                output = _without_parts(model, output, kwargs)
+            output = gathered(output)
         if not isinstance(output, ModelOutput):
             return output
         fields = _gather_fields(model, output, kwargs)

@@ -64,7 +64,9 @@ class Placeholder(nn.Module):
         ):  # without the collectives of a sharded table
             assert x is not None
             return torch.zeros(*x.shape, module.embedding_dim, dtype=module.weight.dtype, device=device)
-        args, kwargs = tree_map_only(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
+        args, kwargs = tree_map_only(
+            Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
+        )  # of whole shapes, also for parts of tokens
         with torch.no_grad():
             output = module(*args, **kwargs)
         return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device), output)

@@ -37,6 +37,7 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.deferred_gradients import DeferredGradients, deferrable_weights
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
+from oslo_models.pipeline.sent_tokens import SentTokens
 from oslo_models.pipeline.shared_outputs import SharedOutputs
 from oslo_models.pipeline.stage_runner import Batch, OtherStageError, StageRunner
 
@@ -110,6 +111,7 @@ class Schedule:
         # Counters of micro-batches: received hidden states, forwards, received gradients and backwards.
         self.arrivals = self.forwards = self.grad_arrivals = self.backwards = 0
         self.in_flight: dict[int, _InFlight] = {}
+        self._tokens = SentTokens(runner)
         self._losses: list[Tensor] = []
         self._sends: deque[PendingMessage] = deque()
         # Started receives of hidden states and gradients, by micro-batch.
@@ -188,7 +190,8 @@ class Schedule:
                 modes.enter_context(self.loss.for_micro_batch(batch))
             if self._deferred is not None:
                 modes.enter_context(self._deferred.recording(i))
-            outgoing, output = self.runner(batch, arrived)
+            tensors, output = self.runner(batch, self._tokens.received(batch, arrived))
+            outgoing = self._tokens.sent(batch, tensors)
         loss = output.get("loss") if self.stage.is_last else None
         if loss is not None and output.get("aux_loss") is not None:  # every micro-batch loss includes the full aux loss
             others = 1 - 1 / self.num_micro_batches
@@ -368,7 +371,7 @@ class Schedule:
             self._start_grads(i)
 
     def _empty(self, i: int, number: int) -> Tensor:
-        shape = self.runner.shape(self.micro_batches[i], number)
+        shape = self._tokens.shape(self.micro_batches[i], number)
         return torch.empty(shape, dtype=self.runner.model.dtype, device=self.mesh.device)
 
     def _send(self, axis: Axis, to: int, tensors: list[Tensor]) -> None:

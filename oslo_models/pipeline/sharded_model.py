@@ -31,6 +31,7 @@ class ShardedModel(TransformersModel, Protocol):
     share_logits: bool
     share_loss: bool
     schedule: str
+    token_division: Any  # a `TokenDivision` or None
     _forward_pre_hooks: dict[int, Any]
     _generates: bool
 

@@ -13,7 +13,6 @@ from transformers.modeling_outputs import MoEModelOutput
 from transformers.utils import ModelOutput
 
 from oslo_models.distributed.stopping import OtherRankError
-from oslo_models.layers.sharded_activation import gathered
 from oslo_models.pipeline.placeholders import BoundaryDropout
 from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.pipeline.stage import Stage, hidden_size
@@ -171,8 +170,9 @@ class StageRunner:
             arrived: received tensors by the numbers of `incoming`.
 
         Returns:
-            The tensors to send, by the numbers of `outgoing`, and the output of the forward. On the last stage, this is
-            the output of the model. On other stages, it is the output of the stack in which the stage ends.
+            The tensors to send, by the numbers of `outgoing`, and the output of the forward. Tensors may be
+            `ShardedActivation`. On the last stage, the output is that of the model. On other stages, it is that of
+            the stack in which the stage ends.
         """
         self._require_blocks()
         expected = {i: self.shape(batch, i) for i in self.outgoing(batch)}  # received tensors change the batch below
@@ -200,7 +200,7 @@ class StageRunner:
                     f"{type(self.model).__name__} on pipeline stages: tensor {i} {found}, and the other stages expect "
                     f"the shape {shape}. Please report it, and use pipeline_parallel_size=1"
                 )
-        return {i: gathered(tensors[i]) for i in expected}, output
+        return {i: tensors[i] for i in expected}, output
 
     def _require_blocks(self) -> None:
         """Raise ``RuntimeError`` if blocks were removed or added: the other stages would not know of it."""

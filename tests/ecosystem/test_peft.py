@@ -491,9 +491,21 @@ def test_adapters_train_with_parts_of_tokens(pool: Pool, seed: int, tp: int, var
     ("variant", "tp"), [("llama", 1), ("gpt2", 1), pytest.param("llama", 2, marks=pytest.mark.zoo)]
 )
 def test_adapters_train_with_context_parallelism(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
+    check_context(pool, seed, tp, 1, variant, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [each if each == "all linear" else pytest.param(each, marks=pytest.mark.zoo) for each in (*LORA, *IA3)],
+)
+def test_adapters_train_with_context_parallelism_on_stages(pool: Pool, seed: int, options: str) -> None:
+    check_context(pool, seed, 1, 2, "llama", options)
+
+
+def check_context(pool: Pool, seed: int, tp: int, pp: int, variant: str, options: str) -> None:
     of_lora = options in LORA
     config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA[options]) if of_lora else peft.IA3Config(**IA3[options])
     config.task_type = "CAUSAL_LM"
     optimizer = "SGD" if getattr(config, "lora_bias", False) else "AdamW"
     run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed, optimizer)
-    pool.run(2 * tp, check_run, run, tp, 1, {"context_parallel_size": 2})
+    pool.run(2 * tp * pp, check_run, run, tp, pp, {"context_parallel_size": 2})

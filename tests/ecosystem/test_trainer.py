@@ -107,10 +107,14 @@ def test_training_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, see
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.zoo), pytest.param(2, 1, marks=pytest.mark.zoo)]
+    ("tp", "pp", "dp"),
+    [
+        *((1, 1, 1), (1, 2, 1)),
+        *(pytest.param(*sizes, marks=pytest.mark.zoo) for sizes in ((1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1))),
+    ],
 )
 def test_training_with_context_parallelism_equals_one_process(
-    pool: Pool, tp: int, dp: int, tmp_path: Path, seed: int
+    pool: Pool, tp: int, pp: int, dp: int, tmp_path: Path, seed: int
 ) -> None:
     """Ranks that divide tokens are one replica for samplers, numbers of labels, norms and operations."""
     config = pipelines.config("llama")
@@ -119,7 +123,7 @@ def test_training_with_context_parallelism_equals_one_process(
     total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * dp})
     run = trainers.reference_run("LlamaForCausalLM", config, seed, rows, total, transformers.Trainer)
     options = {"context_parallel_size": 2}
-    for lines in pool.run(2 * tp * dp, train, run, tp, 1, args, rows, options, env=True):
+    for lines in pool.run(2 * tp * pp * dp, train, run, tp, pp, args, rows, options, env=True):
         assert not lines, "\n".join(lines)
 
 

@@ -94,6 +94,7 @@ class IdleModel(nn.Module):
     main_input_name = "input_ids"
     dtype = torch.float64
     micro_batch_size = 1
+    token_division = None
     _generates = share_logits = False
 
     def __init__(self, clock: Clock, share_loss: bool = False, schedule: str = "1f1b") -> None:

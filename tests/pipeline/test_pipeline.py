@@ -18,14 +18,13 @@ from support.pipelines import (
     Case,
     case,
     gradient_differences,
-    load_weights,
     model_on_stages,
     run_micro_batches,
     stage_differences,
     stage_parameters,
 )
 from support.pool import Pool
-from support.reference import TOLERANCE, differences, make_optimizer
+from support.reference import TOLERANCE, differences
 
 
 def test_every_architecture_has_blocks_for_four_stages() -> None:
@@ -46,18 +45,8 @@ def check_cases(cases: list[Case], tp: int, pp: int) -> None:
     """On every rank: losses, gradients and trained parameters of each case, with micro-batches of one and two rows."""
     lines = []
     for number, given in enumerate(cases):
-        model = model_on_stages(given.name, given.config, given.weights, tp, pp, micro_batch_size=1 + number % 2)
-        found = differences("loss", run_micro_batches(model, given.batches[0][0]), given.loss[0], TOLERANCE)
-        found += gradient_differences(model, given.gradients)
-        for optimizer, expected in given.trained.items():
-            load_weights(model, given.weights)  # into the same model: making one takes longer than training it
-            stepper = make_optimizer(optimizer, model.gpu_parameters())
-            for step in range(pipelines.STEPS[optimizer]):
-                model.set_micro_batch_size(2 - step % 2)
-                stepper.zero_grad()
-                run_micro_batches(model, given.batches[step][0])
-                stepper.step()
-            found += stage_differences(model, f"{optimizer}:", stage_parameters(model), expected, TOLERANCE)
+        model = model_on_stages(given.name, given.config, given.weights, tp, pp)
+        found = pipelines.case_differences(model, given, 1 + number % 2)
         lines += [f"{given.name}: {line}" for line in found]
     assert not lines, "\n".join(lines)
 
@@ -176,22 +165,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {"DDP": with_ddp, "FSDP2": with_fsdp
 
 def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
     """On every rank: each replica trains on its batch, and all replicas train on the mean loss of all batches."""
-    lines = []
-    for optimizer, expected in given.trained.items():
-        model = model_on_stages(given.name, given.config, given.weights, tp, pp)
-        wrapped = WRAPPERS[wrapper](model)
-        stepper = make_optimizer(optimizer, wrapped.parameters())
-        for step in range(pipelines.STEPS[optimizer]):
-            model.set_micro_batch_size(1 + step % 2)
-            stepper.zero_grad()
-            loss = run_micro_batches(wrapped, given.batches[step][model.mesh.dp.rank])
-            if step == 0:
-                lines += differences("loss", loss, given.loss[model.mesh.dp.rank], TOLERANCE)
-                lines += gradient_differences(model, given.gradients)
-                norm = model.clip_grad_norm_(1e9)
-                lines += differences("norm", norm, torch.tensor(given.norm, dtype=norm.dtype), TOLERANCE)
-            stepper.step()
-        lines += stage_differences(model, f"{optimizer}:", stage_parameters(model), expected, TOLERANCE)
+    lines = pipelines.replica_differences(WRAPPERS[wrapper], given, tp, pp)
     assert not lines, "\n".join(lines)
 
 

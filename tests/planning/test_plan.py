@@ -372,6 +372,10 @@ BAD = {
         ["FILE", "--task", "serve", "--sequence-parallel", "--tensor-parallel-size", "2"],
         "sequence_parallel=True cannot be used together with task='serve'",
     ),
+    "rows on stages": (
+        ["FILE", "--context-parallel-size", "2", "--pipeline-parallel-size", "2"],
+        "context_parallel_size=2 cannot be planned together with pipeline_parallel_size=2: leave one of them out",
+    ),
     "rows of a server": (
         ["FILE", "--task", "serve", "--context-parallel-size", "2"],
         "context_parallel_size=2 cannot be used together with task='serve'",

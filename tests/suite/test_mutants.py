@@ -403,6 +403,22 @@ def position_of_local_tokens(patch: Patch) -> None:
     patch.setattr(context_parts.ContextPart, "slice_of", slice_of)
 
 
+def gradients_summed_twice_between_stages(patch: Patch) -> None:
+    """The gradients of the hidden states that a stage has received are counted on two ranks."""
+    right = context_parts.ContextParts.part
+    patch.setattr(context_parts.ContextParts, "part", lambda self, x, length: right(self, 2 * x - x.detach(), length))
+
+
+def tokens_of_a_neighbour_on_the_next_stage(patch: Patch) -> None:
+    """The first rank sends the last tokens of a row, and the last rank the first."""
+
+    def own_tokens(self: Any, hidden: Tensor) -> Tensor:
+        whole, count = sharded_activation.gathered(hidden), self.count(hidden.shape[1])
+        return whole.narrow(1, 0 if self.axis.rank else whole.shape[1] - count, count).contiguous()
+
+    patch.setattr(context_parts.ContextParts, "own_tokens", own_tokens)
+
+
 CONTEXT_PARALLEL = (
     context_gradients_not_summed,
     context_gradients_summed_twice,
@@ -844,6 +860,10 @@ MUTANTS: dict[str, list[Caught]] = {
             {"variant": "gpt2"},
         ),
         (norms_of_all_ranks_of_a_batch, "test_gradient_norms_count_each_weight_once", {"tp": 1}),
+        *[
+            (mutant, "test_steps_on_stages_match_transformers", {"variant": "llama-untied", "sizes": {}})
+            for mutant in (gradients_summed_twice_between_stages, tokens_of_a_neighbour_on_the_next_stage)
+        ],
     ],
     "models/test_sequence_parallel.py": [
         *[

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -261,11 +261,49 @@ LM = {variant: zoo.lm_head(variant) for variant in zoo.FOUNDING}
 
 
 def lm_case(variant: str, seed: int, **options: Any) -> Case:
-    return case(LM[variant], config(variant), seed, **options)
+    return case(zoo.lm_head(variant), config(variant), seed, **options)
 
 
 def case_on_stages(given: Case, tp: int, pp: int, **options: Any) -> Any:
     return model_on_stages(given.name, given.config, given.weights, tp, pp, **options)
+
+
+def case_differences(model: Any, given: Case, micro_batch_size: int = 1) -> list[str]:
+    """Compare a loss, gradients, and trained parameters with micro-batches of one and two rows."""
+    model.set_micro_batch_size(micro_batch_size)
+    lines = differences("loss", run_micro_batches(model, given.batches[0][0]), given.loss[0], TOLERANCE)
+    lines += gradient_differences(model, given.gradients)
+    for optimizer, expected in given.trained.items():
+        load_weights(model, given.weights)  # into the same model: making one takes longer than training it
+        stepper = make_optimizer(optimizer, model.gpu_parameters())
+        for step in range(STEPS[optimizer]):
+            model.set_micro_batch_size(2 - step % 2)
+            stepper.zero_grad()
+            run_micro_batches(model, given.batches[step][0])
+            stepper.step()
+        lines += stage_differences(model, f"{optimizer}:", stage_parameters(model), expected, TOLERANCE)
+    return lines
+
+
+def replica_differences(wrap: Callable[[Any], Any], given: Case, tp: int, pp: int, **options: Any) -> list[str]:
+    """Train each replica on its batch, and compare with training on the mean loss of all batches."""
+    lines = []
+    for optimizer, expected in given.trained.items():
+        model = model_on_stages(given.name, given.config, given.weights, tp, pp, **options)
+        wrapped = wrap(model)
+        stepper = make_optimizer(optimizer, wrapped.parameters())
+        for step in range(STEPS[optimizer]):
+            model.set_micro_batch_size(1 + step % 2)
+            stepper.zero_grad()
+            loss = run_micro_batches(wrapped, given.batches[step][model.mesh.dp.rank])
+            if step == 0:
+                lines += differences("loss", loss, given.loss[model.mesh.dp.rank], TOLERANCE)
+                lines += gradient_differences(model, given.gradients)
+                norm = model.clip_grad_norm_(1e9)
+                lines += differences("norm", norm, torch.tensor(given.norm, dtype=norm.dtype), TOLERANCE)
+            stepper.step()
+        lines += stage_differences(model, f"{optimizer}:", stage_parameters(model), expected, TOLERANCE)
+    return lines
 
 
 def loop_differences(model: Any, step: Step) -> list[str]:
