@@ -9,6 +9,8 @@ between tensor-parallel layers. Inside of blocks, the gradient of a whole tensor
 ranks. A part has its part of the gradient everywhere. So a block's parameters need one sum, at the end of its backward
 pass, whether they computed parts or whole tensors.
 
+Long prompts are divided in calls without gradients. Each rank gathers their keys and values into its whole cache.
+
 Source of the exchange: Jacobs et al., "DeepSpeed Ulysses", 2023.
 """
 
@@ -28,7 +30,7 @@ from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import default_generator, stable_hash
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.sharded_activation import Rule, ShardedActivation, ShardSpec
+from oslo_models.layers.sharded_activation import Rule, ShardedActivation, ShardSpec, gathered
 from oslo_models.layers.token_division import TokenDivision, hidden_states_of, with_hidden_states
 
 CONTEXT_RULES: dict[Any, Rule] = {}
@@ -130,7 +132,9 @@ class ContextParts(TokenDivision):
         hidden = self._divided(block, hidden_states_of(args, kwargs))
         if hidden is None:
             return None
-        args, kwargs = tree_map_only(Tensor, self._inner, with_hidden_states(hidden, args, kwargs))
+        args, kwargs = with_hidden_states(hidden, args, kwargs)
+        if torch.is_grad_enabled():  # otherwise keep containers that the block changes, such as caches
+            args, kwargs = tree_map_only(Tensor, self._inner, (args, kwargs))
         self._begin(block)
         return args, kwargs
 
@@ -184,6 +188,27 @@ class ContextParts(TokenDivision):
         outer: Tensor = _Shared.apply(x, self.axis.size)
         outer._oslo_inner = x  # type: ignore[attr-defined]  # the next block needs no communication
         return outer
+
+    # Encoders ---------------------------------------------------------------------------------------------------------
+
+    def watch_encoder(self, encoder: nn.Module, divides_prompts: Callable[[], bool]) -> None:
+        """Divide long inputs of an encoder that ``generate`` calls outside of the model's forward."""
+        calls: list[AbstractContextManager[None] | None] = []
+
+        def enter(*_: Any) -> None:
+            is_own = self.is_prompt and not self._in_model and not torch.compiler.is_compiling()
+            calls.append(self.within_model(divides_prompts) if is_own else None)
+            if (call := calls[-1]) is not None:
+                call.__enter__()
+
+        def leave(encoder: nn.Module, args: Any, output: Any) -> Any:
+            if (call := calls.pop()) is None:
+                return None
+            call.__exit__(None, None, None)
+            return gathered(output)
+
+        encoder.register_forward_pre_hook(enter)
+        encoder.register_forward_hook(leave, always_call=True)
 
     # Random numbers ---------------------------------------------------------------------------------------------------
 
