@@ -413,12 +413,16 @@ def cache_in_the_order_of_other_ranks(patch: Patch) -> None:
     _cache_of_a_prompt(patch, lambda x, part: x.roll(part.sizes()[-1], part.spec.dim))
 
 
-def last_token_of_each_rank(patch: Patch) -> None:
-    """The head reads the last of the tokens of a rank, in place of the last token of the prompt."""
+def last_token_of_the_first_rank(patch: Patch) -> None:
+    """The head reads the last of the tokens of the first rank, in place of the last token of the prompt."""
 
     def some(x: Any, index: Any) -> Any:
-        return x.local()[index] if isinstance(index, tuple) else NotImplemented
+        if not x.state.is_inside and index[x.spec.dim] == slice(-1, None):
+            last = x.sizes()[0]
+            index = (*index[: x.spec.dim], slice(last - 1, last), *index[x.spec.dim + 1 :])
+        return right(x, index)
 
+    right = context_rules._some_tokens
     patch.setattr(context_rules, "_some_tokens", some)
 
 
@@ -881,7 +885,7 @@ MUTANTS: dict[str, list[Caught]] = {
             for mutant in (
                 cache_without_the_last_tokens_of_a_prompt,
                 cache_in_the_order_of_other_ranks,
-                last_token_of_each_rank,
+                last_token_of_the_first_rank,
             )
         ],
     ],
