@@ -353,7 +353,7 @@ CASES = {
             *("llama-20m", (ONE_THREAD, OURS_ALONE, OURS_OVER_CONTEXT)),
             baseline=ONE_THREAD,
             options={"batch": 1, "prompt": 4096, "timed": 5},
-            smoke={"batch": 1, "prompt": 300, "timed": 1},
+            smoke={"batch": 1, "prompt": 520, "timed": 1},
         ),
         Case(
             *("llama-100m-lora", "Llama 100M, train LoRA of rank 16, 4 x 256 tokens", measure.train_lora),

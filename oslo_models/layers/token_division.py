@@ -17,7 +17,7 @@ from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
 TOKENS = 1
 """Dimension of the tokens in hidden states, ``[rows, tokens, features]``."""
 
-LEAST_PROMPT = 256
+LEAST_PROMPT = 512
 """Least number of tokens of a row that are divided without gradients. Messages outweigh the computation of fewer."""
 
 

@@ -440,6 +440,18 @@ def test_ways_to_generate_match_transformers(pool: Pool, variant: str, tp: int, 
     pool.run(2 * tp, check_generations, step, generations(model, step.batch), tp)
 
 
+@pytest.mark.parametrize("length", [1100])
+def test_prompt_with_lazy_masks_matches_transformers(pool: Pool, length: int, seed: int) -> None:
+    """Left padding and windows, in attention by blocks."""
+    step, _ = prompt_of("mistral", seed, max_position_embeddings=2048)
+    ids = torch.randint(step.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, :300] = 0
+    step.batch = {"input_ids": ids, "attention_mask": mask}
+    step, tokens = answered(step, seed, {}, GREEDY)
+    pool.run(2, check_answer, step, tokens, (2, 1), {"attn_implementation": "oslo_models_blockwise"}, GREEDY)
+
+
 def check_encoder(step: Step, tokens: Tokens) -> None:
     """The encoder divides its input, although ``generate`` calls it outside of the model. The decoder starts short."""
     model = context_model(step, 2)
@@ -491,7 +503,7 @@ def check_lengths(step: Step, expected: Mapping[str, Tensor]) -> None:
 
 
 def test_long_prompts_of_known_caches_are_divided(pool: Pool, seed: int) -> None:
-    step, model = prompt_of("llama-untied", seed, max_position_embeddings=512)
+    step, model = prompt_of("llama-untied", seed, max_position_embeddings=1024)
     least = token_division.LEAST_PROMPT
     ids = torch.randint(step.config.vocab_size, (2, least + 7), generator=torch.Generator().manual_seed(seed))
     step.batch = {"input_ids": ids}
@@ -546,6 +558,14 @@ def check_caches(step: Step) -> None:
 def test_caches_are_of_whole_hidden_states(pool: Pool, seed: int) -> None:
     ids = zoo.batch("LlamaForCausalLM", llama(), seed)["input_ids"]
     pool.run(2, check_caches, reference_step("LlamaForCausalLM", llama(), seed, batch={"input_ids": ids}))
+
+
+@pytest.mark.parametrize("kept", [1, 6])
+def test_logits_of_the_last_tokens_match_transformers(pool: Pool, kept: int, seed: int) -> None:
+    """Of one rank, and of both."""
+    batch = {**zoo.batch("LlamaForCausalLM", llama(), seed), "logits_to_keep": kept}
+    del batch["labels"]
+    pool.run(2, check_step, reference_step("LlamaForCausalLM", llama(), seed, batch=batch), 2)
 
 
 def check_inputs(step: Step) -> None:
