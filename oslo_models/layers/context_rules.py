@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from oslo_models.distributed.autograd_collectives import gather_from, gather_to, reduce_from
+from oslo_models.distributed.autograd_collectives import gather_from, reduce_from
 from oslo_models.layers import activation_products as activation_products  # registers its rules
 from oslo_models.layers import activation_shapes as activation_shapes
 from oslo_models.layers.activation_rules import aligned, functions, positive
@@ -222,9 +222,9 @@ def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _some_tokens(x: ContextPart, index: Any) -> Any:
-    """Index with slices of all dimensions. Gather only the tokens of the slice."""
+    """Index a prompt with slices of all dimensions. Gather only the tokens of the slice."""
     slices, dim = index if isinstance(index, tuple) else (index,), x.spec.dim
-    if not all(type(each) is slice for each in slices) or len(slices) <= dim or x.spec.parts > 1:
+    if not x.state.is_prompt or not all(type(each) is slice for each in slices) or len(slices) <= dim or x.spec.parts > 1:
         return NotImplemented
     start, stop, step = slices[dim].indices(x.full_shape[dim])
     if step != 1 or start >= stop:
@@ -234,8 +234,7 @@ def _some_tokens(x: ContextPart, index: Any) -> Any:
     sizes = [max(last - first, 0) for first, last in ranges]
     first, offset = ranges[x.tp.rank][0], ends[x.tp.rank]
     own = x.local().narrow(dim, first - offset if sizes[x.tp.rank] else 0, sizes[x.tp.rank])
-    gather = gather_to if x.state.is_inside else gather_from
-    return gather(x.tp, own, dim, sizes)[(*slices[:dim], slice(None), *slices[dim + 1 :])]
+    return gather_from(x.tp, own, dim, sizes)[(*slices[:dim], slice(None), *slices[dim + 1 :])]
 
 
 def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -560,14 +560,6 @@ def test_caches_are_of_whole_hidden_states(pool: Pool, seed: int) -> None:
     pool.run(2, check_caches, reference_step("LlamaForCausalLM", llama(), seed, batch={"input_ids": ids}))
 
 
-@pytest.mark.parametrize("kept", [1, 6])
-def test_logits_of_the_last_tokens_match_transformers(pool: Pool, kept: int, seed: int) -> None:
-    """Of one rank, and of both."""
-    batch = {**zoo.batch("LlamaForCausalLM", llama(), seed), "logits_to_keep": kept}
-    del batch["labels"]
-    pool.run(2, check_step, reference_step("LlamaForCausalLM", llama(), seed, batch=batch), 2)
-
-
 def check_inputs(step: Step) -> None:
     """Ranks that divide tokens get the same batch."""
     model = context_model(step, 2).train()
