@@ -224,7 +224,9 @@ def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _some_tokens(x: ContextPart, index: Any) -> Any:
     """Index a prompt with slices of all dimensions. Gather only the tokens of the slice."""
     slices, dim = index if isinstance(index, tuple) else (index,), x.spec.dim
-    if not x.state.is_prompt or not all(type(each) is slice for each in slices) or len(slices) <= dim or x.spec.parts > 1:
+    if not x.state.is_prompt or x.spec.parts > 1 or len(slices) <= dim:
+        return NotImplemented
+    if not all(type(each) is slice for each in slices):
         return NotImplemented
     start, stop, step = slices[dim].indices(x.full_shape[dim])
     if step != 1 or start >= stop:
