@@ -349,6 +349,13 @@ CASES = {
             for length in (2048, 8192)
         ),
         Case(
+            *("llama-20m-context-prompt-4096", "Llama 20M, a prompt of 4,096 tokens", measure.first_token),
+            *("llama-20m", (ONE_THREAD, OURS_ALONE, OURS_OVER_CONTEXT)),
+            baseline=ONE_THREAD,
+            options={"batch": 1, "prompt": 4096, "timed": 5},
+            smoke={"batch": 1, "prompt": 520, "timed": 1},
+        ),
+        Case(
             *("llama-100m-lora", "Llama 100M, train LoRA of rank 16, 4 x 256 tokens", measure.train_lora),
             *("llama-100m", (ALONE, OURS)),
             baseline=ALONE,

@@ -36,6 +36,21 @@ def generate(
     return result
 
 
+def first_token(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, prompt: int, timed: int) -> Result:
+    """Time from a prompt to its first token: the median of ``timed`` calls after a warm-up call."""
+    import torch
+
+    model = peer.load(cls, checkpoint).eval()
+    ids = tokens(model, batch, prompt)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    seconds = []
+    for _ in range(timed + 1):
+        start = time.perf_counter()
+        out = model.generate(input_ids=ids, **options)
+        seconds.append(time.perf_counter() - start)
+    return Result({"first token": 1000 * statistics.median(seconds[1:])}, out[:, prompt:].flatten().tolist())
+
+
 def rollouts(
     peer: Peer,
     cls: str,

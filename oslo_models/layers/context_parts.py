@@ -9,6 +9,8 @@ between tensor-parallel layers. Inside of blocks, the gradient of a whole tensor
 ranks. A part has its part of the gradient everywhere. So a block's parameters need one sum, at the end of its backward
 pass, whether they computed parts or whole tensors.
 
+Long prompts are divided in calls without gradients. Each rank gathers their keys and values into its whole cache.
+
 Source of the exchange: Jacobs et al., "DeepSpeed Ulysses", 2023.
 """
 
@@ -130,7 +132,9 @@ class ContextParts(TokenDivision):
         hidden = self._divided(block, hidden_states_of(args, kwargs))
         if hidden is None:
             return None
-        args, kwargs = tree_map_only(Tensor, self._inner, with_hidden_states(hidden, args, kwargs))
+        args, kwargs = with_hidden_states(hidden, args, kwargs)
+        if torch.is_grad_enabled():  # otherwise keep containers that the block changes, such as caches
+            args, kwargs = tree_map_only(Tensor, self._inner, (args, kwargs))
         self._begin(block)
         return args, kwargs
 
@@ -200,6 +204,27 @@ class ContextParts(TokenDivision):
         if isinstance(hidden, ContextPart) and hidden.spec == ShardSpec(TOKENS, hidden.full_shape[TOKENS]):
             return hidden.local()
         return self._part_of(gathered(hidden)).local()
+
+    # Encoders ---------------------------------------------------------------------------------------------------------
+
+    def watch_encoder(self, encoder: nn.Module, divides_prompts: Callable[[], bool]) -> None:
+        """Divide long inputs of an encoder that ``generate`` calls outside of the model's forward."""
+        calls: list[AbstractContextManager[None] | None] = []
+
+        def enter(*_: Any) -> None:
+            is_own = self.is_prompt and not self._in_model and not torch.compiler.is_compiling()
+            calls.append(self.within_model(divides_prompts) if is_own else None)
+            if (call := calls[-1]) is not None:
+                call.__enter__()
+
+        def leave(encoder: nn.Module, args: Any, output: Any) -> Any:
+            if (call := calls.pop()) is None:
+                return None
+            call.__exit__(None, None, None)
+            return gathered(output)
+
+        encoder.register_forward_pre_hook(enter)
+        encoder.register_forward_hook(leave, always_call=True)
 
     # Random numbers ---------------------------------------------------------------------------------------------------
 

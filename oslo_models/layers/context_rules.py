@@ -6,6 +6,7 @@ Importing this module registers the rules.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from oslo_models.distributed.autograd_collectives import reduce_from
+from oslo_models.distributed.autograd_collectives import gather_from, reduce_from
 from oslo_models.layers import activation_products as activation_products  # registers its rules
 from oslo_models.layers import activation_shapes as activation_shapes
 from oslo_models.layers.activation_rules import aligned, functions, positive
@@ -86,13 +87,16 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _baddbmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute scores of this rank's queries and the keys of all tokens, added to a bias."""
-    if len(args) != 3 or "out" in kwargs or not all(isinstance(x, ContextPart) for x in args[1:]):
+    if len(args) != 3 or "out" in kwargs or not isinstance(args[1], ContextPart):
         return NotImplemented
     bias, a, b = args
-    if a.spec.dim != 1 or b.spec.dim < 1:
+    if a.spec.dim != 1 or (isinstance(b, ContextPart) and b.spec.dim < 1):
         return NotImplemented
     own = aligned(a, bias, -2)
-    return NotImplemented if own is NotImplemented else a.with_local(func(own, a.local(), b.full("keys"), **kwargs))
+    if own is NotImplemented:
+        return NotImplemented
+    keys = b.full("keys") if isinstance(b, ContextPart) else a.copy_of(b)
+    return a.with_local(func(own, a.local(), keys, **kwargs))
 
 
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,16 +206,37 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take some tokens, such as a window for a cache, without the memory of all tokens."""
+    """Take some tokens, such as a window for a cache or the last one, without the memory of all tokens."""
     if not isinstance(args[0], ContextPart):
         return NotImplemented
     result = RULES[func](func, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    result = _some_tokens(*args)
     if result is not NotImplemented:
         return result
     whole = args[0].full("__getitem__")
     index = tree_map_only(ContextPart, lambda x: x.full("__getitem__"), args[1])
     result = whole[index]
     return result.clone() if 2 * result.numel() <= whole.numel() and result._base is not None else result
+
+
+def _some_tokens(x: ContextPart, index: Any) -> Any:
+    """Index a prompt with slices of all dimensions. Gather only the tokens of the slice."""
+    slices, dim = index if isinstance(index, tuple) else (index,), x.spec.dim
+    if not x.state.is_prompt or x.spec.parts > 1 or len(slices) <= dim:
+        return NotImplemented
+    if not all(type(each) is slice for each in slices):
+        return NotImplemented
+    start, stop, step = slices[dim].indices(x.full_shape[dim])
+    if step != 1 or start >= stop:
+        return NotImplemented
+    ends = list(accumulate(x.sizes(), initial=0))
+    ranges = [(max(start, first), min(stop, last)) for first, last in pairwise(ends)]
+    sizes = [max(last - first, 0) for first, last in ranges]
+    first, offset = ranges[x.tp.rank][0], ends[x.tp.rank]
+    own = x.local().narrow(dim, first - offset if sizes[x.tp.rank] else 0, sizes[x.tp.rank])
+    return gather_from(x.tp, own, dim, sizes)[(*slices[:dim], slice(None), *slices[dim + 1 :])]
 
 
 def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,9 +253,11 @@ def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Concatenate a new cache, which is empty, and keys or values."""
+    """Concatenate a new cache, which is empty, and keys or values. The cache of a prompt is whole."""
     pieces = [piece for piece in (args[0] if args else kwargs["tensors"]) if tuple(piece.shape) != (0,)]
-    return pieces[0] if len(pieces) == 1 and "out" not in kwargs else NotImplemented
+    if len(pieces) != 1 or "out" in kwargs:
+        return NotImplemented
+    return pieces[0].full("cache") if pieces[0].state.is_prompt else pieces[0]
 
 
 _register(_linear, [F.linear])

@@ -17,12 +17,16 @@ from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
 TOKENS = 1
 """Dimension of the tokens in hidden states, ``[rows, tokens, features]``."""
 
+LEAST_PROMPT = 512
+"""Least number of tokens of a row that are divided without gradients. Messages outweigh the computation of fewer."""
+
 
 class TokenDivision:
     """Divides the tokens of one model's hidden states over the ranks of an axis.
 
-    Hidden states are divided at the entry of a block, in calls of the parallel model with gradients. Without gradients,
-    in compiled code, and with fewer tokens than ranks, they stay whole.
+    Hidden states are divided at the entry of a block, in calls of the parallel model with gradients. In compiled code,
+    and with fewer tokens than ranks, they stay whole. So they do without gradients, except for prompts of at least
+    `LEAST_PROMPT` tokens where `within_model` allows them.
 
     Attributes:
         axis: axis of the ranks.
@@ -32,19 +36,30 @@ class TokenDivision:
     def __init__(self, axis: Axis, option: str) -> None:
         self.axis, self.option = axis, option
         self._in_model = self._in_checkpoint = False
+        self._divides_prompts: Callable[[], bool] = _never
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenDivision:
         return self  # a copied model does not run at the same time
 
     @contextmanager
-    def within_model(self) -> Iterator[None]:
-        """Allow blocks to divide hidden states within the context."""
-        before, self._in_model = self._in_model, True
+    def within_model(self, divides_prompts: Callable[[], bool] | None = None) -> Iterator[None]:
+        """Allow blocks to divide hidden states within the context.
+
+        Args:
+            divides_prompts: whether to divide long prompts without gradients. Called before a prompt is divided.
+        """
+        before = self._in_model, self._divides_prompts
+        self._in_model, self._divides_prompts = True, divides_prompts or _never
         try:
             yield
         finally:
-            self._in_model = before
+            self._in_model, self._divides_prompts = before
             self._end()
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether tokens are divided without gradients, outside of checkpointing."""
+        return not (torch.is_grad_enabled() or self._in_checkpoint)
 
     def _end(self) -> None:
         """Forget the block that is running."""
@@ -82,9 +97,12 @@ class TokenDivision:
             )
 
     def _divides(self, hidden: Tensor) -> bool:
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or self._in_checkpoint):
+        if torch.compiler.is_compiling() or not hidden.is_floating_point() or hidden.dim() != 3:
             return False
-        return hidden.is_floating_point() and hidden.dim() == 3 and self.divides(hidden.shape[TOKENS])
+        length = hidden.shape[TOKENS]
+        if self.is_prompt and not (length >= LEAST_PROMPT and self._divides_prompts()):
+            return False
+        return self.divides(length)
 
     def divides(self, length: int) -> bool:
         """Return whether every rank holds some tokens of rows of this length."""
@@ -107,7 +125,7 @@ class TokenDivision:
 
         def on_parts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return checkpoint(function, *args, **kwargs)
+                return function(*args)  # nothing to recompute
             makers, recompute, returned = [maker_of(arg) for arg in args], self._recompute(), list[Any]()
 
             def on_local(*given: Any) -> Any:
@@ -145,6 +163,10 @@ def maker_of(value: Any) -> Callable[[Any], Any]:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _never() -> bool:
+    return False
 
 
 def local_of(value: Any) -> Any:

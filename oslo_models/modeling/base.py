@@ -293,9 +293,9 @@ class ParallelModel(
             sequence_parallel: divide the tokens of hidden states over the tensor-parallel ranks between the sharded
                 layers of a block, in calls with gradients (Korthikanti et al., "Reducing Activation Recomputation in
                 Large Transformer Models", 2022). The guide on long sequences lists the model types.
-            context_parallel_size: the number of ranks that divide the tokens of each row, in calls with gradients.
-                Attention exchanges heads between them (Jacobs et al., "DeepSpeed Ulysses", 2023). All of them get the
-                whole batch. The guide on long sequences lists the model types.
+            context_parallel_size: the number of ranks that divide the tokens of each row, in calls with gradients and
+                in long prompts. Attention exchanges heads between them (Jacobs et al., "DeepSpeed Ulysses", 2023). All
+                of them get the whole batch. The guide on long sequences lists the model types.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
                 ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
@@ -13,11 +15,18 @@ from oslo_models.layers.context_parts import ContextParts
 from oslo_models.layers.context_rules import LocalTokensModule
 from oslo_models.layers.kinds import ShardedModule, become
 from oslo_models.modeling.apply_plan import named_entries, uses_dropout
+from oslo_models.modeling.token_division import check_wrappers
 from oslo_models.sharding.plan import Entries, Plan
 
 ATTENTION = (*TORCH_ATTENTION, "eager")
 """Attention implementations that compute parts of the tokens."""
 
+
+CACHED_KEYS = (
+    *("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer"),
+    *("StaticLayer", "StaticSlidingWindowLayer", "StaticIndexedLayer", "DummyLayer"),
+)
+"""Classes of transformers' cache layers that divided prompts can fill: neither quantised ones nor states."""
 
 TOKENWISE = ("BloomGelu",)
 """Names of module classes that compute each token alone, by an autograd function of their own."""
@@ -54,7 +63,33 @@ def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: Par
             become(module, LocalTokensModule).context_parts = parts
 
     parts.prepare = prepare
+    if model.config.is_encoder_decoder and (encoder := model.get_encoder()) is not model:
+        parts.watch_encoder(encoder, partial(divides_prompts, model, parts))
     return parts
+
+
+def divides_prompts(model: Any, parts: ContextParts, caches: Sequence[Any] = ()) -> bool:
+    """Return whether calls without gradients divide long prompts. Otherwise each rank computes all tokens.
+
+    Args:
+        caches: caches that the call fills.
+    """
+    try:
+        check_wrappers(model, parts)
+        check_attention_implementation(model, parts)
+    except ValueError:
+        return False
+    return all(_holds_keys(cache) for cache in caches)
+
+
+def _holds_keys(cache: Any) -> bool:
+    """Return whether a cache holds keys and values as attention computes them."""
+    if isinstance(cache, EncoderDecoderCache):
+        return _holds_keys(cache.self_attention_cache)
+    if type(cache) not in (DynamicCache, StaticCache) or cache.offloading:
+        return False
+    classes = {cache.layer_class_to_replicate, *map(type, cache.layers)} - {None}
+    return all(cls.__module__ == DynamicCache.__module__ and cls.__name__ in CACHED_KEYS for cls in classes)
 
 
 def check_attention_implementation(model: Any, parts: ContextParts) -> None:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,7 @@ from oslo_models.fusion.lazy_logits import LazyLogits
 from oslo_models.layers.context_parts import ContextPart, ContextParts
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
-from oslo_models.modeling.context_parallel import check_attention_implementation
+from oslo_models.modeling.context_parallel import check_attention_implementation, divides_prompts
 from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.token_division import check_wrappers
 from oslo_models.pipeline.stage import Stage
@@ -208,15 +209,20 @@ def within_model(model: ParallelModelInternals, given: Mapping[str, Any] = Mappi
     """Return a context in which modules return local results: attention weights of local heads, parts of tokens.
 
     Args:
-        given: keyword arguments of the call. A call with a cache does not divide tokens between cp ranks.
+        given: keyword arguments of the call. A call with a cache does not divide tokens between cp ranks, except for
+            a long prompt.
     """
     outputs = nullcontext() if model.attention_outputs is None else model.attention_outputs.within_model()
     division = model.token_division
     if division is None:
         return outputs
-    if isinstance(division, ContextParts) and has_cache(given):
+    if not isinstance(division, ContextParts):
+        return _within_both(outputs, division.within_model())
+    if torch.is_grad_enabled() and has_cache(given):
         return outputs
-    return _within_both(outputs, division.within_model())
+    caches = [given[name] for name in NAMES if given.get(name) is not None]
+    may_divide = functools.cache(partial(divides_prompts, model, division, caches))
+    return _within_both(outputs, division.within_model(may_divide))
 
 
 @contextmanager
@@ -229,7 +235,7 @@ def call_base_model(model: ParallelModelInternals, *args: Any, **kwargs: Any) ->
     """Call the base model of a task model whose forward is replaced. Hidden states are divided and gathered."""
     if torch.is_grad_enabled():
         _check_division(model)
-    with within_model(model):
+    with within_model(model, kwargs):
         return gathered(model.base_model(*args, **kwargs))
 
 

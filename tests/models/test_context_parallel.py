@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import DynamicCache
 
 from oslo_models import registry
 from oslo_models.cache_argument import NAMES as CACHES
+from oslo_models.cache_argument import generation_name
 from oslo_models.distributed import autograd_collectives
-from oslo_models.layers import context_parts
+from oslo_models.layers import context_parts, token_division
 from oslo_models.layers.context_parts import ContextPart
 from oslo_models.pipeline import schedule
 
 from support import pipelines, zoo
-from support.drawn_steps import drawn_step, shortened
+from support.drawn_steps import OF_TEXT, drawn_step, shortened
 from support.dropout_masks import RATE, Recorder, Replay
 from support.float64 import lifted_casts
+from support.generation import BEAMS, GREEDY, Tokens, depend_on_rounding, generate_tokens, token_differences
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
@@ -37,8 +40,9 @@ from support.reference import (
     reference_step,
     shard_differences,
     step_differences,
+    tensors,
 )
-from support.token_divisions import counting_exchanges
+from support.token_divisions import counting_exchanges, dividing_short_prompts
 
 TYPES = [kind for kind in registry.ARCHITECTURES if kind in registry.CONTEXT_PARALLEL]
 OPTIONS: dict[str, Any] = {"gather_logits": True}
@@ -572,6 +576,225 @@ def test_stages_send_the_tokens_of_a_rank(pool: Pool, variant: str, seed: int) -
     for rank, shapes in enumerate(pool.run(4, sent_shapes, given)):
         tokens = [-(-length // 2), length // 2][rank % 2]
         assert len(shapes) == 2 and {*shapes} == {(2, tokens, width)}
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------
+
+
+def cached(output: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the caches in an output with their paths."""
+    cache = next((output[name] for name in CACHES if output.get(name) is not None), None)
+    sides = [cache.self_attention_cache, cache.cross_attention_cache] if hasattr(cache, "is_updated") else [cache]
+    for side, layers in enumerate(getattr(each, "layers", ()) for each in sides):
+        for index, layer in enumerate(layers):
+            for kind in ("keys", "values", "indexer_keys"):
+                value = getattr(layer, kind, None)
+                if value is not None:
+                    yield f"cache.{side}.{index}.{kind}", value
+
+
+def answer(model: Any, batch: Mapping[str, Any], caches: bool = True) -> dict[str, Tensor]:
+    """Return the outputs of a call without gradients, and the contents of its cache."""
+    torch.manual_seed(0)
+    with torch.no_grad(), lifted_casts():
+        output = model.eval()(**batch)
+    found = dict(cached(output)) if caches else {}
+    assert all(type(value) in (Tensor, torch.nn.Parameter) for value in found.values())
+    return {**dict(tensors(output)), **found}
+
+
+def check_answer(step: Step, tokens: Tokens, sizes: tuple[int, int], options: Mapping[str, Any], ways: Any) -> None:
+    cp, tp = sizes
+    model = context_model(step, cp, tp, **options)
+    with dividing_short_prompts() as counts:
+        own = answer(model, step.batch, caches=tp == 1)
+        assert counts["exchange"] or counts["gather"]
+        lines = token_differences(model, step.batch, tokens, ways)
+    expected = {path: value for path, value in step.outputs.items() if path in own or not path.startswith(CACHES)}
+    lines += [] if own.keys() == expected.keys() else [f"outputs: {list(own)} instead of {list(expected)}"]
+    for path in own.keys() & expected.keys():
+        lines += differences(path, own[path], expected[path], TOLERANCE)
+    assert not lines, "\n".join(lines)
+
+
+def answered(step: Step, seed: int, options: Mapping[str, Any], ways: Any) -> tuple[Step, Tokens]:
+    """Replace the outputs of a step by those without gradients, and generate the tokens of transformers' class."""
+    model = reference_model(step.name, step.config, seed, **options)
+    model.load_state_dict(step.weights, strict=False)  # with the statistics of the step
+    step.outputs = answer(model, step.batch)
+    generates = model.can_generate() and not step.name.endswith(("DoubleHeadsModel", "ForCTC"))
+    tokens = generate_tokens(model, step.batch, ways) if generates else {}
+    return step, {} if depend_on_rounding(step.name, step.config, seed, step.batch, tokens, ways) else tokens
+
+
+@pytest.mark.drawn(17)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_divided_prompt_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
+    """Left padding. Outputs and cache of a call without gradients, and tokens of greedy and beam search."""
+    n, tp = random.Random(f"{model_type} {seed}").choice([(2, 1), (3, 1), (2, 2)])
+    step, options, text = drawn_step(zoo.main_head(model_type), model_type, seed, tp, None)
+    ways = BEAMS if step.batch.keys() <= OF_TEXT else GREEDY
+    step, tokens = answered(step, seed, options, ways)
+    try:
+        pool.run(n * tp, check_answer, step, tokens, (n, tp), options, ways)
+    except Exception as error:
+        raise AssertionError(text) from error
+
+
+def prompt_of(variant: str, seed: int, **changes: Any) -> tuple[Step, Any]:
+    """Return a step without outputs, and the model of transformers."""
+    name, config = zoo.lm_head(variant), zoo.config(variant, **changes)
+    model = reference_model(name, config, seed).eval()
+    return Step(name, config, zoo.batch(name, config, seed), full_parameters(model), {}, torch.zeros(()), {}), model
+
+
+GENERATION: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "sampled beams": {"num_beams": 2, "do_sample": True},
+    "whole outputs": {"output_hidden_states": True, "output_logits": True, "output_scores": True},
+    "no cache": {"use_cache": False},
+    "static cache": {"cache_implementation": "static"},
+    "chunks": {"prefill_chunk_size": 4},
+    "drafts": {"prompt_lookup_num_tokens": 3},
+}
+
+
+def generations(model: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return tokens and outputs of each way to generate, and of calls that continue a cache."""
+    prompt, found = {key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}, {}
+    for way, options in GENERATION.items():
+        rows = {key: value[-1:] for key, value in prompt.items()} if way == "drafts" else prompt
+        torch.manual_seed(3)
+        with lifted_casts():
+            output = model.generate(**rows, **options, max_new_tokens=5, return_dict_in_generate=True)
+        found[way] = output.sequences
+        found |= {f"{way}: {path}": value for path, value in tensors(output) if not path.startswith(CACHES)}
+        if way in ("greedy", "chunks", "static cache"):
+            found |= {f"{way}: {path}": value for path, value in cached(output)}
+        if way == "greedy":
+            name = next(name for name in CACHES if output.get(name) is not None)
+            further = torch.cat([output.sequences, prompt["input_ids"]], 1)
+            mask = torch.cat([prompt["attention_mask"], torch.ones_like(further[:, prompt["input_ids"].shape[1] :])], 1)
+            with lifted_casts():
+                again = model.generate(further, attention_mask=mask, **{name: output[name]}, max_new_tokens=3)
+            found["continued"] = again
+    return found
+
+
+def check_generations(step: Step, expected: Mapping[str, Tensor], tp: int) -> None:
+    model = context_model(step, 2, tp).eval()
+    with dividing_short_prompts() as counts:
+        own = generations(model, step.batch)
+    assert counts["exchange"] or counts["gather"]
+    lines = [] if own.keys() == expected.keys() else [f"{own.keys() ^ expected.keys()}"]
+    for path in own.keys() & expected.keys():
+        if tp == 1 or ": cache." not in path:
+            lines += differences(path, own[path], expected[path], TOLERANCE)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tp"),
+    [("llama-untied", 1), ("llama-untied", 2), ("mistral", 1), ("gpt2", 1), ("bloom", 1), ("gemma2", 1)],
+)
+def test_ways_to_generate_match_transformers(pool: Pool, variant: str, tp: int, seed: int) -> None:
+    """Attention with exchanged heads or gathered keys; caches of all tokens, of windows, and static ones."""
+    changes = {"sliding_window": 4} if variant in ("mistral", "gemma2") else {}
+    step, model = prompt_of(variant, seed, **changes)
+    pool.run(2 * tp, check_generations, step, generations(model, step.batch), tp)
+
+
+@pytest.mark.parametrize("length", [1100])
+def test_prompt_with_lazy_masks_matches_transformers(pool: Pool, length: int, seed: int) -> None:
+    """Left padding and windows, in attention by blocks."""
+    step, _ = prompt_of("mistral", seed, max_position_embeddings=2048)
+    ids = torch.randint(step.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, :300] = 0
+    step.batch = {"input_ids": ids, "attention_mask": mask}
+    step, tokens = answered(step, seed, {}, GREEDY)
+    pool.run(2, check_answer, step, tokens, (2, 1), {"attn_implementation": "oslo_models_blockwise"}, GREEDY)
+
+
+def check_encoder(step: Step, tokens: Tokens) -> None:
+    """The encoder divides its input, although ``generate`` calls it outside of the model. The decoder starts short."""
+    model = context_model(step, 2)
+    encoder = model.get_encoder()
+    lengths: list[int] = []
+    encoder.final_layer_norm.register_forward_pre_hook(lambda _, args: lengths.append(len(args[0].local()[0])))
+    with dividing_short_prompts():
+        lines = token_differences(model, step.batch, tokens, BEAMS)
+    assert not lines, "\n".join(lines)
+    assert set(lengths) <= {4, 5}
+
+
+def test_encoder_of_a_generating_model_divides_its_input(pool: Pool, seed: int) -> None:
+    step, model = prompt_of("t5", seed)
+    pool.run(2, check_encoder, step, generate_tokens(model, step.batch, BEAMS))
+
+
+class OtherCache(DynamicCache):
+    """A cache that may hold something other than keys and values."""
+
+
+def check_lengths(step: Step, expected: Mapping[str, Tensor]) -> None:
+    """Short prompts, unknown caches and prompts in compiled blocks stay whole. The head computes one token."""
+    model, ids = context_model(step, 2).eval(), step.batch["input_ids"]
+    tokens: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape[1]))
+
+    def tokens_of(length: int, **options: Any) -> tuple[Tensor, bool]:
+        with lifted_casts(), counting_exchanges() as counts:
+            found: Tensor = model.generate(ids[:, :length], max_new_tokens=3, do_sample=False, **options)
+        return found, bool(counts)
+
+    least = token_division.LEAST_PROMPT
+    assert ids.shape[1] > least
+    found, is_divided = tokens_of(ids.shape[1])
+    assert is_divided
+    assert set(tokens) == {1}
+    assert torch.equal(found, expected["long"])
+    found, is_divided = tokens_of(least - 1)
+    assert not is_divided
+    assert torch.equal(found, expected["short"])
+    found, is_divided = tokens_of(ids.shape[1], **{generation_name(): OtherCache()})
+    assert not is_divided
+    assert torch.equal(found, expected["long"])
+    model.model.layers[0].compile(backend="eager")
+    found, is_divided = tokens_of(ids.shape[1])
+    assert not is_divided
+    assert torch.equal(found, expected["long"])
+
+
+def test_long_prompts_of_known_caches_are_divided(pool: Pool, seed: int) -> None:
+    step, model = prompt_of("llama-untied", seed, max_position_embeddings=1024)
+    least = token_division.LEAST_PROMPT
+    ids = torch.randint(step.config.vocab_size, (2, least + 7), generator=torch.Generator().manual_seed(seed))
+    step.batch = {"input_ids": ids}
+    with lifted_casts():
+        expected = {
+            name: model.generate(ids[:, :length], max_new_tokens=3, do_sample=False)
+            for name, length in {"long": least + 7, "short": least - 1}.items()
+        }
+    pool.run(2, check_lengths, step, expected)
+
+
+def check_without_gradients(step: Step) -> None:
+    """Evaluation in training mode, with checkpointing on."""
+    for reentrant in (False, True):
+        model = context_model(step, 2).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        with dividing_short_prompts() as counts, torch.no_grad(), lifted_casts():
+            output = model(**step.batch)
+        assert counts["exchange"]
+        assert not differences("loss", output.loss, step.value, TOLERANCE)
+        assert not differences("logits", output.logits, step.outputs["logits"], TOLERANCE)
+
+
+def test_losses_without_gradients_match_transformers(pool: Pool, seed: int) -> None:
+    pool.run(2, check_without_gradients, reference_step("LlamaForCausalLM", llama(), seed))
 
 
 # Calls ----------------------------------------------------------------------------------------------------------------

@@ -151,6 +151,7 @@ def generated(division: str, step: Step) -> Tensor:
 
 
 def test_calls_without_gradients_compute_whole_hidden_states(pool: Pool, division: str, seed: int) -> None:
+    """Prompts of a few tokens."""
     name, config = "LlamaForCausalLM", zoo.config("llama")
     model = reference_model(name, config, seed).eval()
     batch = zoo.batch(name, config, seed)

@@ -390,6 +390,42 @@ def norms_of_all_ranks_of_a_batch(patch: Patch) -> None:
     patch.setattr(mesh.ParallelMesh, "__init__", construct)
 
 
+def _cache_of_a_prompt(patch: Patch, change: Callable[[Tensor, Any], Tensor]) -> None:
+    def full(part: Any, why: str = "") -> Tensor:
+        return change(right(part, why), part) if why == "cache" else right(part, why)
+
+    right = context_parts.ContextPart.full
+    patch.setattr(context_parts.ContextPart, "full", full)
+
+
+def cache_without_the_last_tokens_of_a_prompt(patch: Patch) -> None:
+    """The keys and values of the last rank are missing in the cache."""
+
+    def zeroed(x: Tensor, part: Any) -> Tensor:
+        last = part.sizes()[-1]
+        x.narrow(part.spec.dim, x.shape[part.spec.dim] - last, last).zero_()
+        return x
+
+    _cache_of_a_prompt(patch, zeroed)
+
+
+def cache_in_the_order_of_other_ranks(patch: Patch) -> None:
+    _cache_of_a_prompt(patch, lambda x, part: x.roll(part.sizes()[-1], part.spec.dim))
+
+
+def last_token_of_the_first_rank(patch: Patch) -> None:
+    """The head reads the last of the tokens of the first rank, in place of the last token of the prompt."""
+
+    def some(x: Any, index: Any) -> Any:
+        if not x.state.is_inside and index[x.spec.dim] == slice(-1, None):
+            last = x.sizes()[0]
+            index = (*index[: x.spec.dim], slice(last - 1, last), *index[x.spec.dim + 1 :])
+        return right(x, index)
+
+    right = context_rules._some_tokens
+    patch.setattr(context_rules, "_some_tokens", some)
+
+
 def position_of_local_tokens(patch: Patch) -> None:
     """Each rank takes the first positions, as if its tokens began the row."""
 
@@ -863,6 +899,14 @@ MUTANTS: dict[str, list[Caught]] = {
         *[
             (mutant, "test_steps_on_stages_match_transformers", {"variant": "llama-untied", "sizes": {}})
             for mutant in (gradients_summed_twice_between_stages, tokens_of_a_neighbour_on_the_next_stage)
+        ],
+        *[
+            (mutant, "test_ways_to_generate_match_transformers", {"variant": "llama-untied", "tp": 1})
+            for mutant in (
+                cache_without_the_last_tokens_of_a_prompt,
+                cache_in_the_order_of_other_ranks,
+                last_token_of_the_first_rank,
+            )
         ],
     ],
     "models/test_sequence_parallel.py": [

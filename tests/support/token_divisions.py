@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oslo_models.layers import context_attention, context_parts
+from oslo_models.layers import context_attention, context_parts, token_division
 from oslo_models.layers.context_parts import ContextPart
 
 from support import token_counts
@@ -68,4 +68,12 @@ def counting_exchanges() -> Iterator[Counter[str]]:
         patch.setattr(context_attention, "exchange", counted("exchange", context_attention.exchange))
         patch.setattr(context_parts, "reduce_fresh", counted("sum", context_parts.reduce_fresh))
         patch.setattr(ContextPart, "full", full)
+        yield counts
+
+
+@contextlib.contextmanager
+def dividing_short_prompts() -> Iterator[Counter[str]]:
+    """Divide prompts of at least two tokens, and count exchanges and gathers inside of blocks."""
+    with pytest.MonkeyPatch.context() as patch, counting_exchanges() as counts:
+        patch.setattr(token_division, "LEAST_PROMPT", 2)
         yield counts
