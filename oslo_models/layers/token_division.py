@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ LEAST_PROMPT = 512
 """Least number of tokens of a row that are divided without gradients. Messages outweigh the computation of fewer."""
 
 
-class TokenDivision:
+class TokenDivision(ABC):
     """Divides the tokens of one model's hidden states over the ranks of an axis.
 
     Hidden states are divided at the entry of a block, in calls of the parallel model with gradients. In compiled code,
@@ -61,17 +62,17 @@ class TokenDivision:
         """Whether tokens are divided without gradients, outside of checkpointing."""
         return not (torch.is_grad_enabled() or self._in_checkpoint)
 
+    @abstractmethod
     def _end(self) -> None:
         """Forget the block that is running."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _recompute(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that makes a context in which a part of the running block is computed again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _mark(self, local: Tensor, spec: ShardSpec, length: int) -> ShardedActivation:
         """Return an activation of this rank's tokens."""
-        raise NotImplementedError
 
     def _divided(self, block: nn.Module, hidden: Any) -> ShardedActivation | None:
         """Return this rank's part of a block's hidden states, or ``None`` if the block computes all tokens.

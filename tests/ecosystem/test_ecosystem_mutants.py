@@ -113,7 +113,7 @@ SLOW: dict[str, list[Row]] = {
     "recipes/test_recipes.py": [
         (
             "modeling.forward:call_base_model",
-            "within_model(model)",
+            "within_model(model, kwargs)",
             "nullcontext()",
             "test_divided_tokens_do_not_change_a_recipe",
             {"case": "sft"},

@@ -706,6 +706,20 @@ def test_ways_to_generate_match_transformers(pool: Pool, variant: str, tp: int, 
     pool.run(2 * tp, check_generations, step, generations(model, step.batch), tp)
 
 
+def check_tokens_of_stages(step: Step, tokens: Tokens) -> None:
+    model = pipelines.model_on_stages(step.name, step.config, step.weights, 1, 2, context_parallel_size=2).eval()
+    with dividing_short_prompts() as counts:
+        lines = token_differences(model, step.batch, tokens, BEAMS)
+    assert not lines, "\n".join(lines)
+    assert counts["exchange"]
+
+
+def test_tokens_of_stages_match_transformers(pool: Pool, seed: int) -> None:
+    """Hidden states of a prompt travel whole, and each stage divides them again."""
+    step, model = prompt_of("llama-untied", seed)
+    pool.run(4, check_tokens_of_stages, step, generate_tokens(model, step.batch, BEAMS))
+
+
 @pytest.mark.parametrize("length", [1100])
 def test_prompt_with_lazy_masks_matches_transformers(pool: Pool, length: int, seed: int) -> None:
     """Left padding and windows, in attention by blocks."""
