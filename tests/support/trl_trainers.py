@@ -274,7 +274,7 @@ def differences_on_ranks(
     from oslo_models import integrations
 
     fresh_accelerate()
-    more = {"micro_batch_size": 2} if pp > 1 else {"context_parallel_size": cp} if cp > 1 else {}
+    more = {**({"micro_batch_size": 2} if pp > 1 else {}), **({"context_parallel_size": cp} if cp > 1 else {})}
     model = model_on_stages(run.name, run.config, run.weights, tp, pp, **more)
     if run.teacher:
         options = {**options, "teacher_model": model_on_stages(run.name, run.config, run.teacher, tp, 1).eval()}
