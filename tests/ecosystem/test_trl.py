@@ -245,12 +245,6 @@ def test_unsupported_calls_are_refused_by_name(pool: Pool, what: str, tmp_path: 
     pool.run(2, trl_trainers.refuse, kind, pp, args, rows, message, env=True)
 
 
-def test_divided_tokens_on_stages_are_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
-    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS["SFTTrainer"])
-    args, message = {"output_dir": str(tmp_path)}, "context_parallel_size=2 and pipeline_parallel_size=2 together"
-    pool.run(4, trl_trainers.refuse, "SFTTrainer", 2, args, rows, message, 2, env=True)
-
-
 def test_other_trainers_of_trl_are_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS["SFTTrainer"])
     pool.run(2, trl_trainers.refuse_bare_mixin, {"output_dir": str(tmp_path)}, rows, env=True)

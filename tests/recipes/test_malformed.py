@@ -189,7 +189,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "rows on too few devices": (
         "sft",
         {"context_parallel_size": 2, "tensor_parallel_size": 2, "devices": 2},
-        "tensor_parallel_size=2: with .* and context_parallel_size=2 .* the 2 processes .*; set devices to a multiple of 4",
+        "tensor_parallel_size=2: .* context_parallel_size=2 .* the 2 processes .*; set devices to a multiple of 4",
     ),
     "no data": ("pretrain", NONE, "data: it is missing; give datasets of `oslo-models preprocess`"),
     "data not there": ("pretrain", {"data": ["gone"]}, "data=gone: there is no file gone.bin; `oslo-models"),
