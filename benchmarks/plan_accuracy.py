@@ -85,7 +85,7 @@ CASES: dict[str, Case] = {
         "LlamaForCausalLM",
         WIDE,
         batches=((4, 256), (1, 512)),
-        sizes=((1, 1), (2, 1)),
+        sizes=((1, 1), (2, 1), (1, 2)),
         options={"dtype": "float32", "context_parallel_size": 2},
     ),
     "Llama, LoRA": Case("LlamaForCausalLM", WIDE, "lora", ((8, 256), (16, 64))),

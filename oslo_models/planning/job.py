@@ -95,11 +95,6 @@ class Job:
         arguments.check_config(self.cls, self.config)
         if (option := arguments.token_division) is not None and self.task in ("qlora", "serve"):
             raise ValueError(f"{option} cannot be used together with task={self.task!r}: leave one of them out")
-        if self.context_parallel_size > 1 and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"context_parallel_size={self.context_parallel_size} cannot be planned together with "
-                f"pipeline_parallel_size={self.pipeline_parallel_size}: leave one of them out"
-            )
         if self.batch % self.micro_batch_size:
             raise ValueError(f"batch={self.batch} is not a multiple of micro_batch_size={self.micro_batch_size}")
         if self.expert_parallel_size > self.tensor_parallel_size:

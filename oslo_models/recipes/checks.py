@@ -56,11 +56,6 @@ def check_values(recipe: Recipe) -> None:
         _check_divided_tokens("sequence_parallel=true", keys)
     if (size := keys["context_parallel_size"]) > 1:
         _check_divided_tokens(f"context_parallel_size={size}", keys)
-        if (stages := keys["pipeline_parallel_size"]) > 1:
-            raise ValueError(
-                f"context_parallel_size={size}: recipes do not support it with pipeline_parallel_size={stages}; leave "
-                "one of them out"
-            )
     for name, package in PACKAGES.items():
         if keys[name] and importlib.util.find_spec(package) is None:
             raise ImportError(f"{name}=true: it needs {package}; run pip install {package}")

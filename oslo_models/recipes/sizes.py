@@ -72,7 +72,8 @@ def choose_sizes(given: ParallelArguments, cls: Any, config: Any, gpus: int) -> 
         )
     tensor = wanted or _choose_tensor_parallel_size(cls, config, devices * nnodes // (pipeline * context) or 1)
     if devices * nnodes % (tensor * pipeline * context):
-        beside = f"pipeline_parallel_size={pipeline}" if context == 1 else f"context_parallel_size={context}"
+        beside = f"pipeline_parallel_size={pipeline}"
+        beside += f" and context_parallel_size={context}" if context > 1 else ""
         raise ValueError(
             f"tensor_parallel_size={tensor}: with {beside} it does not divide "
             f"the {devices * nnodes} processes of devices={devices} and nnodes={nnodes}; set devices to a multiple of "

@@ -69,21 +69,27 @@ def test_tensor_parallel(pool: Pool, kind: str, tmp_path: Path, seed: int) -> No
     compare(pool, name, 2, 1, seed, tmp_path, args=args)
 
 
-STAGES: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "alone": (1, 1, {}),
-    "tp=2": (2, 1, {}),
-    "dp=2": (1, 2, {}),
-    "packed": (1, 1, {"packing": True}),
-    "evaluated": (1, 1, {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}),
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+STAGES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "alone": (1, 1, 1, {}),
+    "tp=2": (2, 1, 1, {}),
+    "dp=2": (1, 2, 1, {}),
+    "cp=2": (1, 1, 2, {}),
+    "cp=2, tp=2": (2, 1, 2, {}),
+    "cp=2, dp=2": (1, 2, 2, {}),
+    "cp=2, packed": (1, 1, 2, {"packing": True}),
+    "cp=2, evaluated": (1, 1, 2, EVALUATED),
+    "packed": (1, 1, 1, {"packing": True}),
+    "evaluated": (1, 1, 1, EVALUATED),
 }
 
 
 @pytest.mark.parametrize(
-    "case", [each if each == "alone" else pytest.param(each, marks=pytest.mark.zoo) for each in STAGES]
+    "case", [each if each in ("alone", "cp=2") else pytest.param(each, marks=pytest.mark.zoo) for each in STAGES]
 )
 def test_supervised_fine_tuning_on_stages(pool: Pool, case: str, tmp_path: Path, seed: int) -> None:
-    tp, dp, more = STAGES[case]
-    compare(pool, "SFTTrainer", tp, dp, seed, tmp_path, pp=2, args={"gradient_accumulation_steps": 2, **more})
+    tp, dp, cp, more = STAGES[case]
+    compare(pool, "SFTTrainer", tp, dp, seed, tmp_path, pp=2, cp=cp, args={"gradient_accumulation_steps": 2, **more})
 
 
 @pytest.mark.zoo
@@ -237,12 +243,6 @@ def test_unsupported_calls_are_refused_by_name(pool: Pool, what: str, tmp_path: 
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS[kind])
     args = {"output_dir": str(tmp_path), **args}
     pool.run(2, trl_trainers.refuse, kind, pp, args, rows, message, env=True)
-
-
-def test_divided_tokens_on_stages_are_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
-    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS["SFTTrainer"])
-    args, message = {"output_dir": str(tmp_path)}, "context_parallel_size=2 and pipeline_parallel_size=2 together"
-    pool.run(4, trl_trainers.refuse, "SFTTrainer", 2, args, rows, message, 2, env=True)
 
 
 def test_other_trainers_of_trl_are_refused(pool: Pool, tmp_path: Path, seed: int) -> None:

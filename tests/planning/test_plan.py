@@ -179,6 +179,14 @@ def test_dry_run_lists_the_exchanges_of_heads() -> None:
         dry_run(job, 3)
 
 
+def test_dry_run_lists_the_tokens_that_stages_send() -> None:
+    job = make_job(LLAMA, task="full", length=16, context_parallel_size=2, pipeline_parallel_size=2)
+    (first, _), (last, _) = dry_run(job, 4).ranks
+    messages = {"send": first.collectives, "receive": last.collectives}
+    for operation, collectives in messages.items():
+        assert [each.payload for each in collectives if each.operation == operation] == [8 * LLAMA.hidden_size * 4]
+
+
 def test_an_encoder_decoder_and_checkpointed_activations() -> None:
     assert oslo_models.estimate(T5, "full", 2, 2, 4, 16).largest.parts["activations"]
     plain, checkpointed = (
@@ -371,10 +379,6 @@ BAD = {
     "tokens of a server": (
         ["FILE", "--task", "serve", "--sequence-parallel", "--tensor-parallel-size", "2"],
         "sequence_parallel=True cannot be used together with task='serve'",
-    ),
-    "rows on stages": (
-        ["FILE", "--context-parallel-size", "2", "--pipeline-parallel-size", "2"],
-        "context_parallel_size=2 cannot be planned together with pipeline_parallel_size=2: leave one of them out",
     ),
     "rows of a server": (
         ["FILE", "--task", "serve", "--context-parallel-size", "2"],

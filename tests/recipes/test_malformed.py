@@ -177,9 +177,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "context_parallel_size=2: it does not work with load_in_4bit=true; leave one of them out",
     ),
     "rows on stages": (
-        "pretrain",
-        {"context_parallel_size": 2, "pipeline_parallel_size": 2},
-        "context_parallel_size=2: recipes do not support it with pipeline_parallel_size=2; leave one of them out",
+        "sft",
+        {"context_parallel_size": 2, "pipeline_parallel_size": 2, "schedule": "zb-h1"},
+        "context_parallel_size=2: it does not work with schedule=zb-h1; leave one of them out",
     ),
     "rows of another model": (
         "sft",
@@ -189,7 +189,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "rows on too few devices": (
         "sft",
         {"context_parallel_size": 2, "tensor_parallel_size": 2, "devices": 2},
-        "tensor_parallel_size=2: with context_parallel_size=2 .* the 2 processes .*; set devices to a multiple of 4",
+        "tensor_parallel_size=2: .* context_parallel_size=2 .* the 2 processes .*; set devices to a multiple of 4",
     ),
     "no data": ("pretrain", NONE, "data: it is missing; give datasets of `oslo-models preprocess`"),
     "data not there": ("pretrain", {"data": ["gone"]}, "data=gone: there is no file gone.bin; `oslo-models"),

@@ -177,6 +177,8 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: RECIPES[name] for name in ("sft", "dpo", "grpo", "sft, LoRA", "sft, packed")},
     "sft, checkpointing": ("sft", {"gradient_checkpointing": True, "dtype": "float32", "optim": "sgd"}),
     "pretrain": ("pretrain", {"max_length": 9}),
+    "sft, stages": ("sft", {"pipeline_parallel_size": 2, "micro_batch_size": 1}),
+    "pretrain, stages": ("pretrain", {"max_length": 9, "pipeline_parallel_size": 2, "micro_batch_size": 2}),
 }
 
 
@@ -187,8 +189,9 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_divided_tokens_do_not_change_a_recipe(
     case: str, division: str, pool: Pool, tmp_path: Path, seed: int, monkeypatch: Any
 ) -> None:
-    """Losses, gradient norms and saved weights equal a run on two ranks with whole hidden states."""
+    """Losses, gradient norms and saved weights equal a run on as many ranks with whole hidden states."""
     task, keys = DIVIDED[case]
+    ranks = 2 * keys.get("pipeline_parallel_size", 1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_rewards.py").write_text("from support.trl_trainers import unlike_words as unlike\n")
     recipes.write_model(tmp_path, seed)
@@ -198,7 +201,7 @@ def test_divided_tokens_do_not_change_a_recipe(
     for divides, folder in folders.items():
         sizes = sizes_of(division, 2) if divides else {"tensor_parallel_size": 2}
         recipe = recipes.write_recipe(tmp_path, task, seed, **keys, **sizes, output_dir=str(folder))
-        assert pool.run(2, recipes.divides_tokens, division, task, [str(recipe)], env=True) == [divides] * 2
+        assert pool.run(ranks, recipes.divides_tokens, division, task, [str(recipe)], env=True) == [divides] * ranks
     tolerance = 1e-5 if "checkpointing" in case else TOLERANCE  # recomputation would leave float64
     expected, found = (recipes.logged(folder, 4) for folder in folders.values())
     assert len(expected) == len(found) == 4

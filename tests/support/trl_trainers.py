@@ -274,7 +274,7 @@ def differences_on_ranks(
     from oslo_models import integrations
 
     fresh_accelerate()
-    more = {"micro_batch_size": 2} if pp > 1 else {"context_parallel_size": cp} if cp > 1 else {}
+    more = {**({"micro_batch_size": 2} if pp > 1 else {}), **({"context_parallel_size": cp} if cp > 1 else {})}
     model = model_on_stages(run.name, run.config, run.weights, tp, pp, **more)
     if run.teacher:
         options = {**options, "teacher_model": model_on_stages(run.name, run.config, run.teacher, tp, 1).eval()}
@@ -353,14 +353,13 @@ def count_batches(kind: str, args: Mapping[str, Any], rows: Rows) -> None:
     assert model.generate is replaced
 
 
-def refuse(kind: str, pp: int, args: Mapping[str, Any], rows: Rows, message: str, cp: int = 1) -> None:
+def refuse(kind: str, pp: int, args: Mapping[str, Any], rows: Rows, message: str) -> None:
     from oslo_models import integrations, registry
 
     fresh_accelerate()
     config = tiny_config()
     cls: Any = registry.find(NAME)
-    sizes = (2 // pp, pp) if pp else (1,)
-    model = cls.from_config_with_parallel(config, *sizes, context_parallel_size=cp)
+    model = cls.from_config_with_parallel(config, 2 // pp, pp) if pp else cls.from_config_with_parallel(config, 1)
     with pytest.raises(ValueError, match=message):
         make_trainer(getattr(integrations, kind), model, config, args, rows)
 

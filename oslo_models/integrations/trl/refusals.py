@@ -46,11 +46,6 @@ def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
                 f"TRL's {trainer} was not tested with context_parallel_size={mesh.cp.size}: leave it out, or use "
                 "sequence_parallel=True"
             )
-        if 1 not in (mesh.cp.size, mesh.pp.size):
-            raise ValueError(
-                f"TRL's {trainer} was not tested with context_parallel_size={mesh.cp.size} and "
-                f"pipeline_parallel_size={mesh.pp.size} together: leave one of them out"
-            )
         for what, (given, advice) in refused_options(args).items():
             if given:
                 raise ValueError(f"{what} of TRL's {trainer} does not work with a sharded model: {advice}")
