@@ -42,7 +42,7 @@ class ShardingContext:
 
     Attributes:
         name: path of the module in the model.
-        parent: the module around it.
+        model: the model.
         mesh: mesh of the model.
         stream: random stream for dropout in the sharded region, or ``None`` if the model uses no dropout.
         shards: layouts of the module's direct parameters.
@@ -50,11 +50,16 @@ class ShardingContext:
     """
 
     name: str
-    parent: nn.Module
+    model: nn.Module
     mesh: ParallelMesh
     stream: ShardedRngStream | None
     shards: dict[str, Layout]
     layouts: Mapping[str, Layout]
+
+    @property
+    def parent(self) -> nn.Module:
+        """The module around the module."""
+        return self.model.get_submodule(self.name.rpartition(".")[0])
 
     @property
     def tp(self) -> Axis:

@@ -89,9 +89,8 @@ def apply_plan(
             continue
         if mesh.tp.size == 1 and not entry.stacks_experts:  # only experts are sharded: over replicas
             continue
-        parent = model.get_submodule(key.rpartition(".")[0])
         shards = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
-        shard_module(module, entry, ShardingContext(key, parent, mesh, stream, shards, layouts))
+        shard_module(module, entry, ShardingContext(key, model, mesh, stream, shards, layouts))
     for name, layout in layouts.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)

@@ -55,7 +55,8 @@ def unavailable_reason(part: PreTrainedModel) -> str | None:
     cls = original_class(type(part))
     if (reason := _reason_of_class(cls)) is not None:
         return reason
-    modules = {base.__module__ for module in part.modules() for base in type(module).__mro__}
+    classes = {type(module) for module in part.modules()}
+    modules = {base.__module__ for each in classes for base in each.__mro__}
     return _reason_of_modules(cls, modules)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -49,14 +49,15 @@ class Conversions:
 
     _weight_conversions: Sequence[Any]
     config: Any
+    transposing: Sequence[WeightConverter] = ()
+    """Conversions of stacked experts that apply to loading only: transformers saves experts as the model has them."""
 
     @classmethod
     def of(cls, model: ShardedModel) -> Conversions:
         """Return the conversions of a model, or of a stage of it."""
         found = get_model_conversion_mapping(model, add_legacy=False)
-        # transformers saves experts as the model has them
         kept = [each for each in found if not isinstance(each, PrefixChange) and not transposes_experts(each)]
-        return cls(kept, model.config)
+        return cls(kept, model.config, [each for each in found if transposes_experts(each)])
 
     def converters(self, is_kind: Callable[[WeightConverter], bool]) -> list[WeightConverter]:
         """Return the conversions of one kind that change tensors, not only their names."""
@@ -243,11 +244,13 @@ def transposes_experts(converter: Any) -> bool:
 
 
 def _transposed_names(
-    reader: CheckpointReader, model: ShardedModel, shapes: Mapping[str, Sequence[int]], rename: Callable[[str], str]
+    reader: CheckpointReader,
+    conversions: Conversions,
+    shapes: Mapping[str, Sequence[int]],
+    rename: Callable[[str], str],
 ) -> dict[str, str]:
     """Map stacked experts whose matrices the checkpoint stores transposed to their names in the checkpoint."""
-    converters = [each for each in get_model_conversion_mapping(model) if transposes_experts(each)]
-    found = {}
+    found, converters = {}, conversions.transposing
     for name, shape in shapes.items() if converters else ():
         stored = reader.tensors.get(saved := rename(name))
         if stored is None or _converter_of(name, converters) is None or tuple(stored.shape) == tuple(shape):
@@ -321,7 +324,7 @@ def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> Checkpoint
         if (saved := rename(source)) in reader.tensors and name not in reader.tensors
     }
     reader = with_halves(reader, alternating)
-    reader = with_transposes(reader, _transposed_names(reader, model, shapes, rename))
+    reader = with_transposes(reader, _transposed_names(reader, conversions, shapes, rename))
     merges = {
         name: (sources, merge)
         for name, (merge, empty) in merged_parts(conversions, shapes).items()
@@ -336,12 +339,19 @@ def _names_in(reader: CheckpointReader, model: ShardedModel) -> Callable[[str], 
     Checkpoints of other classes and older releases have other prefixes. Names are the same if transformers renames them
     to the same name.
     """
-    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     prefixes = {f"{of.base_model_prefix}." for of in (model, original_class(type(model)))}
 
+    # Most types convert no tensors and ask for no name.
+    @cache
+    def renamings() -> list[WeightRenaming]:
+        return [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+
     def renamed(name: str) -> str:
-        target = str(rename_source_key(name, renamings, [])[0])
+        target = str(rename_source_key(name, renamings(), [])[0])
         return next((target.removeprefix(prefix) for prefix in prefixes if target.startswith(prefix)), target)
 
-    stored = {renamed(name): name for name in reversed([*reader.tensors])}
-    return lambda name: stored.get(renamed(name), name)
+    @cache
+    def stored() -> dict[str, str]:
+        return {renamed(name): name for name in reversed([*reader.tensors])}
+
+    return lambda name: stored().get(renamed(name), name)
