@@ -35,7 +35,7 @@ _BEGIN, _FINISH = struct.Struct("11q").pack, struct.Struct("39qd").pack
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormWeights:
     """A norm of rows: ``LayerNorm``, or a root-mean-square norm with ``offset`` added to the weight."""
 
     weight: Tensor
@@ -46,7 +46,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearWeights:
     """A linear layer.
 
     Attributes:
@@ -84,12 +84,12 @@ class Block:
         sums: whether the outputs of ``out`` and ``mlp_out`` are all-reduced over the ranks before the bias is added.
     """
 
-    norms: tuple[Norm, Norm]
-    head_norms: tuple[Norm, Norm] | None
-    into: Sequence[Layer]
-    out: Layer
-    mlp_into: Sequence[Layer]
-    mlp_out: Layer
+    norms: tuple[NormWeights, NormWeights]
+    head_norms: tuple[NormWeights, NormWeights] | None
+    into: Sequence[LinearWeights]
+    out: LinearWeights
+    mlp_into: Sequence[LinearWeights]
+    mlp_out: LinearWeights
     heads: int
     groups: int
     width: int
@@ -116,7 +116,7 @@ class Block:
             for layer in self.layers()
         )
 
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[LinearWeights]:
         """The linear layers."""
         return [*self.into, self.out, *self.mlp_into, self.mlp_out]
 

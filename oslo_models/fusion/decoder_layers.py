@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels.decoder_block import Block, Layer, Norm
+from oslo_kernels.decoder_block import Block, LinearWeights, NormWeights
 from oslo_models.fusion.known_layers import layer_name
 from oslo_models.fusion.modules import FusedConv1D, FusedLinear
 from oslo_models.fusion.narrow_weights import NarrowProduct
@@ -196,9 +196,9 @@ def _norm_of(norm: Any) -> Any:
     if weight is None or not _is_dense(weight) or (bias is not None and not _is_dense(bias)):
         return None
     if isinstance(norm, CPURMSNorm) and type(norm).forward in (CPURMSNorm.forward, HeadParallelNorm.forward):
-        return Norm(weight, None, norm.variance_epsilon, norm.offset, False)
+        return NormWeights(weight, None, norm.variance_epsilon, norm.offset, False)
     if type(norm) is nn.LayerNorm:
-        return Norm(weight, bias, norm.eps, 0.0, True)
+        return NormWeights(weight, bias, norm.eps, 0.0, True)
     return None
 
 
@@ -210,11 +210,11 @@ def _layer_of(layer: Any) -> Any:
     if bias is not None and not _is_dense(bias):
         return None
     if isinstance(layer, NarrowProduct):
-        return Layer(layer.narrow.values, bias, layer.narrow.scale)
+        return LinearWeights(layer.narrow.values, bias, layer.narrow.scale)
     weight = layer._parameters.get("weight")
     if weight is None or not _is_dense(weight):
         return None
-    return Layer(weight, bias, None, isinstance(layer, Conv1D))
+    return LinearWeights(weight, bias, None, isinstance(layer, Conv1D))
 
 
 def _is_dense(parameter: Any) -> bool:

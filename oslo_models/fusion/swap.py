@@ -56,7 +56,7 @@ class FusionCandidate:
 
 
 @dataclass(frozen=True)
-class ReportRow:
+class FusionReportRow:
     """A line of a report: modules of one class and operation with the same outcome."""
 
     inside: str
@@ -66,7 +66,7 @@ class ReportRow:
     reason: str
 
 
-class FusionReport(tuple[ReportRow, ...]):
+class FusionReport(tuple[FusionReportRow, ...]):
     """The fused and unfused modules with reasons: rows, printed as a table."""
 
     def __str__(self) -> str:
@@ -128,7 +128,9 @@ class Fusion:
             reason = candidate.reason if fused or candidate.cls is None else "not selected"
             key = (candidate.classes[0].__name__, candidate.operation, fused, reason)
             counted[key] = counted.get(key, 0) + 1
-        return FusionReport(ReportRow(i, o, count, fused, reason) for (i, o, fused, reason), count in counted.items())
+        return FusionReport(
+            FusionReportRow(i, o, count, fused, reason) for (i, o, fused, reason), count in counted.items()
+        )
 
 
 # Backends -------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from oslo_models.contracts import holds
 from oslo_models.distributed.collectives import has_dispatch_mode
-from oslo_models.layers.context_attention import LocalHeads, attention_of_parts, has_parts
+from oslo_models.layers.context_attention import AttentionInputs, attention_of_parts, has_parts
 from oslo_models.layers.context_parts import ContextPart
 from oslo_models.layers.lazy_mask import LazyMask, MaskRule, Run, blocks
 
@@ -146,7 +146,7 @@ def _attention_of_parts(
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_causal = bool(is_causal and mask is None and query.shape[2] > 1)
 
-    def attend(local: LocalHeads) -> Tensor:
+    def attend(local: AttentionInputs) -> Tensor:
         heads: Any = _Heads(local.groups, local.is_causal)
         own = options if local.bias is None else {**options, "position_bias": local.bias}
         return blockwise_attention(heads, local.query, local.key, local.value, local.mask, **own)[0]

@@ -25,7 +25,7 @@ HEADS, QUERIES = 1, 2
 """Dimensions of heads and tokens in query, key and value, ``[B, h, S, d]``."""
 
 
-class LocalHeads(NamedTuple):
+class AttentionInputs(NamedTuple):
     """Inputs of a rank's attention.
 
     Attributes:
@@ -49,7 +49,7 @@ def has_parts(*tensors: Any) -> bool:
 
 
 def attention_of_parts(
-    attend: Callable[[LocalHeads], Tensor],
+    attend: Callable[[AttentionInputs], Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -84,7 +84,7 @@ def attention_of_parts(
         for x in (mask, bias)
     )
     with query.state.random_stream():
-        output = attend(LocalHeads(q, k, v, mask, bias, len(own) // len(own_keys), is_causal))
+        output = attend(AttentionInputs(q, k, v, mask, bias, len(own) // len(own_keys), is_causal))
     local = _tokens_of_heads(query.tp, output, heads_dim, split.queries, query.sizes())
     tokens_dim = 3 - heads_dim
     length = query.full_shape[QUERIES]
@@ -181,7 +181,7 @@ def _exchanged(
 
 
 def _with_gathered_keys(
-    attend: Callable[[LocalHeads], Tensor],
+    attend: Callable[[AttentionInputs], Tensor],
     query: ContextPart,
     key: Tensor,
     value: Tensor,
@@ -204,5 +204,5 @@ def _with_gathered_keys(
         bias = bias[..., rows, :]
     groups = query.shape[HEADS] // key.shape[HEADS]
     with query.state.random_stream():
-        output = attend(LocalHeads(query.local(), key, value, mask, bias, groups, False))
+        output = attend(AttentionInputs(query.local(), key, value, mask, bias, groups, False))
     return ContextPart.of(output, query.state, ShardSpec(3 - heads_dim, length), length)

@@ -18,7 +18,7 @@ from oslo_models.distributed.autograd_collectives import gather_from, reduce_fro
 from oslo_models.layers import activation_products as activation_products  # registers its rules
 from oslo_models.layers import activation_shapes as activation_shapes
 from oslo_models.layers.activation_rules import aligned, functions, positive
-from oslo_models.layers.context_attention import LocalHeads, attention_of_parts
+from oslo_models.layers.context_attention import AttentionInputs, attention_of_parts
 from oslo_models.layers.context_parts import CONTEXT_RULES, ContextPart
 from oslo_models.layers.sharded_activation import RULES, Rule, ShardSpec
 
@@ -105,7 +105,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     query, key, value, mask = (given.pop(name, None) for name in names[:4])
     is_causal, _ = given.pop("is_causal", False), given.pop("enable_gqa", False)
 
-    def attend(local: LocalHeads) -> Tensor:
+    def attend(local: AttentionInputs) -> Tensor:
         options = {**given, "enable_gqa": local.groups > 1, "is_causal": local.is_causal}
         return func(local.query, local.key, local.value, attn_mask=local.mask, **options)
 
@@ -231,12 +231,11 @@ def _some_tokens(x: ContextPart, index: Any) -> Any:
     start, stop, step = slices[dim].indices(x.full_shape[dim])
     if step != 1 or start >= stop:
         return NotImplemented
-    ends = list(accumulate(x.sizes(), initial=0))
-    ranges = [(max(start, first), min(stop, last)) for first, last in pairwise(ends)]
-    sizes = [max(last - first, 0) for first, last in ranges]
-    first, offset = ranges[x.tp.rank][0], ends[x.tp.rank]
-    own = x.local().narrow(dim, first - offset if sizes[x.tp.rank] else 0, sizes[x.tp.rank])
-    return gather_from(x.tp, own, dim, sizes)[(*slices[:dim], slice(None), *slices[dim + 1 :])]
+    starts = list(accumulate(x.sizes(), initial=0))
+    sizes = [max(min(stop, end) - max(start, first), 0) for first, end in pairwise(starts)]
+    first = starts[x.tp.rank]
+    local = slice(max(start - first, 0), max(stop - first, 0))
+    return gather_from(x.tp, x.local()[(*slices[:dim], local, *slices[dim + 1 :])], dim, sizes)
 
 
 def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

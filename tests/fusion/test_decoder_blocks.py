@@ -362,7 +362,7 @@ MISTAKES = [
     Edit("fusion.decoder_blocks:BlockDecoding._run", "(groups, heads + groups)", "(groups, heads)"),
     Edit("fusion.decoder_blocks:BlockDecoding._run", "attention.layer_idx", "0"),
     Edit("fusion.decoder_layers:_norm_of", "norm.variance_epsilon, norm.offset", "norm.variance_epsilon, 0.0"),
-    Edit("fusion.decoder_layers:_layer_of", "Layer(weight, bias, None,", "Layer(weight, None, None,"),
+    Edit("fusion.decoder_layers:_layer_of", "LinearWeights(weight, bias, None,", "LinearWeights(weight, None, None,"),
 ]
 
 

@@ -289,17 +289,19 @@ def check_files(step: Step, tp: int, folder: Path) -> None:
     assert len(optimizer.state) == len([*again.parameters()])
 
 
+def check_merged_file(name: str, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Compare the parameters that transformers loads with the saved ones."""
+    model = zoo.original(name).from_pretrained(folder / "merged", dtype=torch.float64)
+    found = full_parameters(model)
+    lines = [line for each, value in found.items() for line in differences(each, value, weights[each], 0)]
+    assert not lines, "\n".join(lines)
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_checkpoints_hold_one_copy_of_the_weights(pool: Pool, tp: int, tmp_path: Path, seed: int) -> None:
     step = reference_step("LlamaForCausalLM", llama(), seed)
     pool.run(2 * tp, check_files, step, tp, tmp_path)
-    model = zoo.original("LlamaForCausalLM").from_pretrained(tmp_path / "merged", dtype=torch.float64)
-    lines = [
-        line
-        for name, value in full_parameters(model).items()
-        for line in differences(name, value, step.weights[name], 0)
-    ]
-    assert not lines, "\n".join(lines)
+    check_merged_file("LlamaForCausalLM", tmp_path, step.weights)
 
 
 def check_full(step: Step) -> None:
@@ -519,13 +521,7 @@ def test_checkpoints_of_stages_hold_one_copy_of_the_weights(
 ) -> None:
     given = pipelines.lm_case(variant, seed)
     pool.run(4, check_files_of_stages, given, tmp_path)
-    model = zoo.original(given.name).from_pretrained(tmp_path / "merged", dtype=torch.float64)
-    lines = [
-        line
-        for name, value in full_parameters(model).items()
-        for line in differences(name, value, given.weights[name], 0)
-    ]
-    assert not lines, "\n".join(lines)
+    check_merged_file(given.name, tmp_path, given.weights)
 
 
 def check_shared_outputs(step: Step) -> None:

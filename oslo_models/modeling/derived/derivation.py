@@ -19,7 +19,7 @@ from oslo_models.layers.gathered import (
     SummedEmbedding,
 )
 from oslo_models.layers.multihead_attention import SplitHeads
-from oslo_models.modeling.derived.report import ReportRow, ShardingReport
+from oslo_models.modeling.derived.report import ShardingReport, ShardingReportRow
 from oslo_models.modeling.derived.tracing import Trace, trace_calls
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import Plan, Replicated
@@ -304,7 +304,7 @@ _NAMES = {
 }
 
 
-def _row(name: str, module: nn.Module, entries: dict[str, Replicated], why: str) -> ReportRow:
+def _row(name: str, module: nn.Module, entries: dict[str, Replicated], why: str) -> ShardingReportRow:
     params = dict(module.named_parameters(recurse=False))
     first = params.get("weight", next(iter(params.values())))
     entry = entries.get(name) or entries[f"{name}.{next(iter(params))}".lstrip(".")]
@@ -312,4 +312,4 @@ def _row(name: str, module: nn.Module, entries: dict[str, Replicated], why: str)
     if sharding == "replicated" and why.startswith(("outputs", "by ")):
         why = "it is tied to a layer that would be sharded otherwise"
     count = sum(param.numel() for param in params.values())
-    return ReportRow(name or "(itself)", type(module).__name__, tuple(first.shape), sharding, why, count)
+    return ShardingReportRow(name or "(itself)", type(module).__name__, tuple(first.shape), sharding, why, count)

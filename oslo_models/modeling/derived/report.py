@@ -12,7 +12,7 @@ from oslo_models.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
-class ReportRow:
+class ShardingReportRow:
     """A module that holds parameters directly, not only through submodules.
 
     Attributes:
@@ -36,9 +36,9 @@ class ReportRow:
 class ShardingReport:
     """One row per module with parameters. ``str()`` formats them as a table."""
 
-    rows: tuple[ReportRow, ...]
+    rows: tuple[ShardingReportRow, ...]
 
-    def __iter__(self) -> Iterator[ReportRow]:
+    def __iter__(self) -> Iterator[ShardingReportRow]:
         return iter(self.rows)
 
     @property
@@ -69,5 +69,5 @@ def report_of_layouts(model: nn.Module, layouts: dict[str, Layout]) -> ShardingR
             first = known.get("weight", next(iter(known.values())))
             sharding = "replicated" if first.dim is None else f"dimension {first.dim}"
             count = sum(prod(layout.shape) for layout in known.values())
-            rows.append(ReportRow(name or "(itself)", type(module).__name__, first.shape, sharding, "", count))
+            rows.append(ShardingReportRow(name or "(itself)", type(module).__name__, first.shape, sharding, "", count))
     return ShardingReport(tuple(rows))
