@@ -346,7 +346,14 @@ CASES = {
                 options={"batch": 1, "length": length, "timed": 3},
                 smoke={"batch": 1, "length": 8, "timed": 1},
             )
-            for length in (2048, 8192)
+            for length in (2048, 4096, 8192)
+        ),
+        Case(
+            *("llama-20m-context-2gb", "Llama 20M, train a row within 2 GB a rank", measure.longest_row, "llama-20m"),
+            peers=(OURS_ALONE, OURS_OVER_CONTEXT, ULYSSES),
+            baseline=OURS_ALONE,
+            options={"first": 2048, "increment": 256, "megabytes": 2000.0},
+            smoke={"first": 16, "increment": 2032, "megabytes": 2000.0},
         ),
         Case(
             *("llama-20m-context-prompt-4096", "Llama 20M, a prompt of 4,096 tokens", measure.first_token),

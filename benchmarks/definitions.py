@@ -28,6 +28,7 @@ UNITS = {
     "training": "tokens/s",
     "idle time": "%",
     "saved for backward": "MB",
+    "longest row": "tokens",
     "peak memory": "MB",
     "peak anonymous memory": "MB",
     "all-reduces a block, forward": "calls",
@@ -71,8 +72,8 @@ UNITS = {
 
 
 def more_is_better(unit: str) -> bool:
-    """Return whether a figure is a rate, not a time, a size or a count."""
-    return unit.endswith(("s/s", "s/CPU s"))
+    """Return whether a figure is a rate or a length, not a time, a size or a count of calls."""
+    return unit.endswith(("s/s", "s/CPU s")) or unit == "tokens"
 
 
 @dataclass

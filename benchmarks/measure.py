@@ -267,6 +267,35 @@ def train_divided(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: 
     )
 
 
+def longest_row(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, first: int, increment: int, megabytes: float
+) -> Result:
+    """Tokens of the longest row whose training step keeps the peak of every rank within a limit.
+
+    Memory counts from a process that has trained a tiny model: weights, gradients, AdamW's state and activations.
+
+    Args:
+        first: tokens of the first row, at most.
+        increment: tokens by which rows grow.
+        megabytes: limit of anonymous memory.
+    """
+    import torch
+    import torch.distributed as dist
+
+    model, step, memory = _trainer_after_tiny(peer, peer.load, cls, checkpoint, tiny, 1)
+    fitting, length = 0, first
+    while length <= model.config.max_position_embeddings:
+        with memory.watched():
+            step(tokens(model, 1, length))
+        peak = torch.tensor(memory.growth["peak anonymous memory"])
+        if peer.processes > 1:
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+        if peak > megabytes:
+            break
+        fitting, length = length, length + increment
+    return Result({"longest row": fitting})
+
+
 def idle_time(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, seconds: float, number: int, timed: int) -> Result:
     """Share of a step in which a stage does nothing, in percent: the median of ``timed`` steps after a first one.
 

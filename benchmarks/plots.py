@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks import loss_parity
-from benchmarks.cases import CASES, OWN
+from benchmarks.cases import CASES, OURS_ALONE, OURS_OVER_CONTEXT, OWN, ULYSSES
 from benchmarks.table import RESULTS, latest
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -36,6 +36,10 @@ MEMORY = {
 }
 
 
+LENGTHS = (2048, 4096, 8192)
+"""Tokens of the rows of ``llama-20m-context-*``."""
+
+
 def draw_loss_parity() -> Figure:
     """Both losses in one panel, and their difference below."""
     with loss_parity.RESULTS.open(newline="") as file:
@@ -50,6 +54,29 @@ def draw_loss_parity() -> Figure:
     above.legend(frameon=False)
     below.semilogy(steps, [max(abs(a - b), 1e-9) for a, b in zip(one, four, strict=True)], color=OURS, linewidth=1)
     below.set(xlabel="step", ylabel="|difference|")
+    return figure
+
+
+def draw_lengths() -> Figure:
+    """Peak memory of a rank by the tokens of a row, and the time of a step."""
+    rows = {(row["case"], row["peer"], row["metric"]): row for row in latest(RESULTS)}
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure.suptitle("Training on one row: Llama of 20 million parameters, float32")
+    for axes, metric, label in zip(
+        figure.subplots(1, 2),
+        ("peak anonymous memory", "training step"),
+        ("peak memory of a rank, GB", "step, s"),
+        strict=True,
+    ):
+        for peer, colour, style in ((OURS_ALONE, THEIRS, "-"), (OURS_OVER_CONTEXT, OURS, "-"), (ULYSSES, LIMIT, "--")):
+            found = [rows[f"llama-20m-context-{length}", peer, metric] for length in LENGTHS]
+            values = [float(row["value"]) / (1000 if row["unit"] == "MB" else 1) for row in found]
+            axes.plot(
+                LENGTHS, values, style, marker="o", color=colour, label=f"{peer} {found[0]['processes x threads']}"
+            )
+        axes.set(xlabel="tokens", ylabel=label, xticks=LENGTHS, ylim=(0, None))
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
     return figure
 
 
@@ -111,6 +138,7 @@ def main() -> int:
         "throughput.png": draw_bars(
             THROUGHPUT, "tokens/s, more is better", "Throughput on two CPU cores", descending=True
         ),
+        "long_rows.png": draw_lengths(),
         "memory.png": draw_bars(MEMORY, "MB per process, less is better", "Peak memory", descending=False),
     }
     IMAGES.mkdir(exist_ok=True)

@@ -26,6 +26,7 @@ TITLES = {  # by the runner of a case
     "train": "seconds per step, less is better",
     "train_long": "forward and backward of long sequences, one thread, less is better",
     "train_divided": "tokens divided over ranks, less is better",
+    "longest_row": "tokens of the longest row within a limit of memory, more is better",
     "train_lora": "seconds per step of LoRA by peft, less is better",
     "train_in_stages": "two pipeline stages, 8 micro-batches",
     "idle_time": "idle time of pipeline stages in percent, less is better",

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks import __main__ as driver
 from benchmarks import limits, table
-from benchmarks.cases import CASES, ONE_THREAD, OUR_DATA, OUR_STAGES, OURS, OURS_FUSED, OWN, TORCH_STAGES
+from benchmarks.cases import CASES, ONE_THREAD, OUR_DATA, OUR_STAGES, OURS, OURS_ALONE, OURS_FUSED, OWN, TORCH_STAGES
 from benchmarks.definitions import BY_MEMORY, TOKEN_PARTS, Result
 from benchmarks.launch import MeasurementError
 from benchmarks.peers import PEERS
@@ -65,6 +65,13 @@ def test_pipeline_peers_compute_the_same(pool: Pool, tmp_path: Path, case: str) 
 def test_schedules_of_slept_stages_run(pool: Pool, tmp_path: Path, peer: str) -> None:
     found = pool.run(4, measure, "schedules", peer, tmp_path, env=True)
     assert all(0 < result.values["idle time"] < 100 for result in found)
+
+
+@pytest.mark.parametrize(("megabytes", "tokens"), [(2000.0, 2048), (0.0, 0)])
+def test_rows_grow_up_to_a_limit_of_memory(tmp_path: Path, megabytes: float, tokens: int) -> None:
+    case = CASES["llama-20m-context-2gb"]
+    case = replace(case, smoke={**case.smoke, "megabytes": megabytes})
+    assert case.run(PEERS[OURS_ALONE], tmp_path, smoke=True).values == {"longest row": tokens}
 
 
 MEMORIES = ("peak memory", "peak anonymous memory")
