@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks import __main__ as driver
 from benchmarks import limits, table
@@ -71,8 +71,7 @@ def test_schedules_of_slept_stages_run(pool: Pool, tmp_path: Path, peer: str) ->
 def test_rows_grow_up_to_a_limit_of_memory(tmp_path: Path, megabytes: float, tokens: int) -> None:
     case = CASES["llama-20m-context-2gb"]
     case = replace(case, smoke={**case.smoke, "megabytes": megabytes})
-    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / f"{case.model}-tiny")
+    case.prepare(tmp_path, smoke=True)
     assert case.run(PEERS[OURS_ALONE], tmp_path, smoke=True).values == {"longest row": tokens}
 
 
