@@ -111,8 +111,7 @@ def run(args: argparse.Namespace) -> int:
         )
         found = None if args.dry_run is None else dry_run.dry_run(job, args.dry_run)
         if found is None:
-            chooses = devices is not None and not any(given) and args.context_parallel_size == 1
-            choice = sizes.choose_sizes(job, devices) if devices is not None and chooses else None
+            choice = sizes.choose_sizes(job, devices) if devices is not None and not any(given) else None
             estimate = memory.estimate_job(job) if choice is None else choice.estimate
     if found is not None:
         print(json.dumps(found.as_dict(), indent=1) if args.json else found)

@@ -126,12 +126,17 @@ class Job:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
+    def copies(self) -> int:
+        """The number of ranks with the same weights."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
     def trains(self) -> bool:
         return self.task != "serve"
 
     def rank_at(self, stage: int, tp_rank: int) -> int:
         """Return the rank in the first replica with these coordinates. It has the first tokens of a row."""
-        return stage * self.data_parallel_size * self.context_parallel_size * self.tensor_parallel_size + tp_rank
+        return stage * self.copies * self.tensor_parallel_size + tp_rank
 
 
 @dataclass(frozen=True)

@@ -47,15 +47,13 @@ class Devices:
         return len(set(self.sizes)) == 1
 
     def limit(self, job: Job, rank: RankMemory) -> int:
-        """Return the bytes that a plan may use on the smallest device of these ranks in any replica."""
-        replicas = range(job.data_parallel_size)
-        return min(
-            self.limit_at(job, rank.stage, replica, tp_rank) for replica in replicas for tp_rank in rank.tp_ranks
-        )
+        """Return the bytes that a plan may use on the smallest device of these ranks and their copies."""
+        copies = range(job.copies)
+        return min(self.limit_at(job, rank.stage, copy, tp_rank) for copy in copies for tp_rank in rank.tp_ranks)
 
-    def limit_at(self, job: Job, stage: int, replica: int, tp_rank: int) -> int:
+    def limit_at(self, job: Job, stage: int, copy: int, tp_rank: int) -> int:
         """Return the bytes that a plan may use on the device of one rank; of the smallest device if it has none."""
-        number = (stage * job.data_parallel_size + replica) * job.tensor_parallel_size + tp_rank
+        number = (stage * job.copies + copy) * job.tensor_parallel_size + tp_rank
         return int((self.sizes[number] if number < self.count else self.bytes) * (1 - FREE))
 
     def fullest(self, found: Estimate) -> tuple[RankMemory, int]:
@@ -139,6 +137,11 @@ def choose_sizes(job: Job, devices: Devices, stages: bool = True) -> Choice:
     if not estimates:
         if job.sequence_parallel and devices.count == 1:
             raise ValueError(f"sequence_parallel=True divides tokens over ranks, and --devices has one: {devices}")
+        if devices.count % job.context_parallel_size:
+            raise ValueError(
+                f"context_parallel_size={job.context_parallel_size} does not divide --devices, which has "
+                f"{devices.count} devices: use a multiple"
+            )
         raise ValueError(
             f"--devices: none of the sizes of {devices.count} devices fits the heads and blocks of {job.cls.__name__}: "
             "use fewer devices"
@@ -166,7 +169,8 @@ def _estimates(job: Job, devices: Devices) -> Iterator[Estimate]:
     if devices.are_equal or job.tensor_parallel_size * job.pipeline_parallel_size == 1:
         return
     limits = _limits(job, devices)
-    if (shares := _ratio(limits)) is not None and job.expert_parallel_size == 1:
+    has_shares = job.expert_parallel_size == job.context_parallel_size == 1
+    if has_shares and (shares := _ratio(limits)) is not None:
         even = max(rank.total for rank in found.ranks)
         found = estimate_job(replace(job, tensor_parallel_shares=shares))
         yield found
@@ -182,9 +186,9 @@ def _estimates(job: Job, devices: Devices) -> Iterator[Estimate]:
 
 def _limits(job: Job, devices: Devices) -> list[float]:
     """Return the bytes that a plan may use on the smallest device of each tensor-parallel rank."""
-    stages, replicas = range(job.pipeline_parallel_size), range(job.data_parallel_size)
+    stages, copies = range(job.pipeline_parallel_size), range(job.copies)
     return [
-        min(devices.limit_at(job, stage, replica, rank) for stage in stages for replica in replicas)
+        min(devices.limit_at(job, stage, copy, rank) for stage in stages for copy in copies)
         for rank in range(job.tensor_parallel_size)
     ]
 
@@ -242,10 +246,10 @@ def _with_moved_blocks(found: Estimate, devices: Devices) -> Iterator[Estimate]:
 
 
 def _candidates(job: Job, count: int, stages: bool) -> Iterator[Job]:
-    most = count if stages else 1
-    sizes = [(tp, pp) for tp in range(1, count + 1) for pp in range(1, most + 1) if count % (tp * pp) == 0]
+    most, context = count if stages else 1, job.context_parallel_size
+    sizes = [(tp, pp) for tp in range(1, count + 1) for pp in range(1, most + 1) if count % (tp * pp * context) == 0]
     for tp, pp in sorted(sizes, key=lambda pair: (pair[0] * pair[1], pair[1])):
-        replicas = count // (tp * pp) if job.trains else 1
+        replicas = count // (tp * pp * context) if job.trains else 1
         try:
             candidate = replace(job, tensor_parallel_size=tp, pipeline_parallel_size=pp, data_parallel_size=replicas)
         except ValueError:  # more ranks than heads, or stages that the model does not have
@@ -269,7 +273,7 @@ def _reason(found: Estimate, tried: Sequence[tuple[Job, int]], devices: Devices)
     rank, limit = devices.fullest(found)
     used = f"{rank.total / GIB:.1f} of {limit / GIB:.1f} usable GiB"
     text = f"the fullest rank takes {used}"
-    if job.tensor_parallel_size * job.pipeline_parallel_size == 1:
+    if job.of_replica == 1:
         text = f"the model fits on one device ({used})"
     elif tried[:-1]:
         before, missed = tried[-2]

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.planning.dry_run import dry_run
-from oslo_models.planning.memory import make_job
+from oslo_models.planning.memory import estimate_job, make_job
 from oslo_models.planning.picture import COLORS, page
 from oslo_models.planning.sizes import choose_sizes, parse_devices
 
@@ -139,6 +140,24 @@ def test_devices_are_large_enough_for_divided_tokens(file: str, capsys: pytest.C
     assert "tensor_parallel_size=2 pipeline_parallel_size=1 sequence_parallel=True" in capsys.readouterr().out
     assert cli.main([*common, "--sequence-parallel"]) == 0  # one rank is no candidate
     assert "tensor_parallel_size=2 pipeline_parallel_size=1 sequence_parallel=True" in capsys.readouterr().out
+
+
+def test_sizes_are_chosen_beside_context_parallelism(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"task": "full", "batch": 4, "length": 64, "context_parallel_size": 2}
+    alone, of_two = (oslo_models.estimate(LLAMA, tensor_parallel_size=tp, **options).largest.total for tp in (1, 2))
+    middle = (alone + of_two) / 2 / 0.92 / (1 << 20)
+    common = ["plan", file, "--task", "full", "--batch", "4", "--length", "64", "--context-parallel-size", "2"]
+    assert cli.main([*common, "--devices", f"4x{middle:.4f}MB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    sizes = [found[f"{name}_parallel_size"] for name in ("tensor", "pipeline", "context", "data")]
+    assert sizes == [2, 1, 2, 1]
+    assert cli.main([*common, "--devices", f"3x{alone / 0.92 / (1 << 20) * 2:.4f}MB"]) == 2
+    assert "context_parallel_size=2 does not divide --devices, which has 3 devices" in capsys.readouterr().err
+    devices = parse_devices(f"{middle:.4f}MB,{middle:.4f}MB,{middle:.4f}MB,{middle / 2:.4f}MB")
+    job = make_job(LLAMA, tensor_parallel_size=2, **options)
+    (rank,) = estimate_job(job).ranks
+    assert devices.limit(job, rank) == int(devices.bytes * 0.92), "the fourth device has other tokens"
+    assert devices.limit(replace(job, context_parallel_size=1), rank) == int(devices.sizes[0] * 0.92)
 
 
 def test_dry_run_lists_the_collectives_of_divided_tokens() -> None:
