@@ -25,6 +25,7 @@ from oslo_models.distributed.callers import ignored_by_fully_shard, refuse_fsdp1
 from oslo_models.distributed.collectives import all_to_all
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.function_overrides import override_attributes
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, become, shards
 from oslo_models.layers.replicated_grads import SumReplicatedGrad
 from oslo_models.layers.shared_experts import SharedExpertsModule
@@ -343,11 +344,10 @@ class ParallelExperts(ShardedModule):
         """Replace the replicated output bias by this rank's share of it, since the sum over ranks includes it."""
         # Read the attribute: `_parameters` may hold a shard of the bias.
         bias = None if self.sharers == 1 else getattr(self, "down_proj_bias", None)
+        own = {}
         if bias is not None:
             layout = self.layouts["down_proj_bias"]
             shared = copy_to(self.tp, bias) if layout.dim is None else SumReplicatedGrad.apply(bias, self.tp, layout)
-            self.__dict__["down_proj_bias"] = shared / self.sharers  # found before the parameter
-        try:
+            own["down_proj_bias"] = shared / self.sharers
+        with override_attributes(self, own):
             yield
-        finally:
-            self.__dict__.pop("down_proj_bias", None)
