@@ -90,7 +90,7 @@ class Arguments:
                 f"expert_parallel_size={self.expert_parallel_size} must divide tensor_parallel_size="
                 f"{self.tensor_parallel_size}, from 1 (each rank has a part of every expert) to "
                 f"{self.tensor_parallel_size} (each rank has some of the experts as a whole), or be a multiple of it "
-                "(experts over several replicas)"
+                "(experts over ranks that divide tokens, or over several replicas)"
             )
         self._check_shares()
         deployment = kwargs.get("deployment")
