@@ -38,8 +38,8 @@ def split_name(tp_rank: int, pp_rank: int, safe: bool, separator: str = "=", rep
     """Return the file name of one rank: ``pytorch_model_tp=0_pp=0.bin``.
 
     Args:
-        replica: the data-parallel replica. Replicas after the first save only the experts that the first does not
-            hold, in a separate file: ``pytorch_model_tp=0_pp=0_dp=1.bin``.
+        replica: the data-parallel replica, or the rank that divides tokens, in their order. Those after the first save
+            only the experts that the first does not hold, in a separate file: ``pytorch_model_tp=0_pp=0_dp=1.bin``.
     """
     of_replica = f"_dp{separator}{replica}" if replica else ""
     suffix = "safetensors" if safe else "bin"

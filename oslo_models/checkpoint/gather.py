@@ -21,9 +21,8 @@ def gather_full_tensor(
 ) -> Tensor | None:
     """Gather a tensor on the CPU of world rank 0.
 
-    This is a collective of the first ranks that hold one copy of the weights, and of all replicas with different
-    experts. Shards are
-    sent in blocks. Rank 0 needs memory for the full tensor and one block, the other ranks for one block.
+    This is a collective of the first ranks that hold one copy of the weights, and of all ranks with different experts.
+    Shards are sent in blocks. Rank 0 needs memory for the full tensor and one block, the other ranks for one block.
 
     Args:
         tensor: this rank's shard; ``None`` on other pipeline stages.
@@ -36,7 +35,7 @@ def gather_full_tensor(
     """
     device, tp, rank_in_layout = _transfer_device(mesh), mesh.tp, mesh.rank_in(layout)
     if mesh.is_over_replicas(layout):
-        axis, first = mesh.world, stage * mesh.dp.size * tp.size
+        axis, first = mesh.world, stage * mesh.dp.size * mesh.cp.size * tp.size
         senders = [first + rank for rank in range(mesh.experts.size)]
     elif mesh.dp.rank != 0 or mesh.cp.rank != 0:
         return None

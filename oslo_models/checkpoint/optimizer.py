@@ -26,7 +26,7 @@ from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, CheckpointErro
 from oslo_models.checkpoint.journal import current_files
 from oslo_models.checkpoint.manifest import read_manifest, sync_and_record, write_manifest
 from oslo_models.checkpoint.serialization import explain_write_errors
-from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.distributed.rng import default_generator
 
@@ -39,7 +39,7 @@ def save_optimizer(
     """Save the optimizer and the random number generators of all ranks. A collective of all ranks.
 
     Data-parallel replicas with equal optimizer states write the state once. Ranks that divide the tokens of a sequence
-    have the same states, and the first of them writes.
+    have the same states, and the first of them writes, unless they have different experts.
 
     Args:
         directory: the target directory. It may be the directory of the model's checkpoint.
@@ -54,21 +54,22 @@ def save_optimizer(
     target, world, kind = Path(directory), mesh.world, _kind(optimizer)
     optimizer = _local_optimizer(optimizer)
     local_state = _to_local(optimizer.state_dict())
-    checksums = gather_objects(mesh.dp, _state_checksum(local_state))
-    first_equal = checksums.index(checksums[mesh.dp.rank])
+    axis, numbers = _sharing_ranks(mesh)
+    checksums = gather_objects(axis, _state_checksum(local_state))
+    first_equal = checksums.index(checksums[axis.rank])
     nbytes = sum(leaf.nbytes for leaf in _leaves(local_state) if isinstance(leaf, Tensor))
     content: dict[str, Any] = {
-        "optimizer": local_state if first_equal == mesh.dp.rank else None,
-        "shared_with": first_equal,
+        "optimizer": local_state if first_equal == axis.rank else None,
+        "shared_with": numbers[first_equal],
         "shapes": _shapes(optimizer),
         "random": _random_states(mesh.device),
         "state": dict(state or {}),
     }
-    name = _file_name(mesh, mesh.dp.rank)
+    name = _file_name(mesh, numbers[axis.rank])
     with replace_atomically(target, world, nbytes, OPTIMIZER) as staging:
         record = None
         with agree(world, f"writing {name}"), explain_write_errors(staging / name, nbytes, world.rank):
-            if mesh.cp.rank == 0:
+            if mesh.cp.rank == 0 or mesh.has_experts_over_replicas:
                 torch.save(content, staging / name)
                 try:
                     torch.load(staging / name, weights_only=True, mmap=True)
@@ -81,6 +82,8 @@ def save_optimizer(
             if world.rank == 0:
                 sizes: dict[str, Any] = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
                 sizes["ep"] = mesh.expert_parallel_size
+                if (context := _context_size(mesh)) > 1:
+                    sizes["cp"] = context
                 if mesh.tp.shares:
                     sizes["tp_shares"] = mesh.tp.shares
                 what = {"kind": "optimizer", "variant": OPTIMIZER, "optimizer": kind}
@@ -108,7 +111,8 @@ def load_optimizer(directory: str | os.PathLike[str], optimizer: Optimizer, mesh
     with agree(mesh.world, f"loading the optimizer of {target}"):
         manifest = _read_manifest(target)
         _check_compatible(target, manifest, optimizer, mesh)
-        content = _read(target, manifest, _file_name(mesh, mesh.dp.rank))
+        axis, numbers = _sharing_ranks(mesh)
+        content = _read(target, manifest, _file_name(mesh, numbers[axis.rank]))
         given, optimizer = optimizer, _local_optimizer(optimizer)
         if content["shapes"] != _shapes(optimizer):
             raise ValueError(
@@ -242,8 +246,21 @@ def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def _file_name(mesh: ParallelMesh, dp_rank: int) -> str:
-    return optimizer_name(mesh.tp.rank, mesh.pp.rank, dp_rank)
+def _context_size(mesh: ParallelMesh) -> int:
+    """Return the number of ranks that divide tokens, if they have different experts, and one otherwise."""
+    return mesh.cp.size if mesh.has_experts_over_replicas else 1
+
+
+def _sharing_ranks(mesh: ParallelMesh) -> tuple[Axis, list[int]]:
+    """Return the ranks that may have equal states, and the number of each one's file."""
+    if (context := _context_size(mesh)) == 1:
+        return mesh.dp, list(range(mesh.dp.size))
+    axis = mesh.expert_replicas
+    return axis, [rank // mesh.tp.size % (mesh.dp.size * context) for rank in axis.ranks]
+
+
+def _file_name(mesh: ParallelMesh, number: int) -> str:
+    return optimizer_name(mesh.tp.rank, mesh.pp.rank, number)
 
 
 def _model_checksum(directory: Path) -> int | None:
@@ -270,6 +287,14 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
             f"the optimizer state in {directory} was saved with expert_parallel_size={experts}, and this run has "
             f"{mesh.expert_parallel_size}: optimizer states are not resharded, so keep the earlier size, or load only "
             "the model and start with a new optimizer"
+        )
+    context = manifest.get("cp", 1)
+    if context != _context_size(mesh):
+        raise ValueError(
+            f"the optimizer state in {directory} is of experts over {context} ranks that divide tokens, and this run "
+            f"has context_parallel_size={mesh.cp.size} and expert_parallel_size={mesh.expert_parallel_size}: "
+            "optimizer states are not resharded, so keep the earlier sizes, or load only the model and start with a "
+            "new optimizer"
         )
     if saved != own:
         raise ValueError(

@@ -166,11 +166,11 @@ def _plan_split(
     elsewhere = {
         name: tensor
         for name, tensor in meta.items()
-        if (mesh.dp.rank > 0 or mesh.cp.rank > 0) and not mesh.is_over_replicas(infos[name].layout)
+        if mesh.copy_rank > 0 and not mesh.is_over_replicas(infos[name].layout)
     }
     meta = {name: tensor for name, tensor in meta.items() if name not in elsewhere}
     aliases = {alias: source for alias, source in aliases.items() if source in meta and not safe}
-    file = _File(split_name(mesh.tp.rank, mesh.pp.rank, safe, separator, mesh.dp.rank), meta, aliases, elsewhere)
+    file = _File(split_name(mesh.tp.rank, mesh.pp.rank, safe, separator, mesh.copy_rank), meta, aliases, elsewhere)
     entries: dict[str, dict[str, Any]] = {}
     for stage in stages:
         for name, info in stage.items():
@@ -182,10 +182,10 @@ def _plan_split(
     kind: dict[str, Any] = {"kind": "split", "tp": mesh.tp.size, "pp": mesh.pp.size}
     if mesh.tp.shares:
         kind["tp_shares"] = mesh.tp.shares
-    replicas = mesh.experts.size // mesh.tp.size
-    if replicas > 1:
-        kind["expert_replicas"] = replicas
-    return _SavePlan(infos, [file], mesh.dp.rank < replicas and mesh.cp.rank == 0, {}, entries, kind)
+    holders = mesh.experts.size // mesh.tp.size
+    if holders > 1:
+        kind["expert_replicas"] = holders
+    return _SavePlan(infos, [file], mesh.copy_rank < holders, {}, entries, kind)
 
 
 def _plan_merged(

@@ -90,7 +90,7 @@ class Arguments:
                 f"expert_parallel_size={self.expert_parallel_size} must divide tensor_parallel_size="
                 f"{self.tensor_parallel_size}, from 1 (each rank has a part of every expert) to "
                 f"{self.tensor_parallel_size} (each rank has some of the experts as a whole), or be a multiple of it "
-                "(experts over several replicas)"
+                "(experts over ranks that divide tokens, or over several replicas)"
             )
         self._check_shares()
         deployment = kwargs.get("deployment")
@@ -176,7 +176,8 @@ class Arguments:
     def _check_token_division(self, kwargs: Mapping[str, Any]) -> None:
         if (option := self.token_division) is None:
             return
-        others, shares = dict[str, bool](), {*(self.tensor_parallel_shares or ())}
+        shares = {*(self.tensor_parallel_shares or ())}
+        others = {f"expert_parallel_size={self.expert_parallel_size}": self.expert_parallel_size > 1}
         if self.context_parallel_size > 1:
             others = {
                 "sequence_parallel=True": self.sequence_parallel,
@@ -190,7 +191,6 @@ class Arguments:
         others |= {
             "deploy=True": bool(self.deploy or kwargs.get("deployment")),
             f"schedule={self.schedule!r}": self.schedule != ONE_F_ONE_B,
-            f"expert_parallel_size={self.expert_parallel_size}": self.expert_parallel_size > 1,
             "plan": self.plan is not None,
             "quantization_config": kwargs.get("quantization_config") is not None,
         }

@@ -136,8 +136,9 @@ class ParallelMesh:
             directions could deadlock in one group.
         expert_parallel_size: the number of ranks, or of groups of tp ranks, that divide the experts.
         experts: the ranks over which experts are sharded: the tp axis or, if ``expert_parallel_size`` is a multiple of
-            its size, the tp axes of several successive replicas.
-        expert_replicas: the ranks with the same experts as this rank: the dp axis or a part of it.
+            its size, as many successive ranks of a stage. These are the ranks of the cp axis, then of several replicas.
+        expert_replicas: the ranks with the same experts as this rank: the dp axis or, with experts over more than the
+            tp axis, every rank of the dp and cp axes that has them.
         device: the device of this rank.
         destroyed: whether `destroy` was called.
         device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and others; ``None`` without a
@@ -158,7 +159,7 @@ class ParallelMesh:
         Args:
             timeout: seconds to wait for other ranks in one collective; see `RankFailedError`.
             expert_parallel_size: the number of parts into which experts are divided. A divisor of the tp size divides
-                them over groups of tp ranks, a multiple of it over the ranks of several replicas.
+                them over groups of tp ranks, a multiple of it over the ranks that divide tokens and over replicas.
             tensor_parallel_shares: the share of each layer that each tp rank holds, as a ratio. Equal by default.
             context_parallel_size: the number of ranks that divide the tokens of a sequence.
 
@@ -170,11 +171,6 @@ class ParallelMesh:
         check_size("pipeline_parallel_size", pipeline_parallel_size)
         check_size("context_parallel_size", context_parallel_size)
         tp, pp, cp = tensor_parallel_size, pipeline_parallel_size, context_parallel_size
-        if cp > 1 and expert_parallel_size > tp:
-            raise ValueError(
-                f"expert_parallel_size={expert_parallel_size} divides experts over replicas, which "
-                f"context_parallel_size={cp} does not support: leave one of them out"
-            )
         sizes = f"tensor_parallel_size={tp} x pipeline_parallel_size={pp}"
         sizes += f" x context_parallel_size={cp}" if cp > 1 else ""
         needed = tp * pp * cp
@@ -197,7 +193,7 @@ class ParallelMesh:
                 "processes"
             )
         dp = world_size // needed
-        replicas = _replicas_of_experts(tp, dp, expert_parallel_size)
+        holders = _holders_of_experts(tp, cp, dp, expert_parallel_size)
         self.cp = Axis.alone("cp")
         if not dist.is_initialized():
             self.device_mesh: DeviceMesh | None = None
@@ -223,8 +219,8 @@ class ParallelMesh:
         self.model = self._joint_axis("model", self.tp, self.pp, self.cp)
         self.weights = self._joint_axis("weights", self.tp, self.pp) if cp > 1 else self.model
         self.experts, self.expert_replicas = self.tp, self.dp
-        if replicas > 1:
-            grouped = ranks.view(pp, dp // replicas, replicas, tp)
+        if holders > 1:
+            grouped = ranks.view(pp, dp * cp // holders, holders, tp)
             self.experts = self._new_axis("ep", list(grouped.flatten(2).flatten(0, 1)))
             same = grouped.movedim(1, -1).flatten(0, 2)
             self.expert_replicas = self._new_axis("expert dp", list(same))
@@ -250,15 +246,23 @@ class ParallelMesh:
 
     @property
     def has_experts_over_replicas(self) -> bool:
-        """Whether a replica holds only some of the experts."""
+        """Whether a copy of the other weights holds only some of the experts.
+
+        Other copies belong to other replicas, or to ranks that divide the tokens of this one.
+        """
         return self.experts.size > self.tp.size
+
+    @property
+    def copy_rank(self) -> int:
+        """The position of this rank among the copies of the weights: of all replicas and their cp ranks."""
+        return self.dp.rank * self.cp.size + self.cp.rank
 
     def rank_in(self, layout: Layout) -> int:
         """Return the position of this process among the ranks of a layout: the tp axis or the expert ranks."""
         return self.experts.rank if self.is_over_replicas(layout) else self.tp.rank
 
     def is_over_replicas(self, layout: Layout) -> bool:
-        """Return whether a layout shards its tensor over the ranks of several replicas."""
+        """Return whether a layout shards its tensor over more ranks than the tp axis."""
         return layout.dim is not None and len(layout.ranges) > self.tp.size
 
     def _joint_axis(self, name: str, *axes: Axis) -> Axis:
@@ -335,16 +339,22 @@ class ParallelMesh:
         return f"ParallelMesh({sizes}, device={self.device})"
 
 
-def _replicas_of_experts(tp: int, dp: int, expert_parallel_size: int) -> int:
-    """Return the number of replicas that divide the experts. Raise ``ValueError`` if ``dp`` is not a multiple of it."""
-    replicas = max(expert_parallel_size // tp, 1)
-    if dp % replicas:
+def _holders_of_experts(tp: int, cp: int, dp: int, expert_parallel_size: int) -> int:
+    """Return the number of copies of the other weights that divide the experts.
+
+    Raises:
+        ValueError: the number of copies, ``cp * dp``, is not a multiple of it.
+    """
+    holders, copies = max(expert_parallel_size // tp, 1), cp * dp
+    if copies % holders:
+        context = f" and context_parallel_size={cp}" if cp > 1 else ""
+        found = f"{cp} x {dp} = {copies} of them" if cp > 1 else f"{dp} replicas"
         raise ValueError(
-            f"expert_parallel_size={expert_parallel_size} divides the experts over groups of {replicas} replicas of "
-            f"tensor_parallel_size={tp}, and there are {dp} replicas: use a divisor of {dp} times {tp}, or start more "
-            "processes"
+            f"expert_parallel_size={expert_parallel_size} divides the experts over groups of {holders} replicas of "
+            f"tensor_parallel_size={tp}{context}, and there are {found}: use a divisor of {copies} times {tp}, or "
+            "start more processes"
         )
-    return replicas
+    return holders
 
 
 def check_size(name: str, value: object, least: int = 1, source: str = "") -> None:

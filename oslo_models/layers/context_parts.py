@@ -7,7 +7,7 @@ rules of `ShardedActivation`), or gathers all tokens.
 There are two conventions for gradients. Outside of blocks, a whole tensor has the same gradient on all ranks, as
 between tensor-parallel layers. Inside of blocks, the gradient of a whole tensor is the sum of the gradients of all
 ranks. A part has its part of the gradient everywhere. So a block's parameters need one sum, at the end of its backward
-pass, whether they computed parts or whole tensors.
+pass, whether they computed parts or whole tensors. Experts over the cp axis or replicas sum their gradients themselves.
 
 Long prompts are divided in calls without gradients. Each rank gathers their keys and values into its whole cache.
 
@@ -155,7 +155,7 @@ class ContextParts(TokenDivision):
             (module, name, param)
             for module in block.modules()
             for name, param in module._parameters.items()
-            if param is not None and param.requires_grad
+            if param is not None and param.requires_grad and not _is_over_replicas(param)
         ]
         params = list({id(param): param for _, _, param in owners}.values())
         if not params:
@@ -294,6 +294,12 @@ class _SummedParameters(torch.autograd.Function):
             for index, is_used, grad in zip(chosen, used.tolist(), found, strict=True):
                 summed[index] = grad.view(ctx.kinds[index][0]) if is_used else None
         return None, *summed
+
+
+def _is_over_replicas(param: Tensor) -> bool:
+    """Return whether a parameter belongs to experts whose layer sums the gradients over all ranks."""
+    sharding = getattr(param, "sharding", None)
+    return sharding is not None and bool(sharding.is_over_replicas)
 
 
 def _flat(grad: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -294,10 +294,10 @@ class LocalTokensModule(nn.Module):
         given = [*args, *kwargs.values()]
         like = next((x for x in given if isinstance(x, ContextPart)), None)
         if like is None:
-            return super().forward(*args, **kwargs)
+            return self.of_whole_tokens(*args, **kwargs)
         if any(isinstance(x, ContextPart) and x.spec != like.spec for x in given):
             given = [x.full(type(self).__name__) if isinstance(x, ContextPart) else x for x in given]
-            return super().forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+            return self.of_whole_tokens(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         given = [x.local() if isinstance(x, ContextPart) else x for x in given]
         with self.context_parts.random_stream():
             result = super().forward(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
@@ -308,3 +308,7 @@ class LocalTokensModule(nn.Module):
             return like.with_local(value) if is_part else value
 
         return type(result)(map(marked, result)) if type(result) in (tuple, list) else marked(result)
+
+    def of_whole_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output for arguments of all tokens."""
+        return super().forward(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Mixtures of experts over the tp axis. Ranks shard the width of every expert, or divide the experts among them.
 
-If experts are divided over several replicas with different tokens, an all-to-all dispatches the tokens to the ranks of
-their experts, and another returns the outputs.
+If experts are divided over ranks with different tokens, of several replicas or of the cp axis, an all-to-all dispatches
+the tokens to the ranks of their experts, and another returns the outputs.
 
 Sources: Shoeybi et al., "Megatron-LM", 2019, section 3, applied to each expert (sharded width); Lepikhin et al.,
 "GShard", 2020 (experts on different ranks).
@@ -25,6 +25,7 @@ from oslo_models.distributed.callers import ignored_by_fully_shard, refuse_fsdp1
 from oslo_models.distributed.collectives import all_to_all
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.function_overrides import override_attributes
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, become, shards
 from oslo_models.layers.replicated_grads import SumReplicatedGrad
 from oslo_models.layers.shared_experts import SharedExpertsModule
@@ -44,7 +45,7 @@ class Experts(Replicated):
         interleaved: rows of gate and up projection alternate.
         groups: number of groups of consecutive ranks over which the experts are divided (expert parallelism). The ranks
             of a group share the width of its experts. If there are more groups than tensor-parallel ranks, each
-            group is one rank, and the groups span several replicas.
+            group is one rank, and the groups span ranks that divide tokens, or several replicas.
         shared: name of the sibling gated MLP that adds its output to the routed output. Empty without shared experts.
         identities: number of further experts that return their input. Their rows in ``gate_up_proj`` are never read.
     """
@@ -302,6 +303,7 @@ class ParallelExperts(ShardedModule):
         """Average the gradients of experts over the replicas within the block, as for the mean of their losses.
 
         The exchange of tokens already sums over its ranks. This adds the sum over the ranks with the same experts.
+        Ranks of the cp axis have tokens of the same loss, so they do not count in the average.
         """
         names = [*self.layouts] if self.mesh.has_experts_over_replicas and torch.is_grad_enabled() else []
         adapted = getattr(self, "parametrizations", {})  # adapters add to the parameter when it is read
@@ -343,11 +345,10 @@ class ParallelExperts(ShardedModule):
         """Replace the replicated output bias by this rank's share of it, since the sum over ranks includes it."""
         # Read the attribute: `_parameters` may hold a shard of the bias.
         bias = None if self.sharers == 1 else getattr(self, "down_proj_bias", None)
+        own = {}
         if bias is not None:
             layout = self.layouts["down_proj_bias"]
             shared = copy_to(self.tp, bias) if layout.dim is None else SumReplicatedGrad.apply(bias, self.tp, layout)
-            self.__dict__["down_proj_bias"] = shared / self.sharers  # found before the parameter
-        try:
+            own["down_proj_bias"] = shared / self.sharers
+        with override_attributes(self, own):
             yield
-        finally:
-            self.__dict__.pop("down_proj_bias", None)

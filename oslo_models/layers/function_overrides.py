@@ -31,9 +31,11 @@ class FunctionOverrides(TorchFunctionMode):
 def override_attributes(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Override the parameters of a module by ``values`` of the same names within the block."""
     own = vars(module)
+    before = {name: own[name] for name in values if name in own}  # overridden around this block, too
     own |= values
     try:
         yield
     finally:
         for name in values:
             own.pop(name, None)
+        own |= before

@@ -192,7 +192,7 @@ def _checked(
     name, instead = type(model).__name__, "call generate"
     reason = reason_against(model.config) if model.can_generate() else "it generates no text"
     if model.mesh.has_experts_over_replicas:
-        reason = "its experts are divided over replicas, and replicas would compute different numbers of steps"
+        reason = "its experts are divided over ranks with other tokens, which would compute different numbers of steps"
     if reason is not None:
         raise ValueError(f"generate_batch does not run {name}: {reason}; {instead}")
     given = {**kwargs, **({} if config is None else {"generation_config": config})}

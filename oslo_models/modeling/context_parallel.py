@@ -11,8 +11,10 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
+from oslo_models.layers.context_experts import ContextExperts
 from oslo_models.layers.context_parts import ContextParts
 from oslo_models.layers.context_rules import LocalTokensModule
+from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.kinds import ShardedModule, become
 from oslo_models.modeling.apply_plan import named_entries, uses_dropout
 from oslo_models.modeling.token_division import check_wrappers
@@ -55,6 +57,8 @@ def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: Par
     for name, module in model.named_modules():
         if name in entries and entries[name].stacks_experts:
             module._computes_single_tokens = True  # copies of the model keep it
+        if isinstance(module, ParallelExperts) and mesh.has_experts_over_replicas:
+            become(module, ContextExperts).context_parts = parts
 
     def prepare(module: nn.Module) -> None:
         is_tokenwise = isinstance(module, ShardedModule) or type(module).__name__ in TOKENWISE

@@ -99,7 +99,7 @@ class Job:
             raise ValueError(f"batch={self.batch} is not a multiple of micro_batch_size={self.micro_batch_size}")
         if self.expert_parallel_size > self.tensor_parallel_size:
             raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} sends tokens to other replicas, and a plan cannot "
+                f"expert_parallel_size={self.expert_parallel_size} sends tokens to other ranks, and a plan cannot "
                 f"know how many: use a divisor of tensor_parallel_size={self.tensor_parallel_size}"
             )
         if self.cls.main_input_name != "input_ids":

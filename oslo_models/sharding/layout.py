@@ -96,7 +96,7 @@ def check_groups(groups: int, experts: int, n: int) -> None:
     if groups > n:
         raise ValueError(
             f"expert_parallel_size={groups} divides experts over the ranks of several replicas, but layers of this "
-            f"kind send no token to other replicas: use at most tensor_parallel_size={n}"
+            f"kind send no token to other replicas or context-parallel ranks: use at most tensor_parallel_size={n}"
         )
 
 

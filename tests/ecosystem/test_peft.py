@@ -287,6 +287,17 @@ def test_adapters_of_experts_over_replicas_train_as_one_process(
     check_replicas(pool, seed, tp, wrapper, "mixtral", adapter, expert_parallel_size=ep)
 
 
+@pytest.mark.parametrize(
+    ("tp", "ep"), [(1, 2), *(pytest.param(*each, marks=pytest.mark.zoo) for each in ((2, 2), (2, 4)))]
+)
+def test_adapters_of_experts_with_context_parallelism_train_as_one_process(
+    pool: Pool, seed: int, tp: int, ep: int
+) -> None:
+    adapter = peft.LoraConfig(r=3, **EXPERTS["one stack and attention"])
+    run = reference_run(zoo.lm_head("mixtral"), zoo.config("mixtral"), adapter, seed)
+    pool.run(2 * tp, check_run, run, tp, 1, {"context_parallel_size": 2, "expert_parallel_size": ep})
+
+
 def check_replicas(pool: Pool, seed: int, tp: int, wrapper: str, variant: str, adapter: Any, **options: Any) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     run = reference_run(name, config, adapter, seed)

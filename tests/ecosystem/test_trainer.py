@@ -127,6 +127,23 @@ def test_training_with_context_parallelism_equals_one_process(
         assert not lines, "\n".join(lines)
 
 
+@pytest.mark.parametrize(
+    ("tp", "dp", "ep"),
+    [(1, 1, 2), *(pytest.param(*sizes, marks=pytest.mark.zoo) for sizes in ((2, 1, 2), (1, 2, 2), (1, 2, 4)))],
+)
+def test_training_of_experts_with_context_parallelism_equals_one_process(
+    pool: Pool, tp: int, dp: int, ep: int, tmp_path: Path, seed: int
+) -> None:
+    config = pipelines.config("mixtral")
+    rows = trainers.text_rows(config, seed, 40)
+    args = {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, **TRAINED}
+    total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * dp})
+    run = trainers.reference_run("MixtralForCausalLM", config, seed, rows, total, transformers.Trainer)
+    options = {"context_parallel_size": 2, "expert_parallel_size": ep, "experts_implementation": "eager"}
+    for lines in pool.run(2 * tp * dp, train, run, tp, 1, args, rows, options, env=True):
+        assert not lines, "\n".join(lines)
+
+
 @trainers.at_sizes("tp=2, dp=2")
 def test_training_with_parts_of_tokens_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
     """Sequence parallelism; replicas are wrapped in DistributedDataParallel."""

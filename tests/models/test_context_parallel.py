@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from oslo_models.cache_argument import generation_name
 from oslo_models.distributed import autograd_collectives
 from oslo_models.layers import context_parts, token_division
 from oslo_models.layers.context_parts import ContextPart
+from oslo_models.modeling.apply_plan import layouts_of
 from oslo_models.pipeline import schedule
 
 from support import pipelines, zoo
@@ -107,6 +109,57 @@ def test_drawn_class_matches_transformers(pool: Pool, model_type: str, seed: int
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_configuration_with_sharded_layers_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     check_drawn(pool, zoo.main_head(model_type), model_type, 2, seed, tp=2)
+
+
+WITH_EXPERTS = (
+    *("afmoe", "aria", "aria_text", "axk1", "axk2", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3"),
+    *("deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma4"),
+    *("gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm4_moe", "glm4_moe_lite", "glm4v_moe"),
+    *("glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"),
+    *("kolibri1", "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minimax_m2", "mistral4", "mixtral"),
+    *("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "solar_open"),
+)
+
+
+def has_experts(model_type: str) -> bool:
+    cls: Any = registry.find(zoo.main_head(model_type))
+    return bool(cls.plan(zoo.config(model_type)).has_experts())
+
+
+def test_all_types_with_experts_are_drawn() -> None:
+    assert [kind for kind in TYPES if has_experts(kind)] == [kind for kind in WITH_EXPERTS if kind in TYPES]
+
+
+def layouts_over(name: str, config: Any, tp: int, ep: int) -> dict[str, Any]:
+    cls: Any = registry.find(name)
+    with torch.device("meta"):
+        model = cls(copy.deepcopy(config))
+    plan = cls.plan(model.config).with_experts_over(ep)
+    return layouts_of(model, plan, model._prefix(), model.head_entries(model.config), tp)
+
+
+def check_experts(step: Step, sizes: tuple[int, int, int], options: dict[str, Any]) -> None:
+    cp, tp, ep = sizes
+    check_step(step, cp, tp, {**OPTIONS, **options, "expert_parallel_size": ep})
+
+
+@pytest.mark.drawn(9)
+@pytest.mark.parametrize("model_type", [kind for kind in WITH_EXPERTS if kind in TYPES])
+def test_drawn_configuration_with_experts_over_ranks_matches_transformers(
+    pool: Pool, model_type: str, seed: int
+) -> None:
+    """Experts over tensor-parallel ranks, the ranks that divide tokens, or both."""
+    over_tp, *others = [(2, 2, 2), (2, 1, 2), (2, 2, 4), (3, 1, 3)]
+    sizes = random.Random(f"{model_type} {seed}").choice([over_tp, *others])
+    step, options, text = drawn_step(zoo.main_head(model_type), model_type, seed, sizes[1], None)
+    try:
+        layouts_over(step.name, step.config, *sizes[1:])
+    except ValueError:  # fewer experts
+        sizes = over_tp
+    try:
+        pool.run(sizes[0] * sizes[1], check_experts, step, sizes, options)
+    except Exception as error:
+        raise AssertionError(f"{sizes} {text}") from error
 
 
 @pytest.mark.parametrize(
@@ -631,6 +684,8 @@ def test_divided_prompt_matches_transformers(pool: Pool, model_type: str, seed: 
     step, options, text = drawn_step(zoo.main_head(model_type), model_type, seed, tp, None)
     ways = BEAMS if step.batch.keys() <= OF_TEXT else GREEDY
     step, tokens = answered(step, seed, options, ways)
+    if model_type in WITH_EXPERTS and n == 2 and seed % 2:
+        options["expert_parallel_size"] = 2
     try:
         pool.run(n * tp, check_answer, step, tokens, (n, tp), options, ways)
     except Exception as error:
@@ -1008,7 +1063,6 @@ def construct(name: str, config: Any, sizes: tuple[int, ...], options: dict[str,
         ("llama", (1, 2), {}, "x context_parallel_size=2 needs 4 processes"),
         ("llama", (2,), {"sequence_parallel": True}, "together with sequence_parallel=True"),
         ("llama", (2,), {"tensor_parallel_shares": [2, 1]}, "together with tensor_parallel_shares=[2, 1]"),
-        ("mixtral", (2,), {"expert_parallel_size": 2}, "together with expert_parallel_size=2"),
         ("llama", (1,), {"plan": "derive"}, "together with plan"),
         ("llama", (1,), {"attn_implementation": "flex_attention"}, "attn_implementation='flex_attention'"),
         ("reformer", (1,), {}, "does not support ReformerModelWithLMHead: it was not tested with reformer"),

@@ -1,7 +1,8 @@
-"""Experts over data-parallel replicas: all-to-all sends tokens to their experts' ranks, and back."""
+"""Experts over replicas and ranks that divide tokens: all-to-all sends tokens to their experts' ranks, and back."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from oslo_models.distributed.sharded_tensor import local_tensor
 from oslo_models.layers import experts as layer
 
 from support import pipelines, zoo
+from support.drawn_steps import shortened
 from support.experts import TOLERANCE, average_gradients, load, own_differences, saved_case
 from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import make_optimizer, reference_model
+from support.token_divisions import counting_exchanges, dividing_short_prompts
 
 
 def take_steps(
@@ -389,3 +392,209 @@ def test_exchanged_files_of_experts_are_noticed(pool: Pool, tmp_path: Path, seed
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)
     pool.run(4, exchange_files_of_experts, tmp_path / "split")
+
+
+# Tokens divided over ranks --------------------------------------------------------------------------------------------
+
+
+def take_divided_steps(*args: Any) -> None:
+    with counting_exchanges() as counts:
+        take_steps(*args)
+    assert counts["sum"], counts
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "cp", "replicas", "implementation"),
+    [
+        ("mixtral", (2, 1, 2), 2, 1, "eager"),
+        ("mixtral", (1, 1, 2), 2, 1, "eager"),
+        ("mixtral", (1, 1, 2), 2, 2, "batched_mm"),
+        ("mixtral", (1, 1, 4), 2, 2, "eager"),
+        ("glm4_moe", (2, 1, 4), 2, 1, "eager"),
+        ("gpt_oss", (1, 1, 2), 2, 1, "eager"),
+        *(
+            pytest.param(*case, marks=pytest.mark.zoo)
+            for case in (
+                ("mixtral", (1, 1, 2), 3, 2, "eager"),  # two experts' ranks are of two replicas
+                ("mixtral", (1, 1, 3), 3, 2, "grouped_mm"),
+                ("mixtral", (2, 1, 2), 2, 2, "eager"),
+                ("mixtral", (2, 1, 8), 2, 2, "eager"),
+                ("mixtral", (4, 1, 2), 2, 1, "eager"),
+                ("mixtral", (1, 2, 2), 2, 1, "eager"),
+                ("mixtral", (1, 2, 4), 2, 2, "eager"),
+                ("mixtral", (2, 2, 2), 2, 1, "eager"),
+                ("qwen3_moe", (1, 1, 2), 2, 2, "eager"),
+                ("qwen3_moe", (2, 1, 4), 2, 1, "grouped_mm"),
+                ("deepseek_v3", (1, 1, 2), 2, 1, "eager"),
+                ("deepseek_v3", (2, 1, 2), 2, 1, "batched_mm"),
+                ("gpt_oss", (2, 1, 4), 2, 1, "grouped_mm"),
+                ("gpt_oss", (4, 1, 2), 2, 1, "eager"),
+            )
+        ),
+    ],
+)
+def test_training_with_divided_tokens_matches_one_process(
+    pool: Pool,
+    tmp_path: Path,
+    seed: int,
+    model_type: str,
+    sizes: tuple[int, int, int],
+    cp: int,
+    replicas: int,
+    implementation: str,
+) -> None:
+    """Left padding. The auxiliary loss is of whole batches. Averages count replicas, not their ranks."""
+    experts = {} if sizes[2] < 6 else {"num_local_experts": 9, "num_experts": 9}
+    changes = AUXILIARY | experts if model_type == "mixtral" else {}
+    given = saved_case(tmp_path, model_type, seed, replicas, ("SGD", "AdamW"), **changes)
+    options = {
+        "experts_implementation": implementation,
+        "micro_batch_size": pipelines.ROWS,
+        "context_parallel_size": cp,
+    }
+    pool.run(
+        sizes[0] * sizes[1] * cp * replicas,
+        *(take_divided_steps, tmp_path, given, sizes, options, pipelines.STEPS["AdamW"]),
+    )
+
+
+def step_of_rows_of_other_lengths(folder: Path, given: pipelines.Case, ep: int) -> None:
+    """Check two steps in which only one replica divides tokens."""
+    model = load(folder, given, (1, 1, ep), context_parallel_size=3, experts_implementation="eager")
+    for _ in range(2):
+        with counting_exchanges() as counts, lifted_casts():
+            loss = model.train_batch(**given.batches[0][model.mesh.dp.rank])
+        assert bool(counts["sum"]) == (model.mesh.dp.rank == 0), counts
+        assert (loss - given.loss[model.mesh.dp.rank]).abs() < TOLERANCE
+        average_gradients(model)
+        lines = own_differences(model, "gradient of", pipelines.gradients_on_stage(model), given.gradients)
+        assert not lines, lines
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("ep", [3, pytest.param(2, marks=pytest.mark.zoo), pytest.param(6, marks=pytest.mark.zoo)])
+def test_whole_and_divided_tokens_of_replicas_match(pool: Pool, tmp_path: Path, seed: int, ep: int) -> None:
+    """Rows of two tokens are whole on three ranks. Each of these sends a share of them."""
+    given = saved_case(tmp_path, "mixtral", seed, 2, num_local_experts=6, num_experts=6)
+    given.batches[0][1] = shortened(given.batches[0][1], 2)
+    model = reference_model(given.name, given.config, seed)
+    given.loss = pipelines.run_reference_step(model, given.batches[0])
+    given.gradients = pipelines.full_gradients(model)
+    pool.run(6, step_of_rows_of_other_lengths, tmp_path, given, ep)
+
+
+def send_divided_tokens(config: Any, batch: Any) -> None:
+    """Count the tokens that each rank sends to others, and the gathers of tokens."""
+    cls: Any = registry.find("MixtralForCausalLM")
+    options = {"expert_parallel_size": 2, "context_parallel_size": 2, "experts_implementation": "eager"}
+    model = cls.from_config_with_parallel(config, seed=0, **options)
+    sent: list[int] = []
+
+    def counted(axis: Any, tensors: Any, counts: Any, received: Any) -> Any:
+        sent.extend([max(counts)] if len(tensors) == 2 else [])  # the others are the outputs that come back
+        return autograd_collectives.exchange(axis, tensors, counts, received)
+
+    with counting_exchanges() as counts, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "exchange", counted)
+        model(**batch).loss.backward()
+    rows, length = batch["input_ids"].shape
+    own = rows * model.token_division.count(length)
+    assert len(sent) == config.num_hidden_layers and max(sent) <= own < rows * length, (sent, own)
+    assert not counts["gather"], counts
+
+
+def test_ranks_send_their_own_tokens_to_experts(pool: Pool, seed: int) -> None:
+    config = zoo.config("mixtral")
+    pool.run(2, send_divided_tokens, config, zoo.batch("MixtralForCausalLM", config, seed, torch.float32))
+
+
+def recompute_divided_tokens(name: str, config: Any, batch: Any) -> None:
+    """In float32: the mode that lifts casts is not active while the backward pass recomputes."""
+    results, cls = [], registry.find(name)
+    for reentrant in (None, False, True):
+        options = {"expert_parallel_size": 2, "context_parallel_size": 2, "experts_implementation": "eager"}
+        model: Any = cls.from_config_with_parallel(config, seed=0, **options).train()  # type: ignore[attr-defined]
+        if reentrant is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        loss = model.train_batch(**batch)
+        results.append({"loss": loss, **{name: local_tensor(param.grad) for name, param in model.named_parameters()}})
+    for result in results[1:]:
+        assert all(torch.equal(value, results[0][key]) for key, value in result.items())
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.zoo)])
+def test_checkpointed_blocks_with_divided_tokens_equal_others(pool: Pool, seed: int, model_type: str) -> None:
+    name, config = zoo.lm_head(model_type), zoo.config(model_type)
+    pool.run(2, recompute_divided_tokens, name, config, zoo.batch(name, config, seed, torch.float32))
+
+
+def generate_from_divided_prompts(folder: Path, ids: Any, expected: Any, sizes: tuple[int, int]) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    tp, ep = sizes
+    options = {"expert_parallel_size": ep, "context_parallel_size": 2, "experts_implementation": "eager"}
+    model = cls.from_pretrained_with_parallel(folder, tp, **options)
+    for divides in (False, True):
+        for more in WAYS:
+            with lifted_casts(), dividing_short_prompts() if divides else contextlib.nullcontext() as counts:
+                own = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False, **more)
+            assert own.equal(expected[tuple(more)]), (divides, more, own)
+            assert not divides or counts["exchange"], counts
+
+
+WAYS: tuple[dict[str, Any], ...] = ({}, {"num_beams": 2}, {"use_cache": False})
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((2, 2), marks=pytest.mark.zoo)])
+def test_divided_and_whole_prompts_generate_the_same(
+    pool: Pool, tmp_path: Path, seed: int, sizes: tuple[int, int]
+) -> None:
+    """A decoding step of one row has a token on one of the ranks."""
+    given = saved_case(tmp_path, "mixtral", seed, 1)
+    model = reference_model(given.name, given.config, seed).eval()
+    ids = torch.randint(3, 60, (1, 7))
+    with lifted_casts():
+        expected = {
+            tuple(more): model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False, **more)
+            for more in WAYS
+        }
+    pool.run(2 * sizes[0], generate_from_divided_prompts, tmp_path, ids, expected, sizes)
+
+
+def save_and_load_divided(folder: Path, config: Any) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    model = cls.from_pretrained_with_parallel(folder / "hub", expert_parallel_size=4, context_parallel_size=2)
+    for index, (tp, pp, ep, cp) in enumerate([(1, 2, 2, 2), (2, 1, 4, 2), (2, 1, 2, 2), (1, 1, 4, 1), (1, 1, 2, 4)]):
+        target = folder / str(index)
+        model.save_pretrained_with_parallel(target)
+        options = {"expert_parallel_size": ep, "context_parallel_size": cp}
+        model = cls.from_pretrained_with_parallel(target, tp, pp, **options)
+    model.save_pretrained_with_parallel(folder / "merged", save_with_merging=True)
+    full = model.deparallelize()
+    original = zoo.original("MixtralForCausalLM").from_pretrained(folder / "hub")
+    assert all(torch.equal(own, original.get_parameter(name)) for name, own in full.named_parameters())
+
+
+def test_checkpoints_of_divided_tokens_survive_changes_of_sizes(pool: Pool, tmp_path: Path) -> None:
+    zoo.original("MixtralForCausalLM")(zoo.config("mixtral", num_hidden_layers=2)).save_pretrained(tmp_path / "hub")
+    pool.run(4, save_and_load_divided, tmp_path, None)
+    names = [[path.name for path in (tmp_path / str(index)).glob("pytorch_model_*.bin")] for index in range(5)]
+    assert [len(each) for each in names] == [4, 4, 4, 2, 4], names
+    name = "model.safetensors"
+    assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "hub" / name).read_bytes()
+
+
+def refuse_divided(config: Any) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    with pytest.raises(ValueError, match=r"groups of 3 replicas of .*=1 and context_parallel_size=2, and .* 2 x 1 = 2"):
+        cls.from_config_with_parallel(config, expert_parallel_size=3, context_parallel_size=2)
+    model = cls.from_config_with_parallel(config, expert_parallel_size=2, context_parallel_size=2, seed=0)
+    with pytest.raises(
+        ValueError, match="generate_batch does not run MixtralForCausalLM: its experts are divided over"
+    ):
+        model.generate_batch([[1, 2]])
+    with pytest.raises(ValueError, match=r"over ranks \[0, 1\] would overwrite"):
+        DistributedDataParallel(model)
+
+
+def test_unsupported_divisions_of_experts_are_refused_by_name(pool: Pool) -> None:
+    pool.run(2, refuse_divided, zoo.config("mixtral"))

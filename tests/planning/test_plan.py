@@ -183,6 +183,17 @@ def test_rows_over_ranks_take_the_activations_of_their_tokens(tp: int) -> None:
     assert divided.as_dict()["context_parallel_size"] == 2
 
 
+def test_experts_over_ranks_compute_the_tokens_of_a_rank() -> None:
+    whole, divided = (
+        oslo_models.estimate(MIXTURE, "full", 2, 1, 32, 64, expert_parallel_size=2, context_parallel_size=cp)
+        for cp in (1, 2)
+    )
+    parts, own_parts = whole.largest.parts, divided.largest.parts
+    assert own_parts["weights"] == parts["weights"] and own_parts["activations"] < 0.65 * parts["activations"]
+    with pytest.raises(ValueError, match="expert_parallel_size=4 sends tokens to other ranks"):
+        oslo_models.estimate(MIXTURE, "full", 2, 1, 32, 64, expert_parallel_size=4, context_parallel_size=2)
+
+
 def test_dry_run_lists_the_exchanges_of_heads() -> None:
     """A block exchanges twice in each pass, and sums its gradients once."""
     job = make_job(LLAMA, task="full", length=16, context_parallel_size=2)

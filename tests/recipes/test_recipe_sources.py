@@ -80,7 +80,10 @@ def test_recipe_with_these_rows_trains_as_by_trl(
     assert program == "oslo-models" and arguments == ["serve", str(tmp_path / "out"), "--tensor-parallel-size", "2"]
 
 
-def test_recipe_with_experts_over_ranks(pool: Pool, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", ["whole", pytest.param("divided", marks=pytest.mark.zoo)])
+def test_recipe_with_experts_over_ranks(
+    pool: Pool, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, tokens: str
+) -> None:
     """`expert_parallel_size` gives each rank some of the experts as a whole. TRL adds the loss of the routers."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM
@@ -88,7 +91,9 @@ def test_recipe_with_experts_over_ranks(pool: Pool, tmp_path: Path, seed: int, m
     monkeypatch.chdir(tmp_path)
     config = pipelines.config("mixtral", vocab_size=37, eos_token_id=1, bos_token_id=2, pad_token_id=0)
     recipes.write_model(tmp_path, seed, "MixtralForCausalLM", config)
-    recipe = recipes.write_recipe(tmp_path, "sft", seed, expert_parallel_size=2, tensor_parallel_size=2)
+    tp, cp = (2, 1) if tokens == "whole" else (1, 2)
+    sizes = {"tensor_parallel_size": tp, "context_parallel_size": cp, "expert_parallel_size": 2}
+    recipe = recipes.write_recipe(tmp_path, "sft", seed, **sizes)
     splits = load_dataset("json", data_files=str(tmp_path / "sft.jsonl"))
     recipes.run_trl("sft", recipes.without_sizes(recipe), tmp_path / "trl", splits)
     same_losses(train(pool, tmp_path, "sft", recipe), recipes.logged(tmp_path / "trl", 4))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from transformers.models.mixtral import modeling_mixtral
 
+from oslo_models.layers.context_experts import ContextExperts
+from oslo_models.layers.context_rules import LocalTokensModule
 from oslo_models.models import dots3_note_text
 from oslo_models.sharding.plan import Norm
 
@@ -28,6 +30,11 @@ def gradient_of_a_rotary_norm_of_each_rank(patch: Patch) -> None:
     patch.setattr(dots3_note_text, "HeadNorm", Norm)
 
 
+def whole_tokens_of_each_rank(patch: Patch) -> None:
+    """Each of the ranks that would divide longer rows sends all tokens to the experts."""
+    patch.setattr(ContextExperts, "of_whole_tokens", LocalTokensModule.of_whole_tokens)
+
+
 EXCHANGED, FORWARD = "layers.experts:ParallelExperts._exchanged", "layers.experts:ParallelExperts.forward"
 CLIPPING = "modeling.training:TrainableModel.clip_grad_norm_"
 OVER_REPLICAS, OVER_RANKS = "models/test_experts_over_replicas.py", "models/test_mixture_of_experts.py"
@@ -37,6 +44,8 @@ SENT_AND_SHARDED = {"wrapper": "DDP", "sizes": (2, 1, 4)}
 ALL_REPLICAS = {"model_type": "mixtral", "sizes": (1, 1, 2), "replicas": 4, "implementation": "eager"}
 PART_OF_RANKS = {"model_type": "mixtral", "sizes": (4, 1, 2), "replicas": 1, "implementation": "eager"}
 THREE_RANKS = ("test_step_with_auxiliary_loss_matches_on_three_ranks", {"implementation": "eager"})
+DIVIDED = {"model_type": "mixtral", "sizes": (1, 1, 2), "cp": 2, "replicas": 1, "implementation": "eager"}
+OF_PARTS = "test_training_with_divided_tokens_matches_one_process"
 IDENTITIES = {"model_type": "longcat_flash", "sizes": (1, 1, 2), "replicas": 2, "implementation": "eager"}
 BIASES = ("test_experts_over_a_part_of_the_ranks_match", {"model_type": "gpt_oss"})
 
@@ -127,6 +136,25 @@ MUTANTS: dict[str, Row] = {
         Edit("models.llama4_text:ParallelDenseExperts.forward", "[self.first : self.first + self", "[: self"),
         *(OVER_RANKS, "test_experts_over_a_part_of_the_ranks_match", {"model_type": "llama4_text"}),
     ),
+    "gradients of experts are divided by ranks of one replica": (
+        Edit("layers.experts:ParallelExperts._averaged_over_replicas", "self.mesh.dp.size", "self.mesh.experts.size"),
+        *(OVER_REPLICAS, OF_PARTS, DIVIDED),
+    ),
+    "gradients of experts are summed twice": (
+        Edit(
+            "layers.experts:ParallelExperts._averaged_over_replicas",
+            *(", param, self", ", average_grad(self.mesh.expert_replicas, param, 1), self"),
+        ),
+        *(OVER_REPLICAS, OF_PARTS, DIVIDED | {"cp": 4}),
+    ),
+    "divided tokens return in another order": (
+        Edit(EXCHANGED, "index_add(0, tokens, ", "index_add(0, tokens.flip(0), "),
+        *(OVER_REPLICAS, OF_PARTS, DIVIDED),
+    ),
+    "whole tokens are sent by each of the ranks that divide others": (
+        whole_tokens_of_each_rank,
+        *(OVER_REPLICAS, "test_whole_and_divided_tokens_of_replicas_match", {"ep": 3}),
+    ),
     "norm counts experts of one group of ranks": (
         Edit(
             "modeling.training:TrainableModel._counted",
@@ -139,6 +167,7 @@ MUTANTS: dict[str, Row] = {
 FAST = {
     "outputs return in another order",
     "norm counts experts once for each tensor-parallel rank",
+    "gradients of experts are summed twice",
     "gradient of the router is not summed",
     "norm counts experts of one group of ranks",
 }

@@ -142,7 +142,8 @@ def stage_differences(
     for name, part in own.items():
         expected = full[name]
         if expected is not None:
-            expected = model_layout(model, name).shard(expected, model.mesh.tp.rank)
+            layout = model_layout(model, name)
+            expected = layout.shard(expected, model.mesh.rank_in(layout))
         lines += differences(f"{what} {name}", to_full_tensor(part), expected, tolerance)
     return lines
 

@@ -77,7 +77,8 @@ def parallel_model(
 
 def own_part(model: Any, name: str, full: Tensor) -> Tensor:
     """Return the local shard of a tensor, or the whole tensor without a layout (buffers)."""
-    return model.layouts[name].shard(full, model.mesh.tp.rank) if name in model.layouts else full
+    layout = model.layouts.get(name)
+    return full if layout is None else layout.shard(full, model.mesh.rank_in(layout))
 
 
 @torch.no_grad()
@@ -88,7 +89,7 @@ def load(model: Any, weights: Mapping[str, Tensor]) -> None:
     for name in buffers.keys() & weights.keys():
         buffers[name].copy_(own_part(model, name, weights[name]))
     for name, param in model.named_parameters(remove_duplicate=False):
-        part = model.layouts[name].shard(weights[name], model.mesh.tp.rank)
+        part = own_part(model, name, weights[name])
         assert part.shape == param.shape, f"{name}: {tuple(param.shape)} instead of {tuple(part.shape)}"
         param.copy_(part)
         param.requires_grad_(True)  # loading unfreezes it, like transformers; new models of DETR freeze some parameters
@@ -200,7 +201,7 @@ def shard_differences(
     for name, part in own.items():
         expected = full[name]
         if expected is not None:
-            expected = model.layouts[name].shard(expected, model.mesh.tp.rank)
+            expected = own_part(model, name, expected)
         lines += differences(f"{what} {name}", part, expected, tolerance)
     return lines
 
