@@ -26,6 +26,7 @@ from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, CheckpointErro
 from oslo_models.checkpoint.journal import current_files
 from oslo_models.checkpoint.manifest import read_manifest, sync_and_record, write_manifest
 from oslo_models.checkpoint.serialization import explain_write_errors
+from oslo_models.distributed.callers import is_over_context
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.distributed.rng import default_generator
@@ -39,7 +40,7 @@ def save_optimizer(
     """Save the optimizer and the random number generators of all ranks. A collective of all ranks.
 
     Data-parallel replicas with equal optimizer states write the state once. Ranks that divide the tokens of a sequence
-    have the same states, and the first of them writes.
+    have the same states, and the first of them writes. If FSDP2 shards the states over them too, each rank writes.
 
     Args:
         directory: the target directory. It may be the directory of the model's checkpoint.
@@ -55,20 +56,21 @@ def save_optimizer(
     optimizer = _local_optimizer(optimizer)
     local_state = _to_local(optimizer.state_dict())
     checksums = gather_objects(mesh.dp, _state_checksum(local_state))
-    first_equal = checksums.index(checksums[mesh.dp.rank])
+    over_context, rank = _is_over_context(optimizer, mesh), _copy_rank(optimizer, mesh)
+    first_equal = rank if over_context else checksums.index(checksums[rank])
     nbytes = sum(leaf.nbytes for leaf in _leaves(local_state) if isinstance(leaf, Tensor))
     content: dict[str, Any] = {
-        "optimizer": local_state if first_equal == mesh.dp.rank else None,
+        "optimizer": local_state if first_equal == rank else None,
         "shared_with": first_equal,
         "shapes": _shapes(optimizer),
         "random": _random_states(mesh.device),
         "state": dict(state or {}),
     }
-    name = _file_name(mesh, mesh.dp.rank)
+    name = _file_name(mesh, rank)
     with replace_atomically(target, world, nbytes, OPTIMIZER) as staging:
         record = None
         with agree(world, f"writing {name}"), explain_write_errors(staging / name, nbytes, world.rank):
-            if mesh.cp.rank == 0:
+            if mesh.cp.rank == 0 or over_context:
                 torch.save(content, staging / name)
                 try:
                     torch.load(staging / name, weights_only=True, mmap=True)
@@ -81,6 +83,8 @@ def save_optimizer(
             if world.rank == 0:
                 sizes: dict[str, Any] = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
                 sizes["ep"] = mesh.expert_parallel_size
+                if over_context:
+                    sizes["cp"] = mesh.cp.size
                 if mesh.tp.shares:
                     sizes["tp_shares"] = mesh.tp.shares
                 what = {"kind": "optimizer", "variant": OPTIMIZER, "optimizer": kind}
@@ -108,7 +112,7 @@ def load_optimizer(directory: str | os.PathLike[str], optimizer: Optimizer, mesh
     with agree(mesh.world, f"loading the optimizer of {target}"):
         manifest = _read_manifest(target)
         _check_compatible(target, manifest, optimizer, mesh)
-        content = _read(target, manifest, _file_name(mesh, mesh.dp.rank))
+        content = _read(target, manifest, _file_name(mesh, _copy_rank(optimizer, mesh)))
         given, optimizer = optimizer, _local_optimizer(optimizer)
         if content["shapes"] != _shapes(optimizer):
             raise ValueError(
@@ -242,8 +246,21 @@ def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def _file_name(mesh: ParallelMesh, dp_rank: int) -> str:
-    return optimizer_name(mesh.tp.rank, mesh.pp.rank, dp_rank)
+def _is_over_context(optimizer: Optimizer, mesh: ParallelMesh) -> bool:
+    """Return whether FSDP2 shards optimizer states over the ranks that divide tokens."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    ranks = (param.device_mesh.mesh for param in params if isinstance(param, DTensor))
+    return mesh.cp.size > 1 and any(is_over_context(each, "the parameters", mesh) for each in ranks)
+
+
+def _copy_rank(optimizer: Optimizer, mesh: ParallelMesh) -> int:
+    """Return the position of this rank among those whose optimizer states may differ."""
+    is_over = _is_over_context(optimizer, mesh)
+    return mesh.dp.rank * mesh.cp.size + mesh.cp.rank if is_over else mesh.dp.rank
+
+
+def _file_name(mesh: ParallelMesh, copy_rank: int) -> str:
+    return optimizer_name(mesh.tp.rank, mesh.pp.rank, copy_rank)
 
 
 def _model_checksum(directory: Path) -> int | None:
@@ -277,6 +294,13 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
             f"pipeline_parallel_size={saved['pp']} and {saved['dp']} replicas, and this run has {own['tp']}, "
             f"{own['pp']} and {own['dp']}: optimizer states are not resharded, so keep the earlier sizes, or load only "
             "the model and start with a new optimizer"
+        )
+    context, own_context = manifest.get("cp", 1), mesh.cp.size if _is_over_context(optimizer, mesh) else 1
+    if context != own_context:
+        raise ValueError(
+            f"the optimizer state in {directory} was sharded by FSDP2 over {context} ranks that divide tokens, and "
+            f"this one over {own_context}: optimizer states are not resharded, so call fully_shard with the earlier "
+            "mesh, or load only the model and start with a new optimizer"
         )
     shares = tuple(manifest.get("tp_shares", ()))
     if shares != mesh.tp.shares:

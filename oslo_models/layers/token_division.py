@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from oslo_models.distributed.autograd_collectives import scatter_to
+from oslo_models.distributed.callers import is_of_fully_shard
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
 
@@ -145,6 +147,55 @@ class TokenDivision(ABC):
             return tree_unflatten([make(leaf) for make, leaf in zip(returned, leaves, strict=True)], structure)
 
         return on_parts
+
+
+def loses_parts(module: nn.Module) -> bool:
+    """Return whether hooks of ``fully_shard`` at a module would lose the marks of parts."""
+    return any(map(is_of_fully_shard, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
+
+
+def keep_parts(module: nn.Module) -> None:
+    """Pass local tensors through the hooks of ``fully_shard`` at a module."""
+    for hooks, around in ((module._forward_pre_hooks, _before_forward), (module._forward_hooks, _after_forward)):
+        own: dict[int, Any] = hooks
+        own.update({key: partial(around, hook) for key, hook in own.items() if is_of_fully_shard(hook)})
+
+
+def _before_forward(hook: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _on_local(lambda given: hook(module, *given), (args, kwargs))
+
+
+def _after_forward(hook: Callable[..., Any], module: nn.Module, args: Any, output: Any) -> Any:
+    return _on_local(partial(hook, module, args), output)
+
+
+def _on_local(hook: Callable[[Any], Any], value: Any) -> Any:
+    """Call a hook with local tensors, and mark its result like ``value``."""
+    if not torch.is_grad_enabled():  # it adds no nodes to the graph
+        return hook(value)
+    leaves, structure = tree_flatten(value)
+    if not any(isinstance(leaf, ShardedActivation) for leaf in leaves):
+        return hook(value)
+    makers = [maker_of(leaf) for leaf in leaves]
+    local = [_Local.apply(leaf.local()) if isinstance(leaf, ShardedActivation) else leaf for leaf in leaves]
+    result = hook(tree_unflatten(local, structure))
+    if result is None:
+        return None
+    leaves, structure = tree_flatten(result)
+    return tree_unflatten([make(leaf) for make, leaf in zip(makers, leaves, strict=True)], structure)
+
+
+class _Local(torch.autograd.Function):
+    """Identity. Its result is no view: in-place operations on a view would drop the hooks of ``fully_shard``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return grad
 
 
 def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
