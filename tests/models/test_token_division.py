@@ -250,6 +250,7 @@ def test_fully_sharded_training_matches_transformers(
     pool.run(4, check_fully_sharded, division, reference_training(variant, seed), over, {}, True, False)
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("n", [2, 3])
 def test_weights_sharded_over_ranks_of_one_replica_match_transformers(
     pool: Pool, division: str, n: int, seed: int
