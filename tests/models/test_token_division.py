@@ -209,13 +209,12 @@ def whole(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fully_sharded(
-    division: str, training: Training, over: str, options: dict[str, Any], blocks: bool, checkpointing: bool
+    division: str, training: Training, over: str, n: int = 2, tp: int = 1, blocks: bool = True
 ) -> None:
     """Each replica has batches of its own, and accumulates their gradients before it communicates."""
-    model = divided_model(division, training.step, 2, **options)
+    options = {"tensor_parallel_size": tp} if division == CONTEXT else {}
+    model = divided_model(division, training.step, n, **options)
     freeze(model, training.frozen)
-    if checkpointing:
-        model.gradient_checkpointing_enable()
     wrapped, dp = fully_sharded(model, over, blocks), model.mesh.dp
     optimizer, lines = make_optimizer("AdamW", wrapped.parameters()), list[str]()
     for number, batches in enumerate(training.batches):
@@ -247,7 +246,7 @@ def test_fully_sharded_training_matches_transformers(
     pool: Pool, division: str, variant: str, over: str, seed: int
 ) -> None:
     """Tied and untied weights, left padding, accumulated and clipped gradients."""
-    pool.run(4, check_fully_sharded, division, reference_training(variant, seed), over, {}, True, False)
+    pool.run(4, check_fully_sharded, division, reference_training(variant, seed), over)
 
 
 @pytest.mark.stacks
@@ -256,27 +255,59 @@ def test_weights_sharded_over_ranks_of_one_replica_match_transformers(
     pool: Pool, division: str, n: int, seed: int
 ) -> None:
     """Numbers of ranks that do not divide the rows of a weight."""
-    options = {CONTEXT: n} if division == CONTEXT else {"tensor_parallel_size": n}
-    training = reference_training("llama-untied", seed, 2)
-    pool.run(n, check_fully_sharded, division, training, COPIES, options, True, False)
+    pool.run(n, check_fully_sharded, division, reference_training("llama-untied", seed, 2), COPIES, n)
 
 
 @pytest.mark.parametrize("over", [REPLICAS, COPIES])
-@pytest.mark.parametrize("case", ["checkpointing", "one group", "frozen embeddings", "frozen attention"])
+@pytest.mark.parametrize("case", ["one group", "frozen embeddings", "frozen attention"])
 def test_fully_sharded_training_in_other_ways_matches_transformers(
     pool: Pool, division: str, case: str, over: str, seed: int
 ) -> None:
     frozen = {"frozen embeddings": "embed", "frozen attention": "self_attn"}.get(case)
     training = reference_training("llama", seed, 4, frozen)
-    pool.run(4, check_fully_sharded, division, training, over, {}, case != "one group", case == "checkpointing")
+    pool.run(4, check_fully_sharded, division, training, over, 2, 1, case != "one group")
 
 
 @pytest.mark.parametrize("over", [REPLICAS, COPIES])
 def test_fully_sharded_weights_of_sharded_layers_match_transformers(
     pool: Pool, division: str, over: str, seed: int
 ) -> None:
-    options = {"tensor_parallel_size": 2}
-    pool.run(4, check_fully_sharded, division, reference_training("llama", seed), over, options, True, False)
+    pool.run(4, check_fully_sharded, division, reference_training("llama", seed), over, 2, 2)
+
+
+def check_fully_sharded_checkpointing(division: str, step: Step, over: str) -> None:
+    """In float32: the mode that lifts casts is not active while the backward pass recomputes."""
+    results = []
+    for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        model = fully_sharded(divided_model(division, step, 2, torch.float32), over)
+        if options is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        torch.manual_seed(5)
+        with counting(division) as counts:
+            loss = model(**step.batch).loss
+            loss.backward()
+        assert is_divided(counts)
+        gradients = whole({name: param.grad for name, param in model.named_parameters()})
+        results.append({"loss": loss.detach(), **gradients})
+    plain, *others = results
+    lines = [line for own in others for name in plain for line in differences(name, own[name], plain[name], 1e-6)]
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("over", [REPLICAS, COPIES])
+def test_fully_sharded_step_with_checkpointing_equals_one_without(
+    pool: Pool, division: str, over: str, seed: int
+) -> None:
+    name, config = "LlamaForCausalLM", zoo.config("llama", use_cache=False)
+    weights = full_parameters(reference_model(name, config, seed, torch.float32))
+    batch = zoo.batch(name, config, seed, torch.float32)
+    pool.run(
+        4,
+        check_fully_sharded_checkpointing,
+        division,
+        Step(name, config, batch, weights, {}, torch.zeros(()), {}),
+        over,
+    )
 
 
 # Calls with whole hidden states ---------------------------------------------------------------------------------------
