@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -33,7 +34,7 @@ def check_wrappers(model: Any, division: TokenDivision) -> None:
         _prepare_fully_sharded(model, division, sharded)
 
 
-def _prepare_fully_sharded(model: Any, division: TokenDivision, modules: list[nn.Module]) -> None:
+def _prepare_fully_sharded(model: Any, division: TokenDivision, modules: Sequence[nn.Module]) -> None:
     """Pass parts through modules of ``fully_shard``, and find the parameters that it shards over the cp axis.
 
     Raises:

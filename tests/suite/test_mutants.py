@@ -356,10 +356,6 @@ def sums_of_gradients_that_fsdp_sums(patch: Patch) -> None:
     patch.setattr(modeling_division, "fully_sharded_parameters", lambda module: ())
 
 
-def parts_lost_by_hooks_of_fsdp(patch: Patch) -> None:
-    patch.setattr(modeling_division, "keep_parts", lambda module: None)
-
-
 def norms_of_shards_of_one_context_rank(patch: Patch) -> None:
     right = training._axes_of_fsdp
     patch.setattr(training, "_axes_of_fsdp", lambda mesh, grad: right(mesh, grad)[:1])
@@ -962,7 +958,6 @@ MUTANTS: dict[str, list[Caught]] = {
             for mutant in (
                 parts_averaged_by_fsdp,
                 parts_summed_before_fsdp,
-                parts_lost_by_hooks_of_fsdp,
                 norms_of_shards_of_one_context_rank,
             )
         ],
