@@ -54,8 +54,22 @@ def context_model(step: Step, cp: int, tp: int = 1, **options: Any) -> Any:
     return parallel_model(step.name, step.config, step.weights, tp, context_parallel_size=cp, **OPTIONS | options)
 
 
-def check_step(step: Step, cp: int, tp: int = 1, options: Mapping[str, Any] = OPTIONS, divides: bool = True) -> None:
+def check_step(
+    step: Step,
+    cp: int,
+    tp: int = 1,
+    options: Mapping[str, Any] = OPTIONS,
+    divides: bool = True,
+    over: str | None = None,
+) -> None:
+    """Take two steps.
+
+    Args:
+        over: the ranks over which FSDP2 shards the weights, if any.
+    """
     model = context_model(step, cp, tp, **options).train()
+    if over is not None:
+        fully_sharded(model, over)
     for _ in range(2):
         torch.manual_seed(0)  # Wav2Vec2 samples its targets
         with counting_exchanges() as counts:
@@ -81,10 +95,12 @@ def test_step_with_sharded_layers_matches_transformers(pool: Pool, variant: str,
     pool.run(4, check_step, reference_step(zoo.lm_head(variant), zoo.config(variant), seed), 2, 2)
 
 
-def check_drawn(pool: Pool, name: str, model_type: str, n: int, seed: int, tp: int = 1) -> None:
+def check_drawn(
+    pool: Pool, name: str, model_type: str, n: int, seed: int, tp: int = 1, over: str | None = None
+) -> None:
     step, options, text = drawn_step(name, model_type, seed, tp, None if n == 2 or seed % 2 else 8)
     try:
-        pool.run(n * tp, check_step, step, n, tp, options)
+        pool.run(n * tp, check_step, step, n, tp, options, True, over)
     except Exception as error:
         raise AssertionError(text) from error
 
@@ -109,6 +125,15 @@ def test_drawn_class_matches_transformers(pool: Pool, model_type: str, seed: int
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_configuration_with_sharded_layers_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     check_drawn(pool, zoo.main_head(model_type), model_type, 2, seed, tp=2)
+
+
+@pytest.mark.drawn(18)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_drawn_configuration_with_fully_sharded_weights_matches_transformers(
+    pool: Pool, model_type: str, seed: int
+) -> None:
+    """Experts that only some ranks use are among them."""
+    check_drawn(pool, zoo.main_head(model_type), model_type, 2, seed, over=COPIES)
 
 
 @pytest.mark.parametrize(

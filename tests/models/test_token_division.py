@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -203,11 +202,6 @@ def reference_training(variant: str, seed: int, count: int = 4, frozen: str | No
     return Training(step, batches, losses, norms, full_parameters(model), frozen)
 
 
-def whole(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather what FSDP2 has sharded."""
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in tensors.items()}
-
-
 def check_fully_sharded(
     division: str, training: Training, over: str, n: int = 2, tp: int = 1, blocks: bool = True
 ) -> None:
@@ -228,7 +222,7 @@ def check_fully_sharded(
             assert is_divided(counts)
             loss += part.detach()
         if number == 0:
-            gradients = whole({name: param.grad for name, param in model.named_parameters(remove_duplicate=False)})
+            gradients = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
             lines += shard_differences(model, "gradient of", gradients, training.step.gradients, TOLERANCE)
         norm = model.clip_grad_norm_(LARGEST_NORM)
         optimizer.step()
@@ -236,7 +230,7 @@ def check_fully_sharded(
         lines += differences("norm", norm, training.norms[number], TOLERANCE)
     sharded = dict(model.named_parameters(remove_duplicate=False))
     assert all(isinstance(param.data, DTensor) for param in sharded.values())
-    lines += shard_differences(model, "trained", whole(sharded), training.trained, TOLERANCE)
+    lines += shard_differences(model, "trained", sharded, training.trained, TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -287,7 +281,7 @@ def check_fully_sharded_checkpointing(division: str, step: Step, over: str) -> N
             loss = model(**step.batch).loss
             loss.backward()
         assert is_divided(counts)
-        gradients = whole({name: param.grad for name, param in model.named_parameters()})
+        gradients: dict[str, Any] = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
         results.append({"loss": loss.detach(), **gradients})
     plain, *others = results
     lines = [line for own in others for name in plain for line in differences(name, own[name], plain[name], 1e-6)]
