@@ -155,34 +155,53 @@ def loses_parts(module: nn.Module) -> bool:
 
 
 def keep_parts(module: nn.Module) -> None:
-    """Pass local tensors through the hooks of ``fully_shard`` at a module."""
-    for hooks, around in ((module._forward_pre_hooks, _before_forward), (module._forward_hooks, _after_forward)):
-        own: dict[int, Any] = hooks
-        own.update({key: partial(around, hook) for key, hook in own.items() if is_of_fully_shard(hook)})
+    """Pass local tensors through the hooks of ``fully_shard`` at a module. Its forward hook gets the raw outputs."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    before.update({key: partial(_before_forward, hook) for key, hook in before.items() if is_of_fully_shard(hook)})
+    for key, hook in [*after.items()]:
+        if is_of_fully_shard(hook):
+            after[key] = partial(_after_forward, hook)
+            after.move_to_end(key, last=False)
 
 
 def _before_forward(hook: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _on_local(lambda given: hook(module, *given), (args, kwargs))
+    leaves, structure = tree_flatten((args, kwargs))
+    if not torch.is_grad_enabled() or not _has_parts(leaves):  # without gradients, it adds no nodes to the graph
+        return hook(module, args, kwargs)
+    result = hook(module, *tree_unflatten(map(local_of, leaves), structure))
+    if result is None:
+        return None
+    found, structure = tree_flatten(result)
+    return tree_unflatten([maker_of(leaf)(each) for leaf, each in zip(leaves, found, strict=True)], structure)
 
 
 def _after_forward(hook: Callable[..., Any], module: nn.Module, args: Any, output: Any) -> Any:
-    return _on_local(partial(hook, module, args), output)
-
-
-def _on_local(hook: Callable[[Any], Any], value: Any) -> Any:
-    """Call a hook with local tensors, and mark its result like ``value``."""
-    if not torch.is_grad_enabled():  # it adds no nodes to the graph
-        return hook(value)
-    leaves, structure = tree_flatten(value)
-    if not any(isinstance(leaf, ShardedActivation) for leaf in leaves):
-        return hook(value)
-    makers = [maker_of(leaf) for leaf in leaves]
-    local = [_Local.apply(leaf.local()) if isinstance(leaf, ShardedActivation) else leaf for leaf in leaves]
-    result = hook(tree_unflatten(local, structure))
+    leaves, structure = tree_flatten(output)
+    if not torch.is_grad_enabled() or not _has_parts(leaves):
+        return hook(module, args, output)
+    given = [_Local.apply(leaf.local()) if isinstance(leaf, ShardedActivation) else leaf for leaf in leaves]
+    result = hook(module, args, tree_unflatten(given, structure))
     if result is None:
         return None
-    leaves, structure = tree_flatten(result)
-    return tree_unflatten([make(leaf) for make, leaf in zip(makers, leaves, strict=True)], structure)
+    found, structure = tree_flatten(result)
+    return tree_unflatten(map(_with_hooks, leaves, given, found), structure)
+
+
+def _has_parts(leaves: list[Any]) -> bool:
+    return any(isinstance(leaf, ShardedActivation) for leaf in leaves)
+
+
+def _with_hooks(leaf: Any, given: Any, found: Any) -> Any:
+    """Return an output of a module, with the hooks that ``fully_shard`` has registered at its local tensor.
+
+    The output itself gets them, because recorders of hidden states have read it already.
+    """
+    if not isinstance(leaf, ShardedActivation):
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        for hook in (given._backward_hooks or {}).values():
+            leaf.register_hook(hook)
+    return leaf if found is given else leaf.remaker()(found)
 
 
 class _Local(torch.autograd.Function):

@@ -128,11 +128,11 @@ def test_drawn_configuration_with_sharded_layers_matches_transformers(pool: Pool
 
 
 @pytest.mark.drawn(18)
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", [kind for kind in TYPES if kind != "vit_mae"])
 def test_drawn_configuration_with_fully_sharded_weights_matches_transformers(
     pool: Pool, model_type: str, seed: int
 ) -> None:
-    """Experts that only some ranks use are among them."""
+    """Not ViTMAE: FSDP2 gives its random order of patches, an input, a gradient of zeros."""
     check_drawn(pool, zoo.main_head(model_type), model_type, 2, seed, over=COPIES)
 
 

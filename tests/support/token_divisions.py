@@ -42,12 +42,13 @@ def divided_model(division: str, step: Step, n: int, dtype: torch.dtype = torch.
 
 
 def fully_sharded(model: Any, over: str, blocks: bool = True) -> Any:
-    """Shard each block and the rest of the model, or all weights at once, with FSDP2."""
+    """Shard each block and the rest of the model, or all weights at once, with FSDP2, which refuses scalars."""
     mesh = model.mesh.dp_cp_mesh if over == COPIES else model.mesh.device_mesh["dp"]
+    scalars = {param for param in model.parameters() if not param.dim()}
     for module in [*model.modules()] if blocks else ():
         if isinstance(module, GradientCheckpointingLayer):
             fully_shard(module, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh, ignored_params=scalars)
 
 
 def counting(division: str) -> AbstractContextManager[Counter[str]]:
