@@ -152,7 +152,7 @@ class TrainableModel(PreTrainedModel):
         """Scale all gradients so that their norm over the full model is at most ``max_norm``. This is a collective.
 
         Each element of the full model counts once, whether sharded or replicated. Gradients that FSDP2 shards over
-        replicas are included.
+        replicas, or over ranks that divide tokens, are included.
 
         Returns:
             The norm before clipping, the same on all ranks of the model.

@@ -235,7 +235,14 @@ def check_fully_sharded(
 
 
 @pytest.mark.parametrize("over", [REPLICAS, COPIES])
-@pytest.mark.parametrize("variant", ["llama", "llama-untied", "gpt2", "bert", "t5", "mixtral"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "llama",
+        "llama-untied",
+        *(pytest.param(each, marks=pytest.mark.zoo) for each in ("gpt2", "bert", "t5", "mixtral")),
+    ],
+)
 def test_fully_sharded_training_matches_transformers(
     pool: Pool, division: str, variant: str, over: str, seed: int
 ) -> None:
