@@ -156,7 +156,8 @@ def loses_parts(module: nn.Module) -> bool:
 
 def keep_parts(module: nn.Module) -> None:
     """Pass local tensors through the hooks of ``fully_shard`` at a module. Its forward hook gets the raw outputs."""
-    before, after = module._forward_pre_hooks, module._forward_hooks
+    before: Any = module._forward_pre_hooks
+    after: Any = module._forward_hooks
     before.update({key: partial(_before_forward, hook) for key, hook in before.items() if is_of_fully_shard(hook)})
     for key, hook in [*after.items()]:
         if is_of_fully_shard(hook):

@@ -143,6 +143,23 @@ def test_optimizer_state_of_another_mesh_is_rejected(pool: Pool, tmp_path: Path)
         assert "tensor_parallel_shares=None, and this run has [1, 3]" in str(error)
 
 
+def save_and_load_over(folder: Path, saved: bool, loaded: bool) -> None:
+    """On ranks that divide tokens, whose optimizer states FSDP2 has sharded over them or not."""
+    optimizers = []
+    for is_sharded in (saved, loaded):
+        model = GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2"), context_parallel_size=2, seed=0)
+        optimizers.append(torch.optim.AdamW(with_replicas(model, is_sharded).parameters()))
+    model.save_optimizer(optimizers[0], folder)
+    model.load_optimizer(optimizers[1], folder)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_optimizer_state_sharded_over_other_ranks_is_rejected(pool: Pool, saved: bool, tmp_path: Path) -> None:
+    pool.run(2, save_and_load_over, tmp_path, saved, saved)
+    for error in pool.run(2, save_and_load_over, tmp_path, saved, not saved, expect=ValueError):
+        assert f"over {1 + saved} ranks that divide tokens, and this one over {2 - saved}" in str(error)
+
+
 def damage_on_one_rank(folder: Path) -> None:
     """Flip a bit in a file of rank 1: all ranks raise, and name the file."""
     model, optimizer = small(2)
