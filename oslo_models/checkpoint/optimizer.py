@@ -26,6 +26,7 @@ from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, CheckpointErro
 from oslo_models.checkpoint.journal import current_files
 from oslo_models.checkpoint.manifest import read_manifest, sync_and_record, write_manifest
 from oslo_models.checkpoint.serialization import explain_write_errors
+from oslo_models.distributed.callers import is_over_context
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.distributed.rng import default_generator
@@ -39,7 +40,7 @@ def save_optimizer(
     """Save the optimizer and the random number generators of all ranks. A collective of all ranks.
 
     Data-parallel replicas with equal optimizer states write the state once. Ranks that divide the tokens of a sequence
-    have the same states, and the first of them writes, unless they have different experts.
+    have the same states, and the first of them writes, unless they have different experts or FSDP2 shards over them.
 
     Args:
         directory: the target directory. It may be the directory of the model's checkpoint.
@@ -54,7 +55,7 @@ def save_optimizer(
     target, world, kind = Path(directory), mesh.world, _kind(optimizer)
     optimizer = _local_optimizer(optimizer)
     local_state = _to_local(optimizer.state_dict())
-    axis, numbers = _sharing_ranks(mesh)
+    axis, numbers = _sharing_ranks(optimizer, mesh)
     checksums = gather_objects(axis, _state_checksum(local_state))
     first_equal = checksums.index(checksums[axis.rank])
     nbytes = sum(leaf.nbytes for leaf in _leaves(local_state) if isinstance(leaf, Tensor))
@@ -65,11 +66,11 @@ def save_optimizer(
         "random": _random_states(mesh.device),
         "state": dict(state or {}),
     }
-    name = _file_name(mesh, numbers[axis.rank])
+    name, context = _file_name(mesh, numbers[axis.rank]), _context_size(optimizer, mesh)
     with replace_atomically(target, world, nbytes, OPTIMIZER) as staging:
         record = None
         with agree(world, f"writing {name}"), explain_write_errors(staging / name, nbytes, world.rank):
-            if mesh.cp.rank == 0 or mesh.has_experts_over_replicas:
+            if mesh.cp.rank == 0 or context > 1:
                 torch.save(content, staging / name)
                 try:
                     torch.load(staging / name, weights_only=True, mmap=True)
@@ -82,7 +83,7 @@ def save_optimizer(
             if world.rank == 0:
                 sizes: dict[str, Any] = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
                 sizes["ep"] = mesh.expert_parallel_size
-                if (context := _context_size(mesh)) > 1:
+                if context > 1:
                     sizes["cp"] = context
                 if mesh.tp.shares:
                     sizes["tp_shares"] = mesh.tp.shares
@@ -111,7 +112,7 @@ def load_optimizer(directory: str | os.PathLike[str], optimizer: Optimizer, mesh
     with agree(mesh.world, f"loading the optimizer of {target}"):
         manifest = _read_manifest(target)
         _check_compatible(target, manifest, optimizer, mesh)
-        axis, numbers = _sharing_ranks(mesh)
+        axis, numbers = _sharing_ranks(optimizer, mesh)
         content = _read(target, manifest, _file_name(mesh, numbers[axis.rank]))
         given, optimizer = optimizer, _local_optimizer(optimizer)
         if content["shapes"] != _shapes(optimizer):
@@ -246,14 +247,23 @@ def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def _context_size(mesh: ParallelMesh) -> int:
-    """Return the number of ranks that divide tokens, if they have different experts, and one otherwise."""
-    return mesh.cp.size if mesh.has_experts_over_replicas else 1
+def _is_over_context(optimizer: Optimizer, mesh: ParallelMesh) -> bool:
+    """Return whether FSDP2 shards optimizer states over the ranks that divide tokens."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    ranks = (param.device_mesh.mesh for param in params if isinstance(param, DTensor))
+    return mesh.cp.size > 1 and any(is_over_context(each, "the parameters", mesh) for each in ranks)
 
 
-def _sharing_ranks(mesh: ParallelMesh) -> tuple[Axis, list[int]]:
+def _context_size(optimizer: Optimizer, mesh: ParallelMesh) -> int:
+    """Return the number of ranks that divide tokens, if their states differ, and one otherwise."""
+    return mesh.cp.size if mesh.has_experts_over_replicas or _is_over_context(optimizer, mesh) else 1
+
+
+def _sharing_ranks(optimizer: Optimizer, mesh: ParallelMesh) -> tuple[Axis, list[int]]:
     """Return the ranks that may have equal states, and the number of each one's file."""
-    if (context := _context_size(mesh)) == 1:
+    if _is_over_context(optimizer, mesh):
+        return Axis.alone("optimizer"), [mesh.copy_rank]
+    if (context := _context_size(optimizer, mesh)) == 1:
         return mesh.dp, list(range(mesh.dp.size))
     axis = mesh.expert_replicas
     return axis, [rank // mesh.tp.size % (mesh.dp.size * context) for rank in axis.ranks]
@@ -288,8 +298,8 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
             f"{mesh.expert_parallel_size}: optimizer states are not resharded, so keep the earlier size, or load only "
             "the model and start with a new optimizer"
         )
-    context = manifest.get("cp", 1)
-    if context != _context_size(mesh):
+    context, own_context = manifest.get("cp", 1), _context_size(optimizer, mesh)
+    if context != own_context and mesh.has_experts_over_replicas:
         raise ValueError(
             f"the optimizer state in {directory} is of experts over {context} ranks that divide tokens, and this run "
             f"has context_parallel_size={mesh.cp.size} and expert_parallel_size={mesh.expert_parallel_size}: "
@@ -302,6 +312,12 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
             f"pipeline_parallel_size={saved['pp']} and {saved['dp']} replicas, and this run has {own['tp']}, "
             f"{own['pp']} and {own['dp']}: optimizer states are not resharded, so keep the earlier sizes, or load only "
             "the model and start with a new optimizer"
+        )
+    if context != own_context:
+        raise ValueError(
+            f"the optimizer state in {directory} was sharded by FSDP2 over {context} ranks that divide tokens, and "
+            f"this one over {own_context}: optimizer states are not resharded, so call fully_shard with the earlier "
+            "mesh, or load only the model and start with a new optimizer"
         )
     shares = tuple(manifest.get("tp_shares", ()))
     if shares != mesh.tp.shares:

@@ -7,14 +7,14 @@ in the libraries, so each name is in this module. Functions called by a method l
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from oslo_models.distributed.mesh import Axis, ParallelMesh
@@ -142,13 +142,54 @@ def require_replicas_in_fully_shard(what: str, mesh: ParallelMesh) -> None:
             return
         frame = frame.f_back
     given = getattr(frame.f_locals.get("mesh"), "mesh", None)
-    ranks = [] if given is None else sorted(given.flatten().tolist())
-    if not set(ranks) <= set(mesh.dp.ranks):
-        raise ValueError(
-            f"fully_shard over ranks {ranks} would mix the shards of different ranks: ranks {list(mesh.model.ranks)} "
-            f"hold {what} together ({_sizes(mesh)}), and its replicas are on ranks {list(mesh.dp.ranks)}. Pass them: "
-            'fully_shard(model, mesh=model.mesh.device_mesh["dp"])'
-        )
+    if given is not None:
+        is_over_context(given, what, mesh)
+
+
+def is_over_context(given: Tensor, what: str, mesh: ParallelMesh) -> bool:
+    """Return whether ``fully_shard`` over these ranks includes those that divide tokens.
+
+    Args:
+        given: ranks of its mesh, in the dimensions of the mesh.
+        what: the sharded model or parameter.
+
+    Raises:
+        ValueError: they are neither replicas nor all ranks with the same weights.
+    """
+    ranks = sorted(given.flatten().tolist())
+    if set(ranks) <= set(mesh.dp.ranks):
+        return False
+    copies = sorted(replica + rank - mesh.world.rank for replica in mesh.dp.ranks for rank in mesh.cp.ranks)
+    if mesh.cp.size > 1 and ranks == copies and given.dim() == 1:
+        return True
+    remedy = 'Pass them: fully_shard(model, mesh=model.mesh.device_mesh["dp"])'
+    if mesh.cp.size > 1:
+        remedy += ", or the ranks that divide their tokens too: fully_shard(model, mesh=model.mesh.dp_cp_mesh)"
+    raise ValueError(
+        f"fully_shard over ranks {given.tolist()} would mix the shards of different ranks: ranks "
+        f"{list(mesh.model.ranks)} hold {what} together ({_sizes(mesh)}), and its replicas are on ranks "
+        f"{list(mesh.dp.ranks)}. {remedy}"
+    )
+
+
+def fully_sharded_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the owner, name and ranks of each parameter that ``fully_shard`` of this module has sharded.
+
+    Outside of `fully_shard`'s own state, only sharded parameters name their ranks, and modules have full ones while
+    they run.
+    """
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for param in (param for group in groups if group is not None for param in group.fsdp_params):
+        owners, ranks = param._module_info, param.sharded_param.device_mesh.mesh
+        yield owners.module, owners.param_name, ranks
+        for owner, name in zip(owners.shared_modules, owners.shared_param_names, strict=True):
+            yield owner, name, ranks
+
+
+def is_of_fully_shard(hook: Any) -> bool:
+    """Return whether ``fully_shard`` has registered a hook of a module."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def state_dict_options() -> StateDictOptions | None:

@@ -142,7 +142,8 @@ class ParallelMesh:
         device: the device of this rank.
         destroyed: whether `destroy` was called.
         device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and others; ``None`` without a
-            process group. With context parallelism the dimensions are ``("pp", "dp", "cp", "tp")``.
+            process group. With context parallelism the dimensions are ``("pp", "dp", "cp", "tp")``. Torch deprecates
+            slices of flattened dimensions, so the dp and cp axes together are a separate mesh, `dp_cp_mesh`.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class ParallelMesh:
         self.device = start_process_group(needed, timeout)
         self._created: list[Axis] = []
         self._alone: Axis | None = None
+        self._dp_cp_mesh: DeviceMesh | None = None
         self.destroyed = False
         self.world = world_axis(timeout)
         world_size = self.world.size
@@ -231,6 +233,7 @@ class ParallelMesh:
         """Return the mesh of a rank that is a thread of this process. Only its tp axis has more than one rank."""
         mesh = cls.__new__(cls)
         mesh.device, mesh.device_mesh, mesh._created, mesh.destroyed = threads.devices[rank], None, [], False
+        mesh._dp_cp_mesh = None
         mesh.tp = mesh.model = mesh.weights = mesh.world = Axis(
             "tp", rank, tuple(range(threads.size)), None, threads=threads
         )
@@ -243,6 +246,23 @@ class ParallelMesh:
     def is_sharded(self) -> bool:
         """Whether a rank holds only a part of the model."""
         return self.weights.size > 1 or self.has_experts_over_replicas
+
+    @property
+    def dp_cp_mesh(self) -> DeviceMesh:
+        """Torch's mesh of the ranks with the same weights, for FSDP2: the dp and cp axes as one dimension.
+
+        The first access is a collective of all ranks, since it may create a process group.
+
+        Raises:
+            ValueError: no process group is running.
+        """
+        if self._dp_cp_mesh is None:
+            if self.device_mesh is None:
+                raise ValueError("dp_cp_mesh needs several processes: start the script with `torchrun`")
+            group = self._joint_axis("dp_cp", self.dp, self.cp).group
+            assert group is not None
+            self._dp_cp_mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("dp_cp",))
+        return self._dp_cp_mesh
 
     @property
     def has_experts_over_replicas(self) -> bool:
@@ -272,14 +292,13 @@ class ParallelMesh:
                 return replace(axis, name=name)
         assert self.device_mesh is not None
         ranks, names = self.device_mesh.mesh, list(self.device_mesh.mesh_dim_names or ())
-        joined = [names.index(axis.name) for axis in (self.pp, self.cp, self.tp) if axis in axes and axis.name in names]
-        return self._new_axis(
-            name, list(ranks.movedim(joined, list(range(-len(joined), 0))).flatten(-len(joined)).flatten(0, -2))
-        )
+        joined = [dim for dim, axis_name in enumerate(names) if getattr(self, axis_name) in axes]
+        grouped = ranks.movedim(joined, list(range(-len(joined), 0))).flatten(-len(joined)).flatten(0, -2)
+        return self._new_axis(name, list(grouped), own_timeout=self.dp not in axes)
 
     def destroy(self) -> None:
         """Destroy the groups created by this mesh. A process group of the user stays. Every rank has to call it."""
-        self.device_mesh, self.destroyed = None, True
+        self.device_mesh, self._dp_cp_mesh, self.destroyed = None, None, True
         groups = dict.fromkeys(axis.group for axis in self._created if axis.group is not None)
         for axis in (*self._created, self.model, self.weights):
             object.__setattr__(axis, "group", None)
@@ -443,7 +462,7 @@ def _drop_groups(ref: weakref.ref[ParallelMesh]) -> None:
     """Drop the groups at exit. gloo's threads abort the interpreter if a group is freed last."""
     mesh = ref()
     if mesh is not None:
-        mesh.device_mesh = None
+        mesh.device_mesh = mesh._dp_cp_mesh = None
         for axis in (mesh.model, mesh.weights, mesh.world, *mesh._created):
             object.__setattr__(axis, "group", None)
 

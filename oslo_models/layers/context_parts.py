@@ -8,6 +8,7 @@ There are two conventions for gradients. Outside of blocks, a whole tensor has t
 between tensor-parallel layers. Inside of blocks, the gradient of a whole tensor is the sum of the gradients of all
 ranks. A part has its part of the gradient everywhere. So a block's parameters need one sum, at the end of its backward
 pass, whether they computed parts or whole tensors. Experts over the cp axis or replicas sum their gradients themselves.
+FSDP2 over the cp axis averages gradients itself. It gets the parts, multiplied by the number of ranks.
 
 Long prompts are divided in calls without gradients. Each rank gathers their keys and values into its whole cache.
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +106,7 @@ class ContextParts(TokenDivision):
         device: device of the model.
         draws: whether the model draws random numbers in blocks.
         prepare: called with each module of a block before it runs. Adapters may have replaced modules.
+        averaged: names of each module's parameters that FSDP2 shards over these ranks too.
         is_inside: whether a block with divided hidden states is running.
     """
 
@@ -111,6 +114,7 @@ class ContextParts(TokenDivision):
         super().__init__(axis, f"context_parallel_size={axis.size}")
         self.device, self.draws = device, draws
         self.prepare: Callable[[nn.Module], None] = lambda module: None
+        self.averaged: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
         self.is_inside = False
         self._block: nn.Module | None = None
         self._overridden: list[tuple[nn.Module, str]] = []
@@ -125,6 +129,10 @@ class ContextParts(TokenDivision):
         """
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
         block.register_forward_hook(partial(self._leave, gathers), always_call=True)
+
+    def watches(self, module: nn.Module) -> bool:
+        """Return whether a module is a block that divides hidden states."""
+        return self._enter in module._forward_pre_hooks.values()
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._block is not None:  # a block inside of a block
@@ -160,7 +168,9 @@ class ContextParts(TokenDivision):
         params = list({id(param): param for _, _, param in owners}.values())
         if not params:
             return
-        aliases = dict(zip(map(id, params), _SummedParameters.apply(self.axis, *params), strict=True))
+        averaged = {id(param) for module, name, param in owners if name in self.averaged.get(module, ())}
+        are_averaged = tuple(id(param) in averaged for param in params)
+        aliases = dict(zip(map(id, params), _SummedParameters.apply(self.axis, are_averaged, *params), strict=True))
         for module, name, param in owners:
             vars(module)[name] = aliases[id(param)]
             self._overridden.append((module, name))
@@ -266,11 +276,14 @@ class ContextParts(TokenDivision):
 
 
 class _SummedParameters(torch.autograd.Function):
-    """Return aliases of a block's parameters. The backward pass sums their gradients over the ranks, in one message."""
+    """Return aliases of a block's parameters. The backward pass sums their gradients over the ranks, in one message.
+
+    Gradients that FSDP2 averages over the ranks are multiplied by their number instead.
+    """
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis = axis
+    def forward(ctx: Any, axis: Axis, are_averaged: tuple[bool, ...], *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.are_averaged = axis, are_averaged
         ctx.set_materialize_grads(False)
         with without_override():
             aliases = tuple(param.detach() for param in params)
@@ -286,14 +299,20 @@ class _SummedParameters(torch.autograd.Function):
             device = ctx.kinds[chosen[0]][2]
             # Not all ranks use an expert. Without gradients on any rank, a parameter gets none, as in one process.
             used = torch.tensor([grads[index] is not None for index in chosen], dtype=dtype, device=device)
-            parts = [used, *(_flat(grads[index], *ctx.kinds[index]) for index in chosen)]
+            parts = [used, *(_flat(grads[index], *ctx.kinds[index]) for index in chosen if not ctx.are_averaged[index])]
             flat = reduce_fresh(ctx.axis, torch.cat(parts))
-            used, *found = flat.split([len(part) for part in parts])
+            used, *sums = flat.split([len(part) for part in parts])
             if used.is_meta:  # a plan has no values: gradients of all ranks are alike
                 used = torch.tensor([grads[index] is not None for index in chosen])
-            for index, is_used, grad in zip(chosen, used.tolist(), found, strict=True):
-                summed[index] = grad.view(ctx.kinds[index][0]) if is_used else None
-        return None, *summed
+            found = iter(sums)
+            for index, is_used in zip(chosen, used.tolist(), strict=True):
+                shape = ctx.kinds[index][0]
+                if not ctx.are_averaged[index]:
+                    grad = next(found)
+                    summed[index] = grad.view(shape) if is_used else None
+                elif is_used:  # on some rank, so that FSDP2 gets gradients of equal parameters on all ranks
+                    summed[index] = (_flat(grads[index], *ctx.kinds[index]) * ctx.axis.size).view(shape)
+        return None, None, *summed
 
 
 def _is_over_replicas(param: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from oslo_models.distributed.autograd_collectives import scatter_to
+from oslo_models.distributed.callers import is_of_fully_shard
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.sharded_activation import ShardedActivation, ShardSpec
 
@@ -145,6 +147,75 @@ class TokenDivision(ABC):
             return tree_unflatten([make(leaf) for make, leaf in zip(returned, leaves, strict=True)], structure)
 
         return on_parts
+
+
+def loses_parts(module: nn.Module) -> bool:
+    """Return whether hooks of ``fully_shard`` at a module would lose the marks of parts."""
+    return any(map(is_of_fully_shard, (*module._forward_pre_hooks.values(), *module._forward_hooks.values())))
+
+
+def keep_parts(module: nn.Module) -> None:
+    """Pass local tensors through the hooks of ``fully_shard`` at a module. Its forward hook gets the raw outputs."""
+    before: Any = module._forward_pre_hooks
+    after: Any = module._forward_hooks
+    before.update({key: partial(_before_forward, hook) for key, hook in before.items() if is_of_fully_shard(hook)})
+    for key, hook in [*after.items()]:
+        if is_of_fully_shard(hook):
+            after[key] = partial(_after_forward, hook)
+            after.move_to_end(key, last=False)
+
+
+def _before_forward(hook: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    leaves, structure = tree_flatten((args, kwargs))
+    if not torch.is_grad_enabled() or not _has_parts(leaves):  # without gradients, it adds no nodes to the graph
+        return hook(module, args, kwargs)
+    result = hook(module, *tree_unflatten(map(local_of, leaves), structure))
+    if result is None:
+        return None
+    found, structure = tree_flatten(result)
+    return tree_unflatten([maker_of(leaf)(each) for leaf, each in zip(leaves, found, strict=True)], structure)
+
+
+def _after_forward(hook: Callable[..., Any], module: nn.Module, args: Any, output: Any) -> Any:
+    leaves, structure = tree_flatten(output)
+    if not torch.is_grad_enabled() or not _has_parts(leaves):
+        return hook(module, args, output)
+    given = [_Local.apply(leaf.local()) if isinstance(leaf, ShardedActivation) else leaf for leaf in leaves]
+    result = hook(module, args, tree_unflatten(given, structure))
+    if result is None:
+        return None
+    found, structure = tree_flatten(result)
+    return tree_unflatten(map(_with_hooks, leaves, given, found), structure)
+
+
+def _has_parts(leaves: list[Any]) -> bool:
+    return any(isinstance(leaf, ShardedActivation) for leaf in leaves)
+
+
+def _with_hooks(leaf: Any, given: Any, found: Any) -> Any:
+    """Return an output of a module, with the hooks that ``fully_shard`` has registered at its local tensor.
+
+    The output itself gets them, because recorders of hidden states have read it already.
+    """
+    if not isinstance(leaf, ShardedActivation):
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        for hook in (given._backward_hooks or {}).values():
+            leaf.register_hook(hook)
+    return leaf if found is given else leaf.remaker()(found)
+
+
+class _Local(torch.autograd.Function):
+    """Identity. Its result is no view: in-place operations on a view would drop the hooks of ``fully_shard``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return grad
 
 
 def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -133,6 +133,8 @@ def call_with_full_outputs(
         )
     args, kwargs = _on_device(model.mesh.device, args, kwargs)
     model._at(name, steps=1)
+    if torch.is_grad_enabled():
+        _check_division(model)
     with within_model(model):
         output: Any = gathered(getattr(model, name)(*args, **kwargs))
     model._at(f"after {name}")

@@ -26,7 +26,7 @@ from oslo_models.distributed.callers import (
     state_dict_options,
 )
 from oslo_models.distributed.collectives import all_reduce
-from oslo_models.distributed.mesh import ParallelMesh, check_size
+from oslo_models.distributed.mesh import Axis, ParallelMesh, check_size
 from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_buffer, mark_parameter
 from oslo_models.layers.token_division import TokenDivision
 from oslo_models.modeling.attention_choice import AttentionChoice, check_attention
@@ -107,8 +107,9 @@ class TrainableModel(PreTrainedModel):
                 are sharded over replicas, or divided tokens. Or ``fully_shard`` over ranks with different
                 shards.
         """
-        if not recurse and self.mesh is not None and self.mesh.is_sharded:
-            _refuse_full_state_dict(self)
+        if not recurse and self.mesh is not None and (self.mesh.is_sharded or self.mesh.cp.size > 1):
+            if self.mesh.is_sharded:
+                _refuse_full_state_dict(self)
             if ignored_by_fully_shard() is not None:
                 require_replicas_in_fully_shard(f"one {type(self).__name__}", self.mesh)
         if recurse and self.mesh is not None and self.mesh.has_experts_over_replicas:
@@ -151,7 +152,7 @@ class TrainableModel(PreTrainedModel):
         """Scale all gradients so that their norm over the full model is at most ``max_norm``. This is a collective.
 
         Each element of the full model counts once, whether sharded or replicated. Gradients that FSDP2 shards over
-        replicas are included.
+        replicas, or over ranks that divide tokens, are included.
 
         Returns:
             The norm before clipping, the same on all ranks of the model.
@@ -164,7 +165,8 @@ class TrainableModel(PreTrainedModel):
         def sum_of(names: Iterable[str]) -> Tensor:
             """Return this rank's contribution to the norm: a sum of powers, or a maximum."""
             total = torch.zeros((), dtype=torch.float64, device=device)
-            for parts in _by_dtype([part for name in names for part in self._counted(name, grads[name])]):
+            counted = [part for name in names for part in self._counted(name, grads[name])]
+            for parts in _by_dtype(part for part in counted if part.numel()):  # FSDP2 leaves ranks without a row
                 # one kernel launch on a GPU
                 norms = torch._foreach_norm(parts, norm_type, dtype=wide(parts[0].dtype))
                 powers = torch.stack(norms).double()
@@ -172,11 +174,18 @@ class TrainableModel(PreTrainedModel):
             return total
 
         over_replicas = grads.keys() & set(_experts_over_replicas(self))
-        total = sum_of(name for name in grads if name not in over_replicas)
+        by_axes: dict[tuple[Axis, ...], list[str]] = {(): []}
+        for name in grads:  # in the order of all ranks
+            if name not in over_replicas:
+                by_axes.setdefault(_axes_of_fsdp(self.mesh, grads[name]), []).append(name)
+        total = sum_of(by_axes.pop(()))
         if self.mesh is not None:
             op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
-            if any(isinstance(grad, DTensor) for grad in grads.values()):
-                all_reduce(self.mesh.dp, total, op=op)
+            for axes, names in by_axes.items():
+                of_shards = sum_of(names)
+                for axis in axes:
+                    all_reduce(axis, of_shards, op=op)
+                total = torch.maximum(total, of_shards) if highest else total + of_shards
             if self.mesh.has_experts_over_replicas:
                 of_experts = all_reduce(self.mesh.experts, sum_of(sorted(over_replicas)), op=op)
                 if self.mesh.tp.rank == 0:  # count each expert once per model
@@ -255,8 +264,9 @@ class TrainableModel(PreTrainedModel):
             sharded = any(placement.is_shard() for placement in grad.placements)
             if sharded and not layout.overlaps:  # each replica's shard counts in full or not at all
                 return [grad.to_local()] if layout.owned_indices(rank) else []
+            axes = _axes_of_fsdp(self.mesh, grad)
             grad = grad.full_tensor()
-            if self.mesh.dp.rank:
+            if any(axis.rank for axis in axes):
                 return []
         if layout.dim is None:
             return [local_tensor(grad)] if rank == 0 else []
@@ -298,6 +308,14 @@ class TrainableModel(PreTrainedModel):
         state = optimizers.load_optimizer(directory, optimizer, mesh)
         mesh.world.set_phase("after loading")
         return state
+
+
+def _axes_of_fsdp(mesh: ParallelMesh | None, grad: Tensor) -> tuple[Axis, ...]:
+    """Return the axes over which FSDP2 shards a gradient; none for other gradients."""
+    if mesh is None or not isinstance(grad, DTensor):
+        return ()
+    over_context = set(mesh.cp.ranks) <= set(grad.device_mesh.mesh.flatten().tolist())
+    return (mesh.dp, mesh.cp) if mesh.cp.size > 1 and over_context else (mesh.dp,)
 
 
 def _refuse_full_state_dict(model: TrainableModel) -> None:

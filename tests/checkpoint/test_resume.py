@@ -28,16 +28,19 @@ from support.pool import Pool
 
 pytestmark = pytest.mark.drawn(4, of="file")
 
-SIZES = {"tp=2": (2, 1, 2), "tp=1:3": (2, 1, 2), "pp=2": (1, 2, 2), "dp=2": (1, 1, 2), "dp=2, FSDP2": (1, 1, 2)}
+SIZES = {
+    **{"tp=2": (2, 1, 2), "tp=1:3": (2, 1, 2), "pp=2": (1, 2, 2), "dp=2": (1, 1, 2), "dp=2, FSDP2": (1, 1, 2)},
+    "cp=2, FSDP2": (1, 1, 2),
+}
 SHARES = {"tp=1:3": [1, 3]}
 STEPS = 3
 
 
 def with_replicas(model: Any, fsdp: bool) -> Any:
+    if fsdp:
+        return fully_shard(model, mesh=model.mesh.dp_cp_mesh)
     if not model.is_data_parallelized():
         return model
-    if fsdp:
-        return fully_shard(model, mesh=model.mesh.device_mesh["dp"])
     return DistributedDataParallel(model.gpu_modules(), process_group=model.mpu.get_data_parallel_group())
 
 
@@ -98,6 +101,7 @@ def test_resumed_training_equals_uninterrupted_training(pool: Pool, sizes: str, 
     ]
     folder = tmp_path / "checkpoint"
     given = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "tensor_parallel_shares": SHARES.get(sizes)}
+    given |= {"context_parallel_size": 2} if sizes.startswith("cp") else {}
     pool.run(processes, check_resume, config, given, "FSDP2" in sizes, batches, folder)
     files = sorted(path.name for path in folder.glob("optimizer_*"))
     assert files == [
@@ -105,7 +109,7 @@ def test_resumed_training_equals_uninterrupted_training(pool: Pool, sizes: str, 
     ]
     bytes_of_adamw = sum(2 * 4 * param.numel() for param in GPT2LMHeadModel(config).parameters())
     total = sum((folder / name).stat().st_size for name in files)
-    # saved once, not once per replica; each rank adds replicated and tied parameters, and random states
+    # saved once, not once per copy of the weights; each rank adds replicated and tied parameters, and random states
     assert bytes_of_adamw < total < 1.5 * bytes_of_adamw + 40_000 * len(files)
 
 
@@ -137,6 +141,23 @@ def test_optimizer_state_of_another_mesh_is_rejected(pool: Pool, tmp_path: Path)
             assert "keep the earlier sizes" in str(error)
     for error in pool.run(2, load_at, tmp_path, 2, 1, [1, 3], expect=ValueError):
         assert "tensor_parallel_shares=None, and this run has [1, 3]" in str(error)
+
+
+def save_and_load_over(folder: Path, saved: bool, loaded: bool) -> None:
+    """On ranks that divide tokens, whose optimizer states FSDP2 has sharded over them or not."""
+    optimizers = []
+    for is_sharded in (saved, loaded):
+        model = GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2"), context_parallel_size=2, seed=0)
+        optimizers.append(torch.optim.AdamW(with_replicas(model, is_sharded).parameters()))
+    model.save_optimizer(optimizers[0], folder)
+    model.load_optimizer(optimizers[1], folder)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_optimizer_state_sharded_over_other_ranks_is_rejected(pool: Pool, saved: bool, tmp_path: Path) -> None:
+    pool.run(2, save_and_load_over, tmp_path, saved, saved)
+    for error in pool.run(2, save_and_load_over, tmp_path, saved, not saved, expect=ValueError):
+        assert f"over {1 + saved} ranks that divide tokens, and this one over {2 - saved}" in str(error)
 
 
 def damage_on_one_rank(folder: Path) -> None:

@@ -127,6 +127,30 @@ def test_torch_is_recognised_while_it_reads_parameters(pool: Pool) -> None:
     pool.run(2, read_by_torch)
 
 
+def sharded_by_torch() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    for blocks in (model[2], [model[0], model[1]], model):
+        fully_shard(blocks)
+    found = [(owner, name, ranks.tolist()) for owner, name, ranks in callers.fully_sharded_parameters(model[0])]
+    assert found == [(model[0], "weight", [0, 1]), (model[1], "weight", [0, 1]), *biases(model)]
+    assert [(owner, name) for owner, name, _ in callers.fully_sharded_parameters(model[2])] == [(model[2], "weight")]
+    assert not [*callers.fully_sharded_parameters(model)]
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: None)
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        assert [callers.is_of_fully_shard(hook) for hook in hooks] == [True, True, False]
+
+
+def biases(model: nn.Sequential) -> list[tuple[nn.Module, str, list[int]]]:
+    return [(layer, "bias", [0, 1]) for layer in model[:2]]
+
+
+@pytest.mark.stacks
+def test_parameters_and_hooks_of_fully_shard_are_found(pool: Pool) -> None:
+    pool.run(2, sharded_by_torch)
+
+
 @pytest.mark.stacks
 def test_initial_bounds_and_optimizer_steps_are_recognised() -> None:
     class Sized(nn.Parameter):

@@ -7,12 +7,14 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
 
@@ -44,7 +46,7 @@ from support.reference import (
     step_differences,
     tensors,
 )
-from support.token_divisions import counting_exchanges, dividing_short_prompts
+from support.token_divisions import COPIES, REPLICAS, counting_exchanges, dividing_short_prompts, fully_sharded
 
 TYPES = [kind for kind in registry.ARCHITECTURES if kind in registry.CONTEXT_PARALLEL]
 OPTIONS: dict[str, Any] = {"gather_logits": True}
@@ -54,8 +56,22 @@ def context_model(step: Step, cp: int, tp: int = 1, **options: Any) -> Any:
     return parallel_model(step.name, step.config, step.weights, tp, context_parallel_size=cp, **OPTIONS | options)
 
 
-def check_step(step: Step, cp: int, tp: int = 1, options: Mapping[str, Any] = OPTIONS, divides: bool = True) -> None:
+def check_step(
+    step: Step,
+    cp: int,
+    tp: int = 1,
+    options: Mapping[str, Any] = OPTIONS,
+    divides: bool = True,
+    over: str | None = None,
+) -> None:
+    """Take two steps.
+
+    Args:
+        over: the ranks over which FSDP2 shards the weights, if any.
+    """
     model = context_model(step, cp, tp, **options).train()
+    if over is not None:
+        fully_sharded(model, over)
     for _ in range(2):
         torch.manual_seed(0)  # Wav2Vec2 samples its targets
         with counting_exchanges() as counts:
@@ -81,10 +97,12 @@ def test_step_with_sharded_layers_matches_transformers(pool: Pool, variant: str,
     pool.run(4, check_step, reference_step(zoo.lm_head(variant), zoo.config(variant), seed), 2, 2)
 
 
-def check_drawn(pool: Pool, name: str, model_type: str, n: int, seed: int, tp: int = 1) -> None:
+def check_drawn(
+    pool: Pool, name: str, model_type: str, n: int, seed: int, tp: int = 1, over: str | None = None
+) -> None:
     step, options, text = drawn_step(name, model_type, seed, tp, None if n == 2 or seed % 2 else 8)
     try:
-        pool.run(n * tp, check_step, step, n, tp, options)
+        pool.run(n * tp, check_step, step, n, tp, options, True, over)
     except Exception as error:
         raise AssertionError(text) from error
 
@@ -160,6 +178,15 @@ def test_drawn_configuration_with_experts_over_ranks_matches_transformers(
         pool.run(sizes[0] * sizes[1], check_experts, step, sizes, options)
     except Exception as error:
         raise AssertionError(f"{sizes} {text}") from error
+
+
+@pytest.mark.drawn(18)
+@pytest.mark.parametrize("model_type", [kind for kind in TYPES if kind != "vit_mae"])
+def test_drawn_configuration_with_fully_sharded_weights_matches_transformers(
+    pool: Pool, model_type: str, seed: int
+) -> None:
+    """Not ViTMAE: FSDP2 gives its random order of patches, an input, a gradient of zeros."""
+    check_drawn(pool, zoo.main_head(model_type), model_type, 2, seed, over=COPIES)
 
 
 @pytest.mark.parametrize(
@@ -499,6 +526,18 @@ def check_replicas_on_stages(given: pipelines.Case) -> None:
 def test_replicas_on_stages_match_transformers(pool: Pool, seed: int) -> None:
     """Losses, gradients, their norm, and trained parameters."""
     pool.run(8, check_replicas_on_stages, pipelines.lm_case("llama", seed, replicas=2, optimizers=["AdamW"]))
+
+
+def check_fully_sharded_stages(given: pipelines.Case, over: str) -> None:
+    lines = pipelines.replica_differences(partial(fully_sharded, over=over), given, 1, 2, context_parallel_size=2)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("over", [REPLICAS, COPIES])
+@pytest.mark.parametrize(("variant", "replicas"), [("llama", 1), pytest.param("t5", 2, marks=pytest.mark.zoo)])
+def test_fully_sharded_stages_match_transformers(pool: Pool, variant: str, replicas: int, over: str, seed: int) -> None:
+    given = pipelines.lm_case(variant, seed, replicas=replicas, optimizers=["AdamW"])
+    pool.run(4 * replicas, check_fully_sharded_stages, given, over)
 
 
 def check_checkpointed_stages(name: str, config: Any, batch: dict[str, Any]) -> None:
@@ -967,6 +1006,45 @@ def test_block_makes_two_exchanges_and_one_sum_of_gradients(pool: Pool, seed: in
         assert backward == {"sum": blocks}
 
 
+def elements_of_sums(config: Any, seed: int, over: str) -> list[int]:
+    """Return the number of elements of each sum of a step over the cp axis."""
+    cls: Any = registry.find("LlamaForCausalLM")
+    model = cls.from_config_with_parallel(config, context_parallel_size=2, seed=seed)
+    fully_sharded(model, over)
+    elements, right = list[int](), context_parts.reduce_fresh
+
+    def counted(axis: Any, x: Tensor) -> Tensor:
+        elements.append(x.numel())
+        return right(axis, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_parts, "reduce_fresh", counted)
+        model(**zoo.batch("LlamaForCausalLM", config, seed, torch.float32)).loss.backward()
+    return elements
+
+
+def test_blocks_sharded_over_context_send_their_gradients_once(pool: Pool, seed: int) -> None:
+    """FSDP2 reduces them. Ranks exchange only which parameters have a gradient."""
+    config = llama()
+    (whole, *_), (flags, *_) = (pool.run(2, elements_of_sums, config, seed, over) for over in (REPLICAS, COPIES))
+    assert len(whole) == len(flags) == config.num_hidden_layers
+    assert all(count == 9 for count in flags)  # seven matrices and two norms
+    assert min(whole) > 1000
+
+
+def check_fully_sharded_prompts(step: Step) -> None:
+    model = fully_sharded(context_model(step, 2), COPIES).eval()
+    with dividing_short_prompts() as counts, torch.no_grad(), lifted_casts():
+        output = model(**step.batch)
+    assert counts["exchange"]
+    assert not differences("loss", output.loss, step.value, TOLERANCE)
+    assert not differences("logits", output.logits, step.outputs["logits"], TOLERANCE)
+
+
+def test_prompts_of_fully_sharded_blocks_are_divided(pool: Pool, seed: int) -> None:
+    pool.run(2, check_fully_sharded_prompts, reference_step("LlamaForCausalLM", llama(), seed))
+
+
 def count_messages(config: Any, seed: int) -> Counter[str]:
     """Count all collectives of a step over the cp axis."""
     cls: Any = registry.find("LlamaForCausalLM")
@@ -1103,3 +1181,31 @@ def second_derivatives(model: Any, batch: Any) -> None:
 
 def test_unsupported_wrappers_are_refused(pool: Pool) -> None:
     pool.run(2, refused_calls, zoo.config("llama", attn_implementation="eager"))
+
+
+def refused_meshes(config: Any) -> None:
+    """Two replicas of two ranks that divide tokens."""
+    cls: Any = registry.find("LlamaForCausalLM")
+    batch = zoo.batch("LlamaForCausalLM", config, 0, torch.float32)
+
+    def make() -> Any:
+        return cls.from_config_with_parallel(config, context_parallel_size=2, seed=0)
+
+    remedy = r"mesh=model\.mesh\.device_mesh\[\"dp\"\]\), or .*mesh=model\.mesh\.dp_cp_mesh\)"
+    for names in ("cp", ("dp", "cp")):
+        model = make()
+        with pytest.raises(ValueError, match=f"fully_shard over ranks .* would mix .*{remedy}"):
+            fully_shard(model, mesh=model.mesh.device_mesh[names])
+        model = make()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=model.mesh.device_mesh[names])
+        with pytest.raises(ValueError, match=f"fully_shard over ranks .* would mix .*{remedy}"):
+            model(**batch)
+    model = make()
+    fully_shard(model.model.layers[1].mlp, mesh=model.mesh.dp_cp_mesh)
+    with pytest.raises(ValueError, match="fully_shard of mlp, a part of a LlamaDecoderLayer: shard whole blocks"):
+        model(**batch)
+
+
+def test_fully_shard_over_other_ranks_is_refused(pool: Pool) -> None:
+    pool.run(4, refused_meshes, zoo.config("llama"))

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from oslo_models import registry
+from oslo_models.distributed.collectives import all_reduce
 
 from support import zoo
 from support.drawn_steps import shortened
 from support.dropout_masks import RATE
+from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
     Step,
     differences,
+    full_gradients,
     full_parameters,
     make_optimizer,
     reference_model,
@@ -28,7 +32,18 @@ from support.reference import (
     step_differences,
     take_steps,
 )
-from support.token_divisions import CONTEXT, SEQUENCE, counting, divided_model, is_divided, option_of, sizes_of
+from support.token_divisions import (
+    CONTEXT,
+    COPIES,
+    REPLICAS,
+    SEQUENCE,
+    counting,
+    divided_model,
+    fully_sharded,
+    is_divided,
+    option_of,
+    sizes_of,
+)
 
 pytestmark = pytest.mark.parametrize("division", [SEQUENCE, CONTEXT])
 
@@ -136,6 +151,166 @@ def test_step_with_checkpointing_equals_one_without(pool: Pool, division: str, v
     pool.run(2, check_checkpointing, division, Step(name, config, batch, weights, {}, torch.zeros(()), {}))
 
 
+# FSDP2 ----------------------------------------------------------------------------------------------------------------
+
+LARGEST_NORM = 0.1
+
+
+@dataclass
+class Training:
+    """Three steps of one process, and their results.
+
+    Attributes:
+        step: weights before training, and gradients of the first step.
+        batches: batches of each step. Gradients are those of their mean loss.
+        frozen: parameters with this in their names have no gradients.
+    """
+
+    step: Step
+    batches: list[list[dict[str, Any]]]
+    losses: list[Tensor]
+    norms: list[Tensor]
+    trained: dict[str, Tensor]
+    frozen: str | None = None
+
+
+def freeze(model: nn.Module, frozen: str | None) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_(frozen is None or frozen not in name)
+
+
+def reference_training(variant: str, seed: int, count: int = 4, frozen: str | None = None) -> Training:
+    """Return steps of ``count`` batches each, with clipped gradients."""
+    name, config = zoo.lm_head(variant), zoo.config(variant, use_cache=False)
+    model = reference_model(name, config, seed)
+    weights, gradients = full_parameters(model), dict[str, Any]()
+    freeze(model, frozen)
+    batches = [[zoo.batch(name, config, seed + 10 * step + part) for part in range(count)] for step in range(3)]
+    optimizer, losses, norms = make_optimizer("AdamW", model.parameters()), [], []
+    for each in batches:
+        optimizer.zero_grad()
+        with lifted_casts():
+            loss = torch.stack([model(**batch).loss for batch in each]).mean()
+            loss.backward()
+        gradients = gradients or {
+            key: grad if grad is None else grad.clone() for key, grad in full_gradients(model).items()
+        }
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM))
+        optimizer.step()
+        losses.append(loss.detach())
+    step = Step(name, config, {}, weights, {}, torch.zeros(()), gradients)
+    return Training(step, batches, losses, norms, full_parameters(model), frozen)
+
+
+def check_fully_sharded(
+    division: str, training: Training, over: str, n: int = 2, tp: int = 1, blocks: bool = True
+) -> None:
+    """Each replica has batches of its own, and accumulates their gradients before it communicates."""
+    options = {"tensor_parallel_size": tp} if division == CONTEXT else {}
+    model = divided_model(division, training.step, n, **options)
+    freeze(model, training.frozen)
+    wrapped, dp = fully_sharded(model, over, blocks), model.mesh.dp
+    optimizer, lines = make_optimizer("AdamW", wrapped.parameters()), list[str]()
+    for number, batches in enumerate(training.batches):
+        own, loss = batches[dp.rank :: dp.size], torch.zeros((), dtype=torch.float64)
+        optimizer.zero_grad()
+        for batch in own:
+            wrapped.set_requires_gradient_sync(batch is own[-1])
+            with lifted_casts(), counting(division) as counts:
+                part = wrapped(**batch).loss / len(own)
+                part.backward()
+            assert is_divided(counts)
+            loss += part.detach()
+        if number == 0:
+            gradients = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
+            lines += shard_differences(model, "gradient of", gradients, training.step.gradients, TOLERANCE)
+        norm = model.clip_grad_norm_(LARGEST_NORM)
+        optimizer.step()
+        lines += differences("loss", all_reduce(dp, loss) / dp.size, training.losses[number], TOLERANCE)
+        lines += differences("norm", norm, training.norms[number], TOLERANCE)
+    sharded = dict(model.named_parameters(remove_duplicate=False))
+    assert all(isinstance(param.data, DTensor) for param in sharded.values())
+    lines += shard_differences(model, "trained", sharded, training.trained, TOLERANCE)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("over", [REPLICAS, COPIES])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "llama",
+        "llama-untied",
+        *(pytest.param(each, marks=pytest.mark.zoo) for each in ("gpt2", "bert", "t5", "mixtral")),
+    ],
+)
+def test_fully_sharded_training_matches_transformers(
+    pool: Pool, division: str, variant: str, over: str, seed: int
+) -> None:
+    """Tied and untied weights, left padding, accumulated and clipped gradients."""
+    pool.run(4, check_fully_sharded, division, reference_training(variant, seed), over)
+
+
+@pytest.mark.stacks
+@pytest.mark.parametrize("n", [2, 3])
+def test_weights_sharded_over_ranks_of_one_replica_match_transformers(
+    pool: Pool, division: str, n: int, seed: int
+) -> None:
+    """Numbers of ranks that do not divide the rows of a weight."""
+    pool.run(n, check_fully_sharded, division, reference_training("llama-untied", seed, 2), COPIES, n)
+
+
+@pytest.mark.parametrize("over", [REPLICAS, COPIES])
+@pytest.mark.parametrize("case", ["one group", "frozen embeddings", "frozen attention"])
+def test_fully_sharded_training_in_other_ways_matches_transformers(
+    pool: Pool, division: str, case: str, over: str, seed: int
+) -> None:
+    frozen = {"frozen embeddings": "embed", "frozen attention": "self_attn"}.get(case)
+    training = reference_training("llama", seed, 4, frozen)
+    pool.run(4, check_fully_sharded, division, training, over, 2, 1, case != "one group")
+
+
+@pytest.mark.parametrize("over", [REPLICAS, COPIES])
+def test_fully_sharded_weights_of_sharded_layers_match_transformers(
+    pool: Pool, division: str, over: str, seed: int
+) -> None:
+    pool.run(4, check_fully_sharded, division, reference_training("llama", seed), over, 2, 2)
+
+
+def check_fully_sharded_checkpointing(division: str, step: Step, over: str) -> None:
+    """In float32: the mode that lifts casts is not active while the backward pass recomputes."""
+    results = []
+    for options in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        model = fully_sharded(divided_model(division, step, 2, torch.float32), over)
+        if options is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        torch.manual_seed(5)
+        with counting(division) as counts:
+            loss = model(**step.batch).loss
+            loss.backward()
+        assert is_divided(counts)
+        gradients: dict[str, Any] = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+        results.append({"loss": loss.detach(), **gradients})
+    plain, *others = results
+    lines = [line for own in others for name in plain for line in differences(name, own[name], plain[name], 1e-6)]
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("over", [REPLICAS, COPIES])
+def test_fully_sharded_step_with_checkpointing_equals_one_without(
+    pool: Pool, division: str, over: str, seed: int
+) -> None:
+    name, config = "LlamaForCausalLM", zoo.config("llama", use_cache=False)
+    weights = full_parameters(reference_model(name, config, seed, torch.float32))
+    batch = zoo.batch(name, config, seed, torch.float32)
+    pool.run(
+        4,
+        check_fully_sharded_checkpointing,
+        division,
+        Step(name, config, batch, weights, {}, torch.zeros(()), {}),
+        over,
+    )
+
+
 # Calls with whole hidden states ---------------------------------------------------------------------------------------
 
 
@@ -198,10 +373,6 @@ def refused_calls(division: str, config: Any) -> None:
     model = constructed(division, config)
     model.model.layers[0].compile()
     with pytest.raises(ValueError, match=rf"{option} cannot be used with torch\.compile of blocks"):
-        model(**batch)
-    model = constructed(division, config)
-    fully_shard(model, mesh=model.mesh.device_mesh["dp"])
-    with pytest.raises(ValueError, match=f"{option} cannot be used with FSDP2"):
         model(**batch)
     with pytest.raises(ValueError, match=f"{option} cannot be used with DeepSpeed"):
         DeepSpeedEngine(constructed(division, config))

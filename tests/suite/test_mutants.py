@@ -49,6 +49,7 @@ from oslo_models.media import items
 from oslo_models.modeling import base, training
 from oslo_models.modeling import forward as calls
 from oslo_models.modeling import initialization as init
+from oslo_models.modeling import token_division as modeling_division
 from oslo_models.models import (
     convnextv2,
     dbrx,
@@ -336,6 +337,28 @@ def context_gradients_not_summed(patch: Patch) -> None:
 def context_gradients_summed_twice(patch: Patch) -> None:
     right = context_parts.reduce_fresh
     patch.setattr(context_parts, "reduce_fresh", lambda axis, x: right(axis, right(axis, x)))
+
+
+def parts_averaged_by_fsdp(patch: Patch) -> None:
+    """The mean of the parts over the ranks that divide tokens, in place of their sum."""
+    Edit("layers.context_parts:_SummedParameters.backward", "* ctx.axis.size", "")(patch)
+
+
+def parts_summed_before_fsdp(patch: Patch) -> None:
+    """Sums of all parts, multiplied by the number of ranks too."""
+    part = "(_flat(grads[index], *ctx.kinds[index]) *"
+    summed = part.replace("(_flat", "(reduce_fresh(ctx.axis, _flat").replace(") *", ")) *")
+    Edit("layers.context_parts:_SummedParameters.backward", part, summed)(patch)
+
+
+def sums_of_gradients_that_fsdp_sums(patch: Patch) -> None:
+    """All blocks sum their gradients, as without FSDP2."""
+    patch.setattr(modeling_division, "fully_sharded_parameters", lambda module: ())
+
+
+def norms_of_shards_of_one_context_rank(patch: Patch) -> None:
+    right = training._axes_of_fsdp
+    patch.setattr(training, "_axes_of_fsdp", lambda mesh, grad: right(mesh, grad)[:1])
 
 
 def gradients_of_gathered_keys_not_returned(patch: Patch) -> None:
@@ -896,6 +919,7 @@ MUTANTS: dict[str, list[Caught]] = {
             {"variant": "gpt2"},
         ),
         (norms_of_all_ranks_of_a_batch, "test_gradient_norms_count_each_weight_once", {"tp": 1}),
+        (sums_of_gradients_that_fsdp_sums, "test_blocks_sharded_over_context_send_their_gradients_once", {}),
         *[
             (mutant, "test_steps_on_stages_match_transformers", {"variant": "llama-untied", "sizes": {}})
             for mutant in (gradients_summed_twice_between_stages, tokens_of_a_neighbour_on_the_next_stage)
@@ -917,12 +941,26 @@ MUTANTS: dict[str, list[Caught]] = {
         (dropout_masks_of_local_tokens, "test_step_with_dropout_equals_whole_hidden_states", {"variant": "gpt2"}),
     ],
     "models/test_token_division.py": [
-        (
-            blocks_computed_again_without_a_check,
-            "test_other_checkpointing_functions_raise",
-            {"division": division, "reentrant": False},
-        )
-        for division in ("sequence_parallel", "context_parallel_size")
+        *[
+            (
+                blocks_computed_again_without_a_check,
+                "test_other_checkpointing_functions_raise",
+                {"division": division, "reentrant": False},
+            )
+            for division in ("sequence_parallel", "context_parallel_size")
+        ],
+        *[
+            (
+                mutant,
+                "test_fully_sharded_training_matches_transformers",
+                {"division": "context_parallel_size", "variant": "llama-untied", "over": "copies"},
+            )
+            for mutant in (
+                parts_averaged_by_fsdp,
+                parts_summed_before_fsdp,
+                norms_of_shards_of_one_context_rank,
+            )
+        ],
     ],
     "models/test_sounds.py": [
         (mutant, "test_sounds_in_any_rows_match_transformers", {"model_type": model_type})

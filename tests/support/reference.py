@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -196,10 +197,10 @@ def differences(what: str, own: Tensor | None, expected: Tensor | None, toleranc
 def shard_differences(
     model: Any, what: str, own: Mapping[str, Tensor | None], full: Mapping[str, Tensor | None], tolerance: float
 ) -> list[str]:
-    """Return a line for each local tensor that differs from its shard of the full tensor."""
+    """Return a line for each local tensor that differs from its shard of the full tensor. Gather tensors of FSDP2."""
     lines = []
     for name, part in own.items():
-        expected = full[name]
+        part, expected = part.full_tensor() if isinstance(part, DTensor) else part, full[name]
         if expected is not None:
             expected = own_part(model, name, expected)
         lines += differences(f"{what} {name}", part, expected, tolerance)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from oslo_models.layers import context_attention, context_parts, token_division
 from oslo_models.layers.context_parts import ContextPart
@@ -19,6 +21,8 @@ from support import token_counts
 from support.reference import Step, parallel_model
 
 SEQUENCE, CONTEXT = "sequence_parallel", "context_parallel_size"
+REPLICAS, COPIES = "replicas", "copies"
+"""Ranks over which FSDP2 shards weights: replicas, or all ranks with the same weights."""
 
 
 def sizes_of(division: str, n: int) -> dict[str, Any]:
@@ -35,6 +39,16 @@ def divided_model(division: str, step: Step, n: int, dtype: torch.dtype = torch.
     """Return this rank's part of a model that divides its tokens over ``n`` ranks."""
     arguments = {"tensor_parallel_size": 1, **sizes_of(division, n), **options}
     return parallel_model(step.name, step.config, step.weights, dtype=dtype, **arguments)
+
+
+def fully_sharded(model: Any, over: str, blocks: bool = True) -> Any:
+    """Shard each block and the rest of the model, or all weights at once, with FSDP2, which refuses scalars."""
+    mesh = model.mesh.dp_cp_mesh if over == COPIES else model.mesh.device_mesh["dp"]
+    scalars = {param for param in model.parameters() if not param.dim()}
+    for module in [*model.modules()] if blocks else ():
+        if isinstance(module, GradientCheckpointingLayer):
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh, ignored_params=scalars)
 
 
 def counting(division: str) -> AbstractContextManager[Counter[str]]:
