@@ -387,12 +387,22 @@ _KEYS = """
     granitemoe_swa lxmert megatron-bert mimo_v2_flash mpnet mpt openai-gpt rembert roformer sew-d speech_to_text tapas
     trocr vaultgemma visual_bert xglm xlm
 """
-CONTEXT_PARALLEL = {**dict.fromkeys(_HEADS.split(), "heads"), **dict.fromkeys(_KEYS.split(), "keys")}
+_HEADS_AND_MIXERS = "qwen3_5_moe_text qwen3_5_text qwen3_next"
+MIXERS_WITH_CONTEXT = {**dict.fromkeys(_HEADS_AND_MIXERS.split(), "heads, mixers")}
+"""Model types with recurrent or convolutional mixers that ``context_parallel_size`` supports.
+
+Each rank computes some heads or channels of a mixer for all tokens.
+"""
+CONTEXT_PARALLEL = {
+    **dict.fromkeys(_HEADS.split(), "heads"),
+    **dict.fromkeys(_KEYS.split(), "keys"),
+    **MIXERS_WITH_CONTEXT,
+}
 """Model types that ``context_parallel_size`` supports, and what their attention exchanges: heads, or keys and values.
 
 Each type matches transformers in drawn configurations, and its blocks save less on each rank. Other types were not
-tested, or gather the tokens: state-space models, linear attention, convolutions, windows of images. DeBERTa is
-TorchScript in older releases of transformers.
+tested, or gather the tokens: other linear attention, other convolutions, windows of images. DeBERTa is TorchScript in
+older releases of transformers.
 """
 
 NO_CONTEXT_PARALLEL = dict.fromkeys(

@@ -28,6 +28,7 @@ from oslo_models.fusion import norms
 from oslo_models.layers import (
     blockwise_attention,
     context_attention,
+    context_mixers,
     context_parts,
     context_rules,
     cross_entropy,
@@ -453,6 +454,16 @@ def tokens_of_a_neighbour_on_the_next_stage(patch: Patch) -> None:
         return whole.narrow(1, 0 if self.axis.rank else whole.shape[1] - count, count).contiguous()
 
     patch.setattr(context_parts.ContextParts, "own_tokens", own_tokens)
+
+
+def gradients_of_shared_weights_of_mixers_summed_twice(patch: Patch) -> None:
+    """The norm of all heads sums its gradients, and so does the block."""
+    patch.setattr(context_mixers.SliceLayout, "of", staticmethod(lambda layout, n: layout))
+
+
+def slices_of_the_first_rank_in_the_backward_pass(patch: Patch) -> None:
+    right = context_mixers.WeightSource
+    patch.setattr(context_mixers, "WeightSource", lambda whole, shard: right(whole, partial(shard.func, rank=0)))
 
 
 CONTEXT_PARALLEL = (
@@ -895,6 +906,13 @@ MUTANTS: dict[str, list[Caught]] = {
             "test_dropout_drops_other_elements_of_the_tokens_of_each_rank",
             {"variant": "gpt2"},
         ),
+        *[
+            (mutant, "test_drawn_configuration_matches_transformers", {"model_type": model_type, "n": 2})
+            for mutant, model_type in (
+                (gradients_of_shared_weights_of_mixers_summed_twice, "qwen3_next"),
+                (slices_of_the_first_rank_in_the_backward_pass, "qwen3_5_text"),
+            )
+        ],
         (norms_of_all_ranks_of_a_batch, "test_gradient_norms_count_each_weight_once", {"tp": 1}),
         *[
             (mutant, "test_steps_on_stages_match_transformers", {"variant": "llama-untied", "sizes": {}})
