@@ -387,8 +387,14 @@ _KEYS = """
     granitemoe_swa lxmert megatron-bert mimo_v2_flash mpnet mpt openai-gpt rembert roformer sew-d speech_to_text tapas
     trocr vaultgemma visual_bert xglm xlm
 """
-_HEADS_AND_MIXERS = "qwen3_5_moe_text qwen3_5_text qwen3_next"
-MIXERS_WITH_CONTEXT = {**dict.fromkeys(_HEADS_AND_MIXERS.split(), "heads, mixers")}
+_HEADS_AND_MIXERS = """
+    bamba falcon_h1 granitemoehybrid jamba lfm2 lfm2_moe nemotron_h qwen3_5_moe_text qwen3_5_text qwen3_next
+"""
+_MIXERS = "falcon_mamba mamba mamba2"
+MIXERS_WITH_CONTEXT = {
+    **dict.fromkeys(_HEADS_AND_MIXERS.split(), "heads, mixers"),
+    **dict.fromkeys(_MIXERS.split(), "mixers"),
+}
 """Model types with recurrent or convolutional mixers that ``context_parallel_size`` supports.
 
 Each rank computes some heads or channels of a mixer for all tokens.
