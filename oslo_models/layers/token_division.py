@@ -75,7 +75,7 @@ class TokenDivision(ABC):
         """Return an activation of this rank's tokens."""
 
     @abstractmethod
-    def divide_sum(self, product: Tensor, bias: Tensor | None) -> ShardedActivation | None:
+    def divide_sum(self, product: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return this rank's tokens of a sum over the ranks and a bias, or ``None`` if hidden states are whole."""
 
     def _divided(self, block: nn.Module, hidden: Any) -> ShardedActivation | None:

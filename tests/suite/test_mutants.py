@@ -461,9 +461,10 @@ def gradients_of_shared_weights_of_mixers_summed_twice(patch: Patch) -> None:
     patch.setattr(context_mixers.SliceLayout, "of", staticmethod(lambda layout, n: layout))
 
 
-def slices_of_the_first_rank_in_the_backward_pass(patch: Patch) -> None:
+def rows_of_other_heads_in_the_backward_pass(patch: Patch) -> None:
+    """The slice of a weight is made again in another order."""
     right = context_mixers.WeightSource
-    patch.setattr(context_mixers, "WeightSource", lambda whole, shard: right(whole, partial(shard.func, rank=0)))
+    patch.setattr(context_mixers, "WeightSource", lambda whole, shard: right(whole.flip(0), shard))
 
 
 CONTEXT_PARALLEL = (
@@ -907,10 +908,10 @@ MUTANTS: dict[str, list[Caught]] = {
             {"variant": "gpt2"},
         ),
         *[
-            (mutant, "test_drawn_configuration_matches_transformers", {"model_type": model_type, "n": 2})
-            for mutant, model_type in (
+            (mutant, "test_step_matches_transformers", {"variant": variant, "n": 2})
+            for mutant, variant in (
                 (gradients_of_shared_weights_of_mixers_summed_twice, "qwen3_next"),
-                (slices_of_the_first_rank_in_the_backward_pass, "qwen3_5_text"),
+                (rows_of_other_heads_in_the_backward_pass, "qwen3_5_text"),
             )
         ],
         (norms_of_all_ranks_of_a_batch, "test_gradient_norms_count_each_weight_once", {"tp": 1}),
