@@ -142,10 +142,17 @@ def packed(config: Any, seed: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", None])
-def test_packed_texts_match_transformers(pool: Pool, attention: str | None, seed: int) -> None:
-    options = {} if attention is None else {"attn_implementation": attention}
-    step = reference_step("LlamaForCausalLM", llama(), seed, batch=packed(llama(), seed), **options)
+@pytest.mark.parametrize(
+    ("variant", "attention"),
+    [
+        *(("llama-untied", attention) for attention in ("sdpa", "eager", None)),
+        ("qwen3_5_text", None),
+        *(pytest.param(variant, None, marks=pytest.mark.zoo) for variant in ("granitemoehybrid", "lfm2", "qwen3_next")),
+    ],
+)
+def test_packed_texts_match_transformers(pool: Pool, variant: str, attention: str | None, seed: int) -> None:
+    options, config = {} if attention is None else {"attn_implementation": attention}, zoo.config(variant)
+    step = reference_step(zoo.lm_head(variant), config, seed, batch=packed(config, seed), **options)
     pool.run(2, check_step, step, 2, 1, options)
 
 
@@ -334,7 +341,8 @@ def check_stages(given: pipelines.Case, sizes: Mapping[str, int], options: Mappi
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
-        *((variant, {}) for variant in ("llama", "llama-untied", "gpt2", "t5")),
+        *((variant, {}) for variant in ("llama", "llama-untied", "gpt2", "t5", "qwen3_next")),
+        *(pytest.param(variant, {"cp": 3}, marks=pytest.mark.zoo) for variant in ("bamba", "lfm2", "mamba")),
         *(
             pytest.param(variant, sizes, marks=pytest.mark.zoo)
             for variant in zoo.FOUNDING
@@ -590,10 +598,11 @@ def cached(output: Any) -> Iterator[tuple[str, Tensor]]:
     sides = [cache.self_attention_cache, cache.cross_attention_cache] if hasattr(cache, "is_updated") else [cache]
     for side, layers in enumerate(getattr(each, "layers", ()) for each in sides):
         for index, layer in enumerate(layers):
-            for kind in ("keys", "values", "indexer_keys"):
-                value = getattr(layer, kind, None)
-                if value is not None:
-                    yield f"cache.{side}.{index}.{kind}", value
+            for kind in ("keys", "values", "indexer_keys", "conv_states", "recurrent_states"):
+                found = getattr(layer, kind, None)
+                for place, value in (found if isinstance(found, dict) else {0: found}).items():
+                    if value is not None:
+                        yield f"cache.{side}.{index}.{kind}.{place}", value
 
 
 def answer(model: Any, batch: Mapping[str, Any], caches: bool = True) -> dict[str, Tensor]:
