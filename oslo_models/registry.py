@@ -388,7 +388,8 @@ _KEYS = """
     trocr vaultgemma visual_bert xglm xlm
 """
 _HEADS_AND_MIXERS = """
-    bamba falcon_h1 granitemoehybrid jamba lfm2 lfm2_moe nemotron_h qwen3_5_moe_text qwen3_5_text qwen3_next
+    bamba falcon_h1 granitemoehybrid jamba lara_mini lfm2 lfm2_moe lfm2_vl lfm3 nemotron_h olmo_hybrid qwen3_5
+    qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
 """
 _MIXERS = "falcon_mamba mamba mamba2"
 MIXERS_WITH_CONTEXT = {
@@ -407,8 +408,8 @@ CONTEXT_PARALLEL = {
 """Model types that ``context_parallel_size`` supports, and what their attention exchanges: heads, or keys and values.
 
 Each type matches transformers in drawn configurations, and its blocks save less on each rank. Other types were not
-tested, or gather the tokens: other linear attention, other convolutions, windows of images. DeBERTa is TorchScript in
-older releases of transformers.
+tested, or gather the tokens: other linear attention, other convolutions, windows of images, the blocks of Zamba.
+DeBERTa is TorchScript in older releases of transformers.
 """
 
 NO_CONTEXT_PARALLEL = dict.fromkeys(
@@ -416,6 +417,7 @@ NO_CONTEXT_PARALLEL = dict.fromkeys(
         *("CohereCompassVisionModel", "Cosmos3EdgeVisionModel", "Exaone4_5_VisionModel", "Glm4vVisionModel"),
         *("Glm4vMoeVisionModel", "GlmOcrVisionModel", "MuseGlimmerVisionModel", "PaddleOCRVisionModel"),
         *("PaddleOCRVisionTransformer", "Qwen3ASREncoder", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel"),
+        *("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel"),
     ),
     "its hidden states have no dimension of rows",
 )
