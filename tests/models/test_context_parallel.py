@@ -903,7 +903,9 @@ def check_autocast(step: Step) -> None:
         assert torch.allclose(own, whole, atol=0.02, rtol=0.1)
 
 
-@pytest.mark.parametrize("variant", ["llama-untied", "gpt2"])
+@pytest.mark.parametrize(
+    "variant", ["llama-untied", "gpt2", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("lfm2", "mamba2"))]
+)
 def test_step_with_autocast_is_near_one_process(pool: Pool, variant: str, seed: int) -> None:
     name = zoo.lm_head(variant)
     config = zoo.config(variant)
