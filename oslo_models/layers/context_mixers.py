@@ -62,7 +62,7 @@ class MixerDivision:
 
         Args:
             name: path of the mixer in its model.
-            entries: entries of the mixer and its modules and parameters, by their paths in the model.
+            entries: entries of the model, by paths in the model.
             mesh: mesh of the model.
 
         Raises:
@@ -70,6 +70,8 @@ class MixerDivision:
         """
         self.parts = parts
         n, kind = parts.axis.size, type(mixer).__name__
+        paths = [_joined(name, path) for path, _ in (*mixer.named_modules(), *mixer.named_parameters())]
+        entries = {path: entries[path] for path in paths if path in entries}
         limit = min((most for entry in entries.values() if (most := entry.max_ranks()) is not None), default=n)
         if limit < n:
             raise ValueError(

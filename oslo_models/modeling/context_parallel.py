@@ -82,8 +82,7 @@ def _divide_mixers(model: Any, entries: Entries, mesh: ParallelMesh, parts: Cont
                 f"{parts.option} divides the heads or channels of each {type(module).__name__}, and "
                 f"tensor_parallel_size={mesh.tp.size} too, which is not supported together: leave one of them out"
             )
-        own = {key: each for key, each in entries.items() if key == name or key.startswith(f"{name}.")}
-        division = MixerDivision(module, name, own, mesh, parts)
+        division = MixerDivision(module, name, entries, mesh, parts)
         become(module, DividedMixer).division = division
 
 
