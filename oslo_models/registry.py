@@ -387,12 +387,29 @@ _KEYS = """
     granitemoe_swa lxmert megatron-bert mimo_v2_flash mpnet mpt openai-gpt rembert roformer sew-d speech_to_text tapas
     trocr vaultgemma visual_bert xglm xlm
 """
-CONTEXT_PARALLEL = {**dict.fromkeys(_HEADS.split(), "heads"), **dict.fromkeys(_KEYS.split(), "keys")}
+_HEADS_AND_MIXERS = """
+    bamba falcon_h1 granitemoehybrid jamba lara_mini lfm2 lfm2_moe lfm2_vl lfm3 nemotron_h olmo_hybrid qwen3_5
+    qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
+"""
+_MIXERS = "falcon_mamba mamba mamba2"
+MIXERS_WITH_CONTEXT = {
+    **dict.fromkeys(_HEADS_AND_MIXERS.split(), "heads, mixers"),
+    **dict.fromkeys(_MIXERS.split(), "mixers"),
+}
+"""Model types with recurrent or convolutional mixers that ``context_parallel_size`` supports.
+
+Each rank computes some heads or channels of a mixer for all tokens.
+"""
+CONTEXT_PARALLEL = {
+    **dict.fromkeys(_HEADS.split(), "heads"),
+    **dict.fromkeys(_KEYS.split(), "keys"),
+    **MIXERS_WITH_CONTEXT,
+}
 """Model types that ``context_parallel_size`` supports, and what their attention exchanges: heads, or keys and values.
 
 Each type matches transformers in drawn configurations, and its blocks save less on each rank. Other types were not
-tested, or gather the tokens: state-space models, linear attention, convolutions, windows of images. DeBERTa is
-TorchScript in older releases of transformers.
+tested, or gather the tokens: other linear attention, other convolutions, windows of images, the blocks of Zamba.
+DeBERTa is TorchScript in older releases of transformers.
 """
 
 NO_CONTEXT_PARALLEL = dict.fromkeys(
@@ -400,6 +417,7 @@ NO_CONTEXT_PARALLEL = dict.fromkeys(
         *("CohereCompassVisionModel", "Cosmos3EdgeVisionModel", "Exaone4_5_VisionModel", "Glm4vVisionModel"),
         *("Glm4vMoeVisionModel", "GlmOcrVisionModel", "MuseGlimmerVisionModel", "PaddleOCRVisionModel"),
         *("PaddleOCRVisionTransformer", "Qwen3ASREncoder", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel"),
+        *("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel"),
     ),
     "its hidden states have no dimension of rows",
 )

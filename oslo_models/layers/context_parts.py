@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from oslo_models.distributed.autograd_collectives import copy_to, gather_from, gather_to
+from oslo_models.distributed.autograd_collectives import copy_to, gather_from, gather_to, reduce_scatter_from
 from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import default_generator, stable_hash
@@ -214,6 +214,19 @@ class ContextParts(TokenDivision):
         if isinstance(hidden, ContextPart) and hidden.spec == ShardSpec(TOKENS, hidden.full_shape[TOKENS]):
             return hidden.local()
         return self._part_of(gathered(hidden)).local()
+
+    # Mixers -----------------------------------------------------------------------------------------------------------
+
+    def divide_sum(self, product: Tensor, bias: Tensor | None) -> ContextPart:
+        """Return this rank's tokens of a sum over the ranks, in a block.
+
+        Args:
+            product: the product of local features, ``[rows, tokens, out]``.
+            bias: the bias of the layer, ``[out]``.
+        """
+        length = product.shape[TOKENS]
+        local = reduce_scatter_from(self.axis, product, TOKENS, self._sizes(length))
+        return self.part(local if bias is None else local + bias.to(local.dtype), length)
 
     # Encoders ---------------------------------------------------------------------------------------------------------
 

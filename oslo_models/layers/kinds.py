@@ -27,7 +27,8 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import replace_parameter
 from oslo_models.layers.sharded_activation import ShardedActivation
-from oslo_models.layers.token_parts import TokenParts, require_whole, whole_of
+from oslo_models.layers.token_division import TokenDivision
+from oslo_models.layers.token_parts import require_whole, whole_of
 from oslo_models.sharding.entry import Replicated
 from oslo_models.sharding.layout import Layout
 
@@ -73,7 +74,7 @@ class ShardedModule(nn.Module):
         tp: axis over which the layer is sharded.
         stream: random stream for dropout in the sharded region, or ``None`` if the model uses no dropout.
         layouts: layouts of the parameters.
-        token_parts: divides tokens between sharded layers, or ``None`` without sequence parallelism.
+        token_parts: divides tokens between sharded layers, or ``None`` where tokens are whole.
         is_wrapped: whether the code of a custom layer wraps the parallel layer, instead of the reverse.
         takes_parts: whether the layer gathers parts of the tokens itself. Other layers get whole inputs.
         returns_parts: whether the layer returns a part of the tokens of its sum.
@@ -85,7 +86,7 @@ class ShardedModule(nn.Module):
     tp: Axis
     stream: ShardedRngStream | None
     layouts: dict[str, Layout]
-    token_parts: TokenParts | None = None
+    token_parts: TokenDivision | None = None
 
     def configure(self, entry: Any, context: ShardingContext) -> None:
         """Set the attributes of the layer. Called once, while the parameters still have their full shapes.

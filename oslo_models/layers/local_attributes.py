@@ -67,6 +67,20 @@ class LocalAttributes(Replicated):
     shared: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class TokenMixer(LocalAttributes):
+    """Module that reads other tokens without attention: by a recurrence or a convolution.
+
+    Context parallelism divides the heads or channels of such a module over the ranks.
+
+    Args:
+        attributes: see `LocalAttributes`.
+        convolution: name of its convolution. A module of the same name without a convolution is no mixer.
+    """
+
+    convolution: str = "conv1d"
+
+
 @shards(LocalAttributes)
 def localize(module: Any, entry: LocalAttributes, context: ShardingContext) -> None:
     """Reduce a module's head counts in attributes, arguments and shapes to the local heads."""

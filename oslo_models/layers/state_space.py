@@ -6,6 +6,7 @@ Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor paralleli
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,13 +15,15 @@ import torch
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.function_overrides import override_attributes
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, become, shards
-from oslo_models.layers.local_attributes import LocalAttributes, set_local_attributes
+from oslo_models.layers.local_attributes import TokenMixer, set_local_attributes
 from oslo_models.layers.replicated_grads import SumReplicatedGrad
+from oslo_models.layers.sharded_activation import ShardedActivation
+from oslo_models.layers.token_division import hidden_states_of
 from oslo_models.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
-class StateSpace(LocalAttributes):
+class StateSpace(TokenMixer):
     """State-space mixer, sharded over its heads. Parameters of a group are replicated on the ranks with its heads.
 
     Args:
@@ -32,7 +35,6 @@ class StateSpace(LocalAttributes):
     """
 
     is_recurrent: ClassVar[bool] = True
-    convolution: str = "conv1d"
     scales: str = ""
 
 
@@ -64,7 +66,9 @@ class FilteredModule(ShardedModule):
             for name, layout in self.filters.items()
             if layout.overlaps
         }
-        with without_override(), override_attributes(convolution, summed):
+        # a part of the tokens needs its rules, and weights are plain slices then
+        is_part = isinstance(hidden_states_of(args, kwargs), ShardedActivation)
+        with nullcontext() if is_part else without_override(), override_attributes(convolution, summed):
             return super().forward(*args, **kwargs)
 
 

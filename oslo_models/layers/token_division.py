@@ -76,6 +76,10 @@ class TokenDivision(ABC):
     def _mark(self, local: Tensor, spec: ShardSpec, length: int) -> ShardedActivation:
         """Return an activation of this rank's tokens."""
 
+    @abstractmethod
+    def divide_sum(self, product: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return this rank's tokens of a sum over the ranks and a bias, or ``None`` if hidden states are whole."""
+
     def _divided(self, block: nn.Module, hidden: Any) -> ShardedActivation | None:
         """Return this rank's part of a block's hidden states, or ``None`` if the block computes all tokens.
 

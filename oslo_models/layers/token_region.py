@@ -8,7 +8,7 @@ Transformer Models", 2022, section 4.2.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,22 @@ from oslo_models.distributed.mesh import Axis
 
 PRODUCTS: dict[Callable[..., Tensor], bool] = {many_rows_linear: False, many_rows_conv1d: True}
 """Products of `TokenRegion`, and whether their weight is ``[in, out]``."""
+
+
+class WeightSource(NamedTuple):
+    """Source of a local weight that is a copy. The backward pass makes the copy again, so that it is not saved.
+
+    Attributes:
+        whole: the whole weight.
+        shard: returns the local weight.
+    """
+
+    whole: Tensor
+    shard: Callable[[Tensor], Tensor]
+
+    def attach(self, local: Tensor) -> None:
+        """Note the source of a local weight."""
+        local._oslo_source = self  # type: ignore[attr-defined]
 
 
 class TokenRegion:
@@ -45,14 +61,15 @@ class TokenRegion:
         """Return the product with the weight of a layer that `is_supported`."""
         due: list[Tensor] = []
         transposed = PRODUCTS[layer.product]
+        source: WeightSource | None = getattr(layer.weight, "_oslo_source", None)
         weight = _Weight.apply(layer.weight, transposed, due, self._state, self.whole.grad_fn)
-        return _Product.apply(self.whole, weight, bias, transposed, due, layer.product)
+        return _Product.apply(self.whole, weight, bias, transposed, due, layer.product, source)
 
 
 def is_supported(layer: Any, x: Tensor) -> bool:
     """Return whether `TokenRegion.product` can compute the product of a layer with gathered ``x``."""
     weight = layer.weight
-    is_plain = type(weight) is nn.Parameter or bool(getattr(type(weight), "has_plain_storage", False))
+    is_plain = type(weight) in (Tensor, nn.Parameter) or bool(getattr(type(weight), "has_plain_storage", False))
     if not is_plain or not weight.requires_grad or weight.dim() != 2 or layer.product not in PRODUCTS:
         return False
     return weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)
@@ -125,9 +142,11 @@ class _Product(torch.autograd.Function):
         transposed: bool,
         due: list[Tensor],
         product: Callable[..., Tensor],
+        source: WeightSource | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(weight if source is None else source.whole)
+        ctx.shard = None if source is None else source.shard
         ctx.transposed, ctx.due, ctx.has_bias = transposed, due, bias is not None
         out = product(x, weight, bias)
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out  # others may change it in place
@@ -135,13 +154,15 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         (weight,) = ctx.saved_tensors
+        if ctx.shard is not None:
+            weight = ctx.shard(weight)
         ctx.due[:] = [grad]
         of_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         weight = weight.to(grad.dtype)  # autocast has cast it
         of_x = many_rows_linear(grad, weight if ctx.transposed else weight.t())
-        return of_x, None, of_bias, None, None, None
+        return of_x, None, of_bias, None, None, None, None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:

@@ -12,10 +12,12 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
 from oslo_models.layers.context_experts import ContextExperts
+from oslo_models.layers.context_mixers import DividedMixer, MixerDivision
 from oslo_models.layers.context_parts import ContextParts
 from oslo_models.layers.context_rules import LocalTokensModule
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.kinds import ShardedModule, become
+from oslo_models.layers.local_attributes import TokenMixer
 from oslo_models.modeling.apply_plan import named_entries, uses_dropout
 from oslo_models.modeling.token_division import check_wrappers
 from oslo_models.sharding.plan import Entries, Plan
@@ -45,15 +47,16 @@ def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: Par
         head: the entries of the task head.
 
     Raises:
-        ValueError: the attention implementation does not compute parts.
+        ValueError: the attention implementation does not compute parts; or the mixers of blocks cannot be divided.
     """
     parts = ContextParts(mesh.cp, mesh.device, uses_dropout(model))
     check_attention_implementation(model, parts)
+    entries = named_entries(model, plan, prefix, head)
+    _divide_mixers(model, entries, mesh, parts)
     for stack in plan.blocks:
         blocks = list(model.get_submodule(prefix + stack).children())
         for block in blocks:
             parts.watch(block, gathers=mesh.tp.size > 1 and block is blocks[-1])
-    entries = named_entries(model, plan, prefix, head)
     for name, module in model.named_modules():
         if name in entries and entries[name].stacks_experts:
             module._computes_single_tokens = True  # copies of the model keep it
@@ -70,6 +73,21 @@ def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: Par
     if model.config.is_encoder_decoder and (encoder := model.get_encoder()) is not model:
         parts.watch_encoder(encoder, partial(divides_prompts, model, parts))
     return parts
+
+
+def _divide_mixers(model: Any, entries: Entries, mesh: ParallelMesh, parts: ContextParts) -> None:
+    """Divide the heads or channels of the mixers of all blocks."""
+    for name, module in model.named_modules():
+        entry = entries.get(name)
+        if not isinstance(entry, TokenMixer) or not hasattr(module, entry.convolution):
+            continue
+        if mesh.tp.size > 1:
+            raise ValueError(
+                f"{parts.option} divides the heads or channels of each {type(module).__name__}, and "
+                f"tensor_parallel_size={mesh.tp.size} too, which is not supported together: leave one of them out"
+            )
+        division = MixerDivision(module, name, entries, mesh, parts)
+        become(module, DividedMixer).division = division
 
 
 def divides_prompts(model: Any, parts: ContextParts, caches: Sequence[Any] = ()) -> bool:

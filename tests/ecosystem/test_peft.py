@@ -506,6 +506,13 @@ def test_adapters_train_with_context_parallelism(pool: Pool, seed: int, tp: int,
 
 
 @pytest.mark.parametrize(
+    "variant", ["lfm2", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("bamba", "qwen3_5_text"))]
+)
+def test_adapters_of_mixers_train_with_context_parallelism(pool: Pool, seed: int, variant: str) -> None:
+    check_context(pool, seed, 1, 1, variant, "all linear")
+
+
+@pytest.mark.parametrize(
     "options",
     [each if each == "all linear" else pytest.param(each, marks=pytest.mark.zoo) for each in (*LORA, *IA3)],
 )

@@ -49,6 +49,7 @@ from support.reference import (
 from support.token_divisions import COPIES, REPLICAS, counting_exchanges, dividing_short_prompts, fully_sharded
 
 TYPES = [kind for kind in registry.ARCHITECTURES if kind in registry.CONTEXT_PARALLEL]
+MIXERS = [kind for kind in TYPES if kind in registry.MIXERS_WITH_CONTEXT]
 OPTIONS: dict[str, Any] = {"gather_logits": True}
 
 
@@ -100,14 +101,15 @@ def test_step_with_sharded_layers_matches_transformers(pool: Pool, variant: str,
 def check_drawn(
     pool: Pool, name: str, model_type: str, n: int, seed: int, tp: int = 1, over: str | None = None
 ) -> None:
-    step, options, text = drawn_step(name, model_type, seed, tp, None if n == 2 or seed % 2 else 8)
+    heads = n if model_type in MIXERS else tp
+    step, options, text = drawn_step(name, model_type, seed, heads, None if n == 2 or seed % 2 else 8)
     try:
         pool.run(n * tp, check_step, step, n, tp, options, True, over)
     except Exception as error:
         raise AssertionError(text) from error
 
 
-@pytest.mark.drawn(35)
+@pytest.mark.drawn(36)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n: int, seed: int) -> None:
@@ -124,7 +126,7 @@ def test_drawn_class_matches_transformers(pool: Pool, model_type: str, seed: int
 
 
 @pytest.mark.drawn(18)
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", [kind for kind in TYPES if kind not in MIXERS])
 def test_drawn_configuration_with_sharded_layers_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     check_drawn(pool, zoo.main_head(model_type), model_type, 2, seed, tp=2)
 
@@ -136,6 +138,8 @@ WITH_EXPERTS = (
     *("glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3"),
     *("kolibri1", "laguna", "longcat_flash", "mellum", "mimo_v2_flash", "minimax_m2", "mistral4", "mixtral"),
     *("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "solar_open"),
+    *("granitemoehybrid", "jamba", "lara_mini", "lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_5_moe_text"),
+    "qwen3_next",
 )
 
 
@@ -145,7 +149,7 @@ def has_experts(model_type: str) -> bool:
 
 
 def test_all_types_with_experts_are_drawn() -> None:
-    assert [kind for kind in TYPES if has_experts(kind)] == [kind for kind in WITH_EXPERTS if kind in TYPES]
+    assert {kind for kind in TYPES if has_experts(kind)} == {kind for kind in WITH_EXPERTS if kind in TYPES}
 
 
 def layouts_over(name: str, config: Any, tp: int, ep: int) -> dict[str, Any]:
@@ -168,12 +172,14 @@ def test_drawn_configuration_with_experts_over_ranks_matches_transformers(
 ) -> None:
     """Experts over tensor-parallel ranks, the ranks that divide tokens, or both."""
     over_tp, *others = [(2, 2, 2), (2, 1, 2), (2, 2, 4), (3, 1, 3)]
-    sizes = random.Random(f"{model_type} {seed}").choice([over_tp, *others])
-    step, options, text = drawn_step(zoo.main_head(model_type), model_type, seed, sizes[1], None)
+    is_mixed = model_type in MIXERS
+    sizes = random.Random(f"{model_type} {seed}").choice(others[::2] if is_mixed else [over_tp, *others])
+    heads = sizes[0] if is_mixed else sizes[1]
+    step, options, text = drawn_step(zoo.main_head(model_type), model_type, seed, heads, None)
     try:
         layouts_over(step.name, step.config, *sizes[1:])
     except ValueError:  # fewer experts
-        sizes = over_tp
+        sizes = (2, 1, 2) if is_mixed else over_tp
     try:
         pool.run(sizes[0] * sizes[1], check_experts, step, sizes, options)
     except Exception as error:
@@ -220,10 +226,17 @@ def packed(config: Any, seed: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", None])
-def test_packed_texts_match_transformers(pool: Pool, attention: str | None, seed: int) -> None:
-    options = {} if attention is None else {"attn_implementation": attention}
-    step = reference_step("LlamaForCausalLM", llama(), seed, batch=packed(llama(), seed), **options)
+@pytest.mark.parametrize(
+    ("variant", "attention"),
+    [
+        *(("llama-untied", attention) for attention in ("sdpa", "eager", None)),
+        ("qwen3_5_text", None),
+        *(pytest.param(variant, None, marks=pytest.mark.zoo) for variant in ("granitemoehybrid", "lfm2", "qwen3_next")),
+    ],
+)
+def test_packed_texts_match_transformers(pool: Pool, variant: str, attention: str | None, seed: int) -> None:
+    options, config = {} if attention is None else {"attn_implementation": attention}, zoo.config(variant)
+    step = reference_step(zoo.lm_head(variant), config, seed, batch=packed(config, seed), **options)
     pool.run(2, check_step, step, 2, 1, options)
 
 
@@ -414,7 +427,8 @@ def check_stages(given: pipelines.Case, sizes: Mapping[str, int], options: Mappi
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
-        *((variant, {}) for variant in ("llama", "llama-untied", "gpt2", "t5")),
+        *((variant, {}) for variant in ("llama", "llama-untied", "gpt2", "t5", "qwen3_next")),
+        *(pytest.param(variant, {"cp": 3}, marks=pytest.mark.zoo) for variant in ("bamba", "lfm2", "mamba")),
         *(
             pytest.param(variant, sizes, marks=pytest.mark.zoo)
             for variant in zoo.FOUNDING
@@ -507,7 +521,8 @@ def test_drawn_configuration_on_stages_matches_transformers(
     pool: Pool, model_type: str, tmp_path: Path, seed: int
 ) -> None:
     """Every second type takes turns in `make test`, and types of one stage are refused."""
-    step, options, text = drawn_step(zoo.main_head(model_type), model_type, seed, 1, None, tmp_path)
+    heads = 2 if model_type in MIXERS else 1
+    step, options, text = drawn_step(zoo.main_head(model_type), model_type, seed, heads, None, tmp_path)
     try:
         pool.run(4, check_drawn_stages, step, options, tmp_path)
     except Exception as error:
@@ -675,10 +690,11 @@ def cached(output: Any) -> Iterator[tuple[str, Tensor]]:
     sides = [cache.self_attention_cache, cache.cross_attention_cache] if hasattr(cache, "is_updated") else [cache]
     for side, layers in enumerate(getattr(each, "layers", ()) for each in sides):
         for index, layer in enumerate(layers):
-            for kind in ("keys", "values", "indexer_keys"):
-                value = getattr(layer, kind, None)
-                if value is not None:
-                    yield f"cache.{side}.{index}.{kind}", value
+            for kind in ("keys", "values", "indexer_keys", "conv_states", "recurrent_states"):
+                found = getattr(layer, kind, None)
+                for place, value in (found if isinstance(found, dict) else {0: found}).items():
+                    if value is not None:
+                        yield f"cache.{side}.{index}.{kind}.{place}", value
 
 
 def answer(model: Any, batch: Mapping[str, Any], caches: bool = True) -> dict[str, Tensor]:
@@ -715,12 +731,14 @@ def answered(step: Step, seed: int, options: Mapping[str, Any], ways: Any) -> tu
     return step, {} if depend_on_rounding(step.name, step.config, seed, step.batch, tokens, ways) else tokens
 
 
-@pytest.mark.drawn(17)
+@pytest.mark.drawn(18)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_divided_prompt_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     """Left padding. Outputs and cache of a call without gradients, and tokens of greedy and beam search."""
-    n, tp = random.Random(f"{model_type} {seed}").choice([(2, 1), (3, 1), (2, 2)])
-    step, options, text = drawn_step(zoo.main_head(model_type), model_type, seed, tp, None)
+    sizes = [(2, 1), (3, 1)] if model_type in MIXERS else [(2, 1), (3, 1), (2, 2)]
+    n, tp = random.Random(f"{model_type} {seed}").choice(sizes)
+    heads = n if model_type in MIXERS else tp
+    step, options, text = drawn_step(zoo.main_head(model_type), model_type, seed, heads, None)
     ways = BEAMS if step.batch.keys() <= OF_TEXT else GREEDY
     step, tokens = answered(step, seed, options, ways)
     if model_type in WITH_EXPERTS and n == 2 and seed % 2:
@@ -979,7 +997,9 @@ def check_autocast(step: Step) -> None:
         assert torch.allclose(own, whole, atol=0.02, rtol=0.1)
 
 
-@pytest.mark.parametrize("variant", ["llama-untied", "gpt2"])
+@pytest.mark.parametrize(
+    "variant", ["llama-untied", "gpt2", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("lfm2", "mamba2"))]
+)
 def test_step_with_autocast_is_near_one_process(pool: Pool, variant: str, seed: int) -> None:
     name = zoo.lm_head(variant)
     config = zoo.config(variant)
@@ -1114,12 +1134,30 @@ def test_blocks_save_the_tokens_of_a_rank(pool: Pool, model_type: str, seed: int
         assert share < 0.62, text
 
 
+def share_of_long_rows(pool: Pool, name: str, config: Any, seed: int) -> float:
+    """Return the largest share of a rank of two."""
+    ids = torch.randint(config.vocab_size, (2, 256), generator=torch.Generator().manual_seed(seed))
+    step = reference_step(name, config, seed, batch={"input_ids": ids, "labels": ids})
+    return max(pool.run(2, share_of_saved_bytes, step, 2, {}))
+
+
 def test_long_rows_save_little_more_than_the_tokens_of_a_rank(pool: Pool, seed: int) -> None:
     config = llama(num_hidden_layers=4, max_position_embeddings=256)
-    ids = torch.randint(config.vocab_size, (2, 256), generator=torch.Generator().manual_seed(seed))
-    step = reference_step("LlamaForCausalLM", config, seed, batch={"input_ids": ids, "labels": ids})
-    for share in pool.run(2, share_of_saved_bytes, step, 2, {}):
-        assert share < 0.56
+    assert share_of_long_rows(pool, "LlamaForCausalLM", config, seed) < 0.56
+
+
+EVEN_RULES: dict[str, Any] = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+EVEN_MIXERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), EVEN_RULES),
+    "nemotron_h": {"n_groups": 2},
+}
+"""Sizes of mixers that two ranks divide evenly, where those of `zoo` are odd."""
+
+
+@pytest.mark.parametrize("model_type", [kind for kind in MIXERS if hasattr(zoo.config(kind), "vocab_size")])
+def test_mixers_save_the_heads_or_channels_of_a_rank(pool: Pool, model_type: str, seed: int) -> None:
+    config = zoo.config(model_type, **EVEN_MIXERS.get(model_type, {}))
+    assert share_of_long_rows(pool, zoo.lm_head(model_type), config, seed) < 0.58
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -1145,13 +1183,15 @@ def construct(name: str, config: Any, sizes: tuple[int, ...], options: dict[str,
         ("llama", (1,), {"attn_implementation": "flex_attention"}, "attn_implementation='flex_attention'"),
         ("reformer", (1,), {}, "does not support ReformerModelWithLMHead: it was not tested with reformer"),
         ("glm4v", (1,), {}, "does not support Glm4vVisionModel: its hidden states have no dimension of rows"),
-        ("mamba", (1,), {}, "MambaForCausalLM: it was not tested with mamba, see column cp of docs/models.md; leave"),
+        ("rwkv", (1,), {}, "RwkvForCausalLM: it was not tested with rwkv, see column cp of docs/models.md; leave"),
+        ("qwen3_next", (2,), {}, "each Qwen3NextGatedDeltaNet, and tensor_parallel_size=2 too, which is not supported"),
+        ("qwen3_next", (1,), {"context_parallel_size": 4}, "=4 is more than the 3 heads of each Qwen3NextGatedDeltaN"),
     ],
 )
 def test_unsupported_arguments_are_refused(
     pool: Pool, variant: str, sizes: tuple[int, ...], options: dict[str, Any], message: str
 ) -> None:
-    ranks = 4 if options.get("context_parallel_size") == 3 else 2
+    ranks = 4 if options.get("context_parallel_size", 2) > 2 or variant in MIXERS else 2
     name = "Glm4vVisionModel" if variant == "glm4v" else zoo.lm_head(variant)
     config = zoo.config_of(name, zoo.config(variant))
     for error in pool.run(ranks, construct, name, config, sizes, dict(options), expect=ValueError):

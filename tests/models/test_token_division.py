@@ -46,6 +46,11 @@ from support.token_divisions import (
 )
 
 pytestmark = pytest.mark.parametrize("division", [SEQUENCE, CONTEXT])
+MIXERS = [
+    pytest.param(kind, marks=() if kind == "qwen3_5_text" else pytest.mark.zoo)
+    for kind in ("bamba", "falcon_h1", "lfm2", "mamba", "qwen3_5_text")
+]
+"""Types with a kind of mixer each, and without experts, whose sizes in float32 would not fit torch's products."""
 
 
 def constructed(division: str, config: Any, **options: Any) -> Any:
@@ -91,7 +96,7 @@ def check_training(division: str, step: Step, batches: Any, trained: Any, option
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.parametrize("variant", ["llama", "llama-untied", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("variant", ["llama", "llama-untied", "gpt2", "bert", "t5", *MIXERS])
 def test_parameters_after_five_steps_match_transformers(pool: Pool, division: str, variant: str, seed: int) -> None:
     """Tied and untied weights."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
@@ -143,7 +148,7 @@ def check_checkpointing(division: str, step: Step) -> None:
 
 
 @pytest.mark.stacks
-@pytest.mark.parametrize("variant", zoo.FOUNDING)
+@pytest.mark.parametrize("variant", [*zoo.FOUNDING, *MIXERS])
 def test_step_with_checkpointing_equals_one_without(pool: Pool, division: str, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE, use_cache=False)
     weights = full_parameters(reference_model(name, config, seed, torch.float32))

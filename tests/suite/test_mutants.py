@@ -28,6 +28,7 @@ from oslo_models.fusion import norms
 from oslo_models.layers import (
     blockwise_attention,
     context_attention,
+    context_mixers,
     context_parts,
     context_rules,
     cross_entropy,
@@ -478,6 +479,17 @@ def tokens_of_a_neighbour_on_the_next_stage(patch: Patch) -> None:
     patch.setattr(context_parts.ContextParts, "own_tokens", own_tokens)
 
 
+def gradients_of_shared_weights_of_mixers_summed_twice(patch: Patch) -> None:
+    """The norm of all heads sums its gradients, and so does the block."""
+    patch.setattr(context_mixers.SliceLayout, "of", staticmethod(lambda layout, n: layout))
+
+
+def rows_of_other_heads_in_the_backward_pass(patch: Patch) -> None:
+    """The slice of a weight is made again in another order."""
+    right = context_mixers.WeightSource
+    patch.setattr(context_mixers, "WeightSource", lambda whole, shard: right(whole.flip(0), shard))
+
+
 CONTEXT_PARALLEL = (
     context_gradients_not_summed,
     context_gradients_summed_twice,
@@ -918,6 +930,13 @@ MUTANTS: dict[str, list[Caught]] = {
             "test_dropout_drops_other_elements_of_the_tokens_of_each_rank",
             {"variant": "gpt2"},
         ),
+        *[
+            (mutant, "test_step_matches_transformers", {"variant": variant, "n": 2})
+            for mutant, variant in (
+                (gradients_of_shared_weights_of_mixers_summed_twice, "qwen3_next"),
+                (rows_of_other_heads_in_the_backward_pass, "qwen3_5_text"),
+            )
+        ],
         (norms_of_all_ranks_of_a_batch, "test_gradient_norms_count_each_weight_once", {"tp": 1}),
         (sums_of_gradients_that_fsdp_sums, "test_blocks_sharded_over_context_send_their_gradients_once", {}),
         *[
