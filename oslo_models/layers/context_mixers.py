@@ -41,9 +41,17 @@ class SliceLayout(Layout):
 
 @dataclass(frozen=True)
 class _SlicingContext(ShardingContext):
-    """Surroundings of a module whose weights are sliced over the ranks of another axis."""
+    """Surroundings of a module whose weights are sliced over the ranks of another axis.
+
+    Attributes:
+        model: the module around the module, since the slices are in no model.
+    """
 
     axis: Axis
+
+    @property
+    def parent(self) -> nn.Module:
+        return self.model
 
     @property
     def tp(self) -> Axis:
