@@ -2,7 +2,7 @@
 
 from oslo_models.layers.experts import Experts
 from oslo_models.layers.linear import ColumnParallel, InnerRowParallel, RowParallel
-from oslo_models.layers.local_attributes import LocalAttributes, TokenMixer
+from oslo_models.layers.local_attributes import LocalAttributes
 from oslo_models.layers.norm import GroupWidthNorm, HeadNorm, WidthNorm
 from oslo_models.layers.state_space import StateSpace
 from oslo_models.layers.summed import SharedOutput, SummedModule
@@ -28,7 +28,6 @@ __all__ = [
     "SharedOutput",
     "StateSpace",
     "SummedModule",
-    "TokenMixer",
     "VocabParallel",
     "WidthNorm",
 ]

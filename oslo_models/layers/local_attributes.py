@@ -58,6 +58,9 @@ class LocalAttributes(Replicated):
         width: the heads of an attention that reshapes their outputs to the hidden size.
         shared: direct parameters of the module that all heads share. Every rank holds them in full, and their gradients
             are all-reduced.
+        convolution: name of the convolution of a mixer, which reads other tokens by a recurrence or a convolution.
+            Context parallelism divides the heads or channels of such a module over the ranks. A module of the same
+            name without a convolution is no mixer.
     """
 
     has_parameters: ClassVar[bool] = False
@@ -65,20 +68,7 @@ class LocalAttributes(Replicated):
     per_head: Mapping[str, EvenSplit] = field(default_factory=dict)
     width: EvenSplit | None = None
     shared: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class TokenMixer(LocalAttributes):
-    """Module that reads other tokens without attention: by a recurrence or a convolution.
-
-    Context parallelism divides the heads or channels of such a module over the ranks.
-
-    Args:
-        attributes: see `LocalAttributes`.
-        convolution: name of its convolution. A module of the same name without a convolution is no mixer.
-    """
-
-    convolution: str = "conv1d"
+    convolution: str = ""
 
 
 @shards(LocalAttributes)

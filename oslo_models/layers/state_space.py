@@ -15,7 +15,7 @@ import torch
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.function_overrides import override_attributes
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, become, shards
-from oslo_models.layers.local_attributes import TokenMixer, set_local_attributes
+from oslo_models.layers.local_attributes import LocalAttributes, set_local_attributes
 from oslo_models.layers.replicated_grads import SumReplicatedGrad
 from oslo_models.layers.sharded_activation import ShardedActivation
 from oslo_models.layers.token_division import hidden_states_of
@@ -23,7 +23,7 @@ from oslo_models.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
-class StateSpace(TokenMixer):
+class StateSpace(LocalAttributes):
     """State-space mixer, sharded over its heads. Parameters of a group are replicated on the ranks with its heads.
 
     Args:
@@ -35,6 +35,7 @@ class StateSpace(TokenMixer):
     """
 
     is_recurrent: ClassVar[bool] = True
+    convolution: str = "conv1d"
     scales: str = ""
 
 

@@ -17,7 +17,7 @@ from oslo_models.layers.context_parts import ContextParts
 from oslo_models.layers.context_rules import LocalTokensModule
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.kinds import ShardedModule, become
-from oslo_models.layers.local_attributes import TokenMixer
+from oslo_models.layers.local_attributes import LocalAttributes
 from oslo_models.modeling.apply_plan import named_entries, uses_dropout
 from oslo_models.modeling.token_division import check_wrappers
 from oslo_models.sharding.plan import Entries, Plan
@@ -79,7 +79,7 @@ def _divide_mixers(model: Any, entries: Entries, mesh: ParallelMesh, parts: Cont
     """Divide the heads or channels of the mixers of all blocks."""
     for name, module in model.named_modules():
         entry = entries.get(name)
-        if not isinstance(entry, TokenMixer) or not hasattr(module, entry.convolution):
+        if not isinstance(entry, LocalAttributes) or not entry.convolution or not hasattr(module, entry.convolution):
             continue
         if mesh.tp.size > 1:
             raise ValueError(

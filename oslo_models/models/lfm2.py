@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from transformers import Lfm2Config
 from transformers.models.lfm2 import modeling_lfm2 as hf
 
-from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, RowParallel, TokenMixer
+from oslo_models.layers.entries import ColumnParallel, Entries, LocalAttributes, Norm, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
@@ -23,7 +23,7 @@ class Lfm2Parallel(LlamaParallel):
         "feed_forward.w2": RowParallel(),
     }
     convolution = {
-        "conv": TokenMixer(convolution="conv"),
+        "conv": LocalAttributes(convolution="conv"),
         "conv.in_proj": ColumnParallel(parts=3),
         "conv.conv.weight": ColumnParallel(),  # one filter per channel
         "conv.conv.bias": ColumnParallel(),

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
-from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, Plan, RowParallel, TokenMixer
+from oslo_models.layers.entries import ColumnParallel, Entries, HeadNorm, LocalAttributes, Plan, RowParallel
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.qwen2_moe import Qwen2MoeParallel
@@ -32,7 +32,9 @@ class Qwen3NextParallel(Qwen2MoeParallel):
         value = EvenSplit(count, ratio * config.linear_value_head_dim)
         local = {"num_k_heads": key.local_count, "num_v_heads": gate.local_extent}
         return {
-            "linear_attn": TokenMixer({**local, "key_dim": key.local_extent, "value_dim": value.local_extent}),
+            "linear_attn": LocalAttributes(
+                {**local, "key_dim": key.local_extent, "value_dim": value.local_extent}, convolution="conv1d"
+            ),
             **cls.projections(key, value, gate),
             "linear_attn.conv1d.weight": ColumnParallel(key, key, value),  # one filter per channel
             "linear_attn.A_log": ColumnParallel(gate),

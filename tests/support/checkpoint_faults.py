@@ -147,7 +147,7 @@ def fake_mesh(tp_rank: int = 0, tp: int = 1) -> Any:
     axes = {name: Axis(name, 0, (0,), None) for name in ("pp", "dp")}
     if tp == 1:
         axes |= {name: Axis(name, 0, (0,), None) for name in ("tp", "cp", "model", "weights", "world", "experts")}
-        return SimpleNamespace(**axes, rank_in=lambda _: 0, is_over_replicas=lambda _: False)
+        return SimpleNamespace(**axes, copy_rank=0, rank_in=lambda _: 0, is_over_replicas=lambda _: False)
     return ParallelMesh(tensor_parallel_size=tp, timeout=4)  # a short timeout reports a dead rank early
 
 
