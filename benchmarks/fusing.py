@@ -261,7 +261,7 @@ def checking(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int) 
         start = time.process_time()
         model = peer.load(cls, checkpoint).eval()
         loading.append(time.process_time() - start)
-        model.fuse(measure=False, check=False)  # reads the sources of the layers
+        model.fuse(measure=False, check=False)  # reads the sources of the layers, and makes huge pages of the weights
         model.unfuse()
         verdicts.forget()
         checks.append(added())

@@ -1,18 +1,45 @@
-"""Map new memory in pages of 2 MiB. Linux then clears fewer pages than of 4 KiB; elsewhere, nothing happens."""
+"""Move weights to pages of 2 MiB. Reads are faster than with pages of 4 KiB because fewer addresses are translated.
+
+Linux (since 6.1) collapses existing pages in place: addresses and contents stay. On other systems, and for memory that
+is mapped from a file, nothing happens.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from functools import cache
 
 from torch import Tensor
 
 PAGE = 2 << 20
-_HUGE = 14  # MADV_HUGEPAGE, see madvise(2)
+BUDGET = 1.0
+"""Seconds after which the remaining weights keep their pages. A page takes some milliseconds."""
+_HUGE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE and MADV_COLLAPSE, see madvise(2)
 FEWEST = 4
 """The minimum number of whole pages in a tensor for `fresh`."""
+
+
+def collapse(tensors: Iterable[Tensor], budget: float = BUDGET) -> int:
+    """Collapse the pages of all CPU tensors of at least half a page. Return the number of pages that are huge now.
+
+    Args:
+        budget: the time limit in seconds.
+    """
+    advise, end, made = _advise(), time.monotonic() + budget, 0
+    if advise is None:
+        return 0
+    done = 0  # tensors often share pages with the next one
+    for tensor in sorted((t for t in tensors if t.is_cpu and 2 * t.nbytes >= PAGE), key=Tensor.data_ptr):
+        begin = tensor.data_ptr()
+        for page in range(max(done, begin // PAGE * PAGE), begin + tensor.nbytes, PAGE):
+            if time.monotonic() > end:
+                return made
+            made += advise(page, PAGE, _COLLAPSE) == 0
+            done = page + PAGE
+    return made
 
 
 def fresh(tensor: Tensor) -> Tensor:

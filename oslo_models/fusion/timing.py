@@ -7,15 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels import linear
+from oslo_kernels.huge_pages import collapse
 from oslo_kernels.kept_timings import Seconds, Timings
 from oslo_kernels.linear_timing import faster_rows, fastest, gain, timings
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import agree, gather_objects
-from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.distributed.sharded_tensor import local_tensor, without_override
 from oslo_models.fusion.swap import FusionCandidate
 
 _Measured = Timings | str
@@ -52,6 +53,17 @@ def decide(
         else candidate
         for candidate in fusion_candidates
     ]
+
+
+def use_huge_pages(model: nn.Module, candidates: Iterable[FusionCandidate], selected: set[type] | None) -> None:
+    """Move the weights of the selected linear layers, or their narrow copies, to huge pages, which are read faster."""
+    weights: list[Tensor] = []
+    for candidate in candidates:
+        if candidate.is_selected(selected) and (candidate.timed or "narrow" in candidate.attributes):
+            narrow = candidate.attributes.get("narrow")
+            weight: Any = model.get_submodule(candidate.module).weight if narrow is None else narrow.values
+            weights.append(local_tensor(weight).detach())
+    collapse(weights)
 
 
 def _measure(modules: Mapping[str, Any], measure: bool, processes: int = 1) -> dict[str, _Measured]:

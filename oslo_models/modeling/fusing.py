@@ -26,7 +26,7 @@ from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.self_check import apply_checked
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
-from oslo_models.fusion.timing import decide
+from oslo_models.fusion.timing import decide, use_huge_pages
 from oslo_models.layers.token_division import TokenDivision
 from oslo_models.layers.vocab_parallel import has_backward_hooks
 from oslo_models.modeling.apply_plan import entries_of_blocks
@@ -148,6 +148,7 @@ class FusableModel(PreTrainedModel):
             tp = None if self.mesh is None else self.mesh.tp
             if weights is not None:
                 found = narrow(self, found, selected, tp, weights)
+            use_huge_pages(self, found, selected)
             found = decide(self, found, selected, tp, measure)
             found = self._apply_fusion(fusion, found, selected, check)
             fusion.fusion_candidates = decide_blocks(self, found, selected, tp, measure)
