@@ -69,11 +69,9 @@ def draw_lengths() -> Figure:
         strict=True,
     ):
         for peer, colour, style in ((OURS_ALONE, THEIRS, "-"), (OURS_OVER_CONTEXT, OURS, "-"), (ULYSSES, LIMIT, "--")):
-            found = [rows[f"llama-20m-context-{length}", peer, metric] for length in LENGTHS]
-            values = [float(row["value"]) / (1000 if row["unit"] == "MB" else 1) for row in found]
-            axes.plot(
-                LENGTHS, values, style, marker="o", color=colour, label=f"{peer} {found[0]['processes x threads']}"
-            )
+            found = {n: rows[key] for n in LENGTHS if (key := (f"llama-20m-context-{n}", peer, metric)) in rows}
+            values = [float(row["value"]) / (1000 if row["unit"] == "MB" else 1) for row in found.values()]
+            axes.plot([*found], values, style, marker="o", color=colour, label=peer)
         axes.set(xlabel="tokens", ylabel=label, xticks=LENGTHS, ylim=(0, None))
         axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
