@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -149,7 +150,10 @@ def has_experts(model_type: str) -> bool:
 
 
 def test_all_types_with_experts_are_drawn() -> None:
-    assert {kind for kind in TYPES if has_experts(kind)} == {kind for kind in WITH_EXPERTS if kind in TYPES}
+    found, listed = {kind for kind in TYPES if has_experts(kind)}, {kind for kind in WITH_EXPERTS if kind in TYPES}
+    assert found <= listed
+    # older releases of transformers have the experts of Aria as single modules
+    assert listed - found <= {"aria", "aria_text"} and (found == listed or transformers.__version__ < "5.24")
 
 
 def layouts_over(name: str, config: Any, tp: int, ep: int) -> dict[str, Any]:
@@ -171,6 +175,8 @@ def test_drawn_configuration_with_experts_over_ranks_matches_transformers(
     pool: Pool, model_type: str, seed: int
 ) -> None:
     """Experts over tensor-parallel ranks, the ranks that divide tokens, or both."""
+    if not has_experts(model_type):
+        pytest.skip(f"this release of transformers does not stack the experts of {model_type}")
     over_tp, *others = [(2, 2, 2), (2, 1, 2), (2, 2, 4), (3, 1, 3)]
     is_mixed = model_type in MIXERS
     sizes = random.Random(f"{model_type} {seed}").choice(others[::2] if is_mixed else [over_tp, *others])
