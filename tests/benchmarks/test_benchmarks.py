@@ -67,7 +67,7 @@ def test_schedules_of_slept_stages_run(pool: Pool, tmp_path: Path, peer: str) ->
     assert all(0 < result.values["idle time"] < 100 for result in found)
 
 
-@pytest.mark.parametrize(("megabytes", "tokens"), [(2000.0, 2048), (0.0, 0)])
+@pytest.mark.parametrize(("megabytes", "tokens"), [(2000.0, 2048), (-1.0, 0)])
 def test_rows_grow_up_to_a_limit_of_memory(tmp_path: Path, megabytes: float, tokens: int) -> None:
     case = CASES["llama-20m-context-2gb"]
     case = replace(case, smoke={**case.smoke, "megabytes": megabytes})
