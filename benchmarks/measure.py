@@ -268,7 +268,7 @@ def train_divided(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: 
 
 
 def longest_row(
-    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, first: int, increment: int, megabytes: float
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, first: int, increment: int, most: int, megabytes: float
 ) -> Result:
     """Tokens of the longest row whose training step keeps the peak of every rank within a limit.
 
@@ -277,6 +277,7 @@ def longest_row(
     Args:
         first: tokens of the first row, at most.
         increment: tokens by which rows grow.
+        most: tokens of the last row, at most.
         megabytes: limit of anonymous memory.
     """
     import torch
@@ -284,7 +285,7 @@ def longest_row(
 
     model, step, memory = _trainer_after_tiny(peer, peer.load, cls, checkpoint, tiny, 1)
     fitting, length = 0, first
-    while length <= model.config.max_position_embeddings:
+    while length <= most:
         with memory.watched():
             step(tokens(model, 1, length))
         peak = torch.tensor(memory.growth["peak anonymous memory"])
