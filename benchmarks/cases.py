@@ -143,6 +143,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {**_llama(768, 2048, 12, 12)[1], "tie_word_embeddings": True, "initializer_range": 0.005},
     ),
+    # its first layer alone has about 70 % of its tokens
+    "granite-88m": (
+        "GraniteForCausalLM",
+        {**_llama(768, 2048, 12, 12)[1], "vocab_size": 4096, "residual_multiplier": 0.06, "embedding_multiplier": 12.0},
+    ),
     "llama-20m": _llama(256, 688, 4, 8),
     "llama-1gb": _llama(1024, 2816, 16, 16),
     "mixtral-small": _mixture("MixtralForCausalLM", 8, 2, 896),
@@ -404,6 +409,17 @@ CASES = {
                 smoke={"prompts": 2, "passage": 4, "repeats": 2, "new": 8, "timed": 1},
             )
             for model, label in (("llama-100m", "Llama 100M"), ("llama-100m-repeating", "Llama 100M that repeats"))
+            for prompts in (1, 8)
+        ),
+        *(
+            Case(
+                *(f"granite-88m-drafts-{prompts}", f"Granite 88M, {prompts} prompts, drafts of its first layer"),
+                *(measure.draft, "granite-88m", (ALONE, LOOKUP, OUR_BATCH, OUR_DRAFTS)),
+                baseline=ALONE,
+                options={"prompts": prompts, "passage": 32, "repeats": 1, "new": 96, "drafted": 4, "timed": 3}
+                | {"layers": 1},
+                smoke={"prompts": 2, "passage": 4, "new": 8, "timed": 1},
+            )
             for prompts in (1, 8)
         ),
         Case(
