@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from oslo_models import registry
 from oslo_models.distributed.collectives import all_reduce
 
 from support import zoo
+from support.checkpointing import checkpoint_selectively
 from support.drawn_steps import shortened
 from support.dropout_masks import RATE
 from support.float64 import lifted_casts
@@ -119,16 +123,30 @@ def test_parameters_with_sharded_layers_match_transformers(pool: Pool, division:
     pool.run(ranks, check_training, division, step, batches, (full_parameters(model), losses), options)
 
 
+def checkpoint_every_other_block(model: Any) -> None:
+    if "every_n_layers" in signature(PreTrainedModel._set_gradient_checkpointing).parameters:  # transformers 5.23
+        model.activation_checkpointing_enable(every_n_layers=2)
+
+
+CHECKPOINTING: dict[str, Callable[[Any], object]] = {
+    "plain": lambda model: None,
+    "reentrant": lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
+    "not reentrant": lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
+    "every other block": checkpoint_every_other_block,
+    "without products": lambda model: checkpoint_selectively(model, "products"),
+    "without collectives": lambda model: checkpoint_selectively(model, "collectives"),
+}
+
+
 def check_checkpointing(division: str, step: Step) -> None:
     """Loss, gradients and random states are equal with and without recomputation.
 
     In float32: the mode that lifts casts is not active while the backward pass recomputes.
     """
     results = {}
-    for mode in ("plain", "reentrant", "not reentrant"):
+    for mode, checkpoint_blocks in CHECKPOINTING.items():
         model = divided_model(division, step, 2, torch.float32)
-        if mode != "plain":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": mode == "reentrant"})
+        checkpoint_blocks(model)
         torch.manual_seed(5)
         with counting(division) as counts:
             loss = model(**step.batch).loss
