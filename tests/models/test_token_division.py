@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from oslo_models import registry
@@ -232,14 +235,31 @@ def check_fully_sharded(
     options = {"tensor_parallel_size": tp} if division == CONTEXT else {}
     model = divided_model(division, training.step, n, **options)
     freeze(model, training.frozen)
-    wrapped, dp = fully_sharded(model, over, blocks), model.mesh.dp
-    optimizer, lines = make_optimizer("AdamW", wrapped.parameters()), list[str]()
+    wrapped = fully_sharded(model, over, blocks)
+    lines = training_differences(division, model, wrapped, make_optimizer("AdamW", wrapped.parameters()), training)
+    assert all(isinstance(param.data, DTensor) for param in model.parameters())
+    assert not lines, "\n".join(lines)
+
+
+def check_partitioned_optimizer(division: str, training: Training) -> None:
+    """DDP, and an optimizer that updates some of the parameters on each replica."""
+    model = divided_model(division, training.step, 2)
+    group, optimizer = model.mpu.get_data_parallel_group(), make_optimizer("AdamW", model.parameters())
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key in ("lr", "eps")}
+    zero = ZeroRedundancyOptimizer(model.parameters(), type(optimizer), process_group=group, **options)
+    lines = training_differences(division, model, DistributedDataParallel(model, process_group=group), zero, training)
+    assert 0 < len(zero.optim.param_groups[0]["params"]) < len([*model.parameters()])
+    assert not lines, "\n".join(lines)
+
+
+def training_differences(division: str, model: Any, wrapped: Any, optimizer: Any, training: Training) -> list[str]:
+    """Train, and return a line for each difference from one process."""
+    dp, lines = model.mesh.dp, list[str]()
     for number, batches in enumerate(training.batches):
         own, loss = batches[dp.rank :: dp.size], torch.zeros((), dtype=torch.float64)
         optimizer.zero_grad()
         for batch in own:
-            wrapped.set_requires_gradient_sync(batch is own[-1])
-            with lifted_casts(), counting(division) as counts:
+            with lifted_casts(), counting(division) as counts, accumulating(wrapped, batch is own[-1]):
                 part = wrapped(**batch).loss / len(own)
                 part.backward()
             assert is_divided(counts)
@@ -251,10 +271,16 @@ def check_fully_sharded(
         optimizer.step()
         lines += differences("loss", all_reduce(dp, loss) / dp.size, training.losses[number], TOLERANCE)
         lines += differences("norm", norm, training.norms[number], TOLERANCE)
-    sharded = dict(model.named_parameters(remove_duplicate=False))
-    assert all(isinstance(param.data, DTensor) for param in sharded.values())
-    lines += shard_differences(model, "trained", sharded, training.trained, TOLERANCE)
-    assert not lines, "\n".join(lines)
+    own_parameters = dict(model.named_parameters(remove_duplicate=False))
+    return lines + shard_differences(model, "trained", own_parameters, training.trained, TOLERANCE)
+
+
+def accumulating(wrapped: Any, is_last: bool) -> AbstractContextManager[Any]:
+    """Context of a backward pass whose gradients are reduced over replicas after the last batch only."""
+    if isinstance(wrapped, DistributedDataParallel):
+        return nullcontext() if is_last else wrapped.no_sync()
+    wrapped.set_requires_gradient_sync(is_last)
+    return nullcontext()
 
 
 @pytest.mark.parametrize("over", [REPLICAS, COPIES])
@@ -271,6 +297,13 @@ def test_fully_sharded_training_matches_transformers(
 ) -> None:
     """Tied and untied weights, left padding, accumulated and clipped gradients."""
     pool.run(4, check_fully_sharded, division, reference_training(variant, seed), over)
+
+
+@pytest.mark.parametrize("variant", ["llama", pytest.param("t5", marks=pytest.mark.zoo)])
+def test_training_of_replicas_with_a_partitioned_optimizer_matches_transformers(
+    pool: Pool, division: str, variant: str, seed: int
+) -> None:
+    pool.run(4, check_partitioned_optimizer, division, reference_training(variant, seed))
 
 
 @pytest.mark.stacks
