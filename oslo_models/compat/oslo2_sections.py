@@ -16,6 +16,7 @@ from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.collectives import all_gather
 from oslo_models.distributed.mesh import Axis
 from oslo_models.modeling.internals import ParallelModelInternals
+from oslo_models.modeling.training import enable_checkpointing
 from oslo_models.sharding.layout import even_ranges
 
 PARALLELISM, CHECKPOINTING, FUSION = "model_parallelism", "activation_checkpointing", "kernel_fusion"
@@ -86,7 +87,7 @@ def apply_sections(sections: Mapping[str, Mapping[str, Any]], model: ParallelMod
     """Apply the sections to this rank's part of a model."""
     if (options := sections.get(CHECKPOINTING)) is not None:
         offloads = options.get("cpu_checkpointing", False)
-        model.activation_checkpointing_enable(offload=offloads and model.device.type != "cpu")
+        enable_checkpointing(model, offload=offloads and model.device.type != "cpu")
         if options.get("partitioned_checkpointing", False):
             partitioned = _PartitionedCheckpoint(model.mesh.tp, offloads)
             model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=partitioned)

@@ -53,6 +53,7 @@ def check_checkpointed_step(
     return len(kept), sum(isinstance(module, GradientCheckpointingLayer) for module in other.modules())
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize(("variant", "partitioned"), [("gpt2", True), ("gpt2", False), ("bart", True)])
 def test_activation_checkpointing_gives_the_gradients_of_one_process(
     pool: Pool, variant: str, partitioned: bool, seed: int
@@ -61,6 +62,7 @@ def test_activation_checkpointing_gives_the_gradients_of_one_process(
         assert blocks > 1 and kept == (blocks if partitioned else 0)
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize(
     ("partitioned", "sizes"),
     [

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -15,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
 
 from oslo_models import registry
 from oslo_models.distributed.collectives import all_reduce
+from oslo_models.modeling.training import enable_checkpointing
 
 from support import zoo
 from support.checkpointing import checkpoint_selectively
@@ -126,16 +125,11 @@ def test_parameters_with_sharded_layers_match_transformers(pool: Pool, division:
     pool.run(ranks, check_training, division, step, batches, (full_parameters(model), losses), options)
 
 
-def checkpoint_every_other_block(model: Any) -> None:
-    if "every_n_layers" in signature(PreTrainedModel._set_gradient_checkpointing).parameters:  # transformers 5.23
-        model.activation_checkpointing_enable(every_n_layers=2)
-
-
 CHECKPOINTING: dict[str, Callable[[Any], object]] = {
     "plain": lambda model: None,
-    "reentrant": lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}),
-    "not reentrant": lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}),
-    "every other block": checkpoint_every_other_block,
+    "reentrant": lambda model: enable_checkpointing(model, {"use_reentrant": True}),
+    "not reentrant": enable_checkpointing,
+    "every other block": lambda model: enable_checkpointing(model, every_n_layers=2),
     "without products": lambda model: checkpoint_selectively(model, "products"),
     "without collectives": lambda model: checkpoint_selectively(model, "collectives"),
 }
