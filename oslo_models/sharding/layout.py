@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oslo_models.sharding.shares import Range as Range
 from oslo_models.sharding.shares import even_ranges as even_ranges
-from oslo_models.sharding.shares import rank_count, share_groups, share_ranges, shares_of
+from oslo_models.sharding.shares import NestedRanks, rank_count, share_groups, share_ranges, shares_of
 
 Index = tuple[slice, ...]
 
@@ -141,6 +141,12 @@ class GroupedHeads:
 
     def head_ranges(self, n: int) -> tuple[tuple[Range, Range], ...]:
         """Return, for each rank, its range of query heads and its range of key-value heads."""
+        if isinstance(n, NestedRanks):
+            held = []
+            for (q, q_stop), (kv, kv_stop) in self.head_ranges(n.outer):
+                local = replace(self, query_heads=q_stop - q, kv_heads=kv_stop - kv).head_ranges(n.inner)
+                held.append([((q + a, q + b), (kv + c, kv + d)) for (a, b), (c, d) in local])
+            return n.in_order(held)
         if n <= self.kv_heads:
             kv = share_ranges(self.kv_heads, n)
             return tuple(((a * self.group, b * self.group), (a, b)) for a, b in kv)
