@@ -1148,6 +1148,33 @@ def test_step_communicates_little_outside_of_blocks(pool: Pool, seed: int) -> No
         assert counts == {"all_to_all": 4 * blocks, "reduce_fresh": blocks + 3, "all_gather": 1}
 
 
+def elements_of_sums_of_shards(config: Any, seed: int) -> list[int]:
+    """Return the number of elements of each sum of a step over the tp axis."""
+    cls: Any = registry.find("Lfm2ForCausalLM")
+    model = cls.from_config_with_parallel(config, 2, context_parallel_size=2, seed=seed, check_inputs=False)
+    elements, right = list[int](), autograd_collectives.reduce_fresh
+
+    def counted(axis: Any, x: Tensor) -> Tensor:
+        elements.extend([x.numel()] if axis is model.mesh.tp else [])
+        return right(axis, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autograd_collectives, "reduce_fresh", counted)
+        model(**zoo.batch("Lfm2ForCausalLM", config, seed, torch.float32)).loss.backward()
+    return sorted(elements)
+
+
+def test_mixers_sum_the_tokens_of_a_rank_over_shards(pool: Pool, seed: int) -> None:
+    """Once forward, once backward. Query, key and value of attention sum their gradients separately."""
+    of_mixers, of_attention = (
+        pool.run(4, elements_of_sums_of_shards, zoo.config("lfm2", layer_types=[kind, "full_attention"]), seed)
+        for kind in ("conv", "full_attention")
+    )
+    for mixer, attention in zip(of_mixers, of_attention, strict=True):
+        assert {*mixer} == {*attention}
+        assert len(attention) - len(mixer) == 2
+
+
 def saved_bytes(model: Any, batch: Mapping[str, Any]) -> int:
     """Return the bytes that blocks save for their backward pass, without parameters."""
     running, saved, kept = [0], dict[int, int](), list[Any]()
