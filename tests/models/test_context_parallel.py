@@ -1226,6 +1226,9 @@ def test_long_rows_save_little_more_than_the_tokens_of_a_rank(pool: Pool, seed: 
 EVEN_RULES: dict[str, Any] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 EVEN_MIXERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), EVEN_RULES),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), {"mamba_n_heads": 8, "mamba_n_groups": 4}),
+    "lfm3": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 6, "n_groups": 4},
     "nemotron_h": {"mamba_num_heads": 8, "n_groups": 4},
 }
 """Sizes of mixers that ranks divide evenly, where those of `zoo` are odd."""
@@ -1235,7 +1238,8 @@ EVEN_MIXERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", [kind for kind in MIXERS if hasattr(zoo.config(kind), "vocab_size")])
 def test_mixers_save_the_heads_or_channels_of_a_rank(pool: Pool, model_type: str, tp: int, seed: int) -> None:
     config = zoo.config(model_type, **EVEN_MIXERS.get(model_type, {}))
-    assert share_of_long_rows(pool, zoo.lm_head(model_type), config, seed, tp) < 0.58
+    share = share_of_long_rows(pool, zoo.lm_head(model_type), config, seed, tp)
+    assert share < (0.58 if tp == 1 else 0.6)  # masks are whole
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
