@@ -806,6 +806,19 @@ def prompt_of(variant: str, seed: int, **changes: Any) -> tuple[Step, Any]:
     return Step(name, config, zoo.batch(name, config, seed), full_parameters(model), {}, torch.zeros(()), {}), model
 
 
+@pytest.mark.parametrize("fills_cache", [True, False])
+@pytest.mark.parametrize(("variant", "heads"), [("bamba", "two groups"), ("qwen3_5_text", "rules")])
+def test_prompts_of_mixers_divided_twice_match_transformers(
+    pool: Pool, variant: str, heads: str, fills_cache: bool, seed: int
+) -> None:
+    """Each rank computes all heads of its shard for a cache, and some of them without one."""
+    step, _ = prompt_of(variant, seed, **GROUPED[heads])
+    if not fills_cache:
+        step.batch = {**step.batch, "use_cache": False}
+    step, tokens = answered(step, seed, {}, GREEDY)
+    pool.run(4, check_answer, step, tokens, (2, 2), {}, GREEDY)
+
+
 GENERATION: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 20},
