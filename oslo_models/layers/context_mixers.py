@@ -125,8 +125,8 @@ class MixerDivision:
         nested = self._nested(parts.axis.size)
         self._shared = {path for path in self._held if mesh.tp.size > 1 and self._is_shared(path)}
         self._axis = mesh.tp_cp
-        self._layouts = {path: SliceLayout.of(layout, self._axis.size) for path, layout in nested.items()}
-        tp = mesh.tp
+        tp, count = mesh.tp, self._axis.size
+        self._layouts: dict[str, Layout] = {path: SliceLayout.of(each, count) for path, each in nested.items()}
         self._slices = {
             path: SliceLayout.within(self._held[path], tp.rank, layout.ranges[tp.rank :: tp.size])
             for path, layout in self._layouts.items()

@@ -27,7 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from oslo_models.distributed.autograd_collectives import copy_to, gather_from, gather_to, reduce_from, reduce_scatter_from
+from oslo_models.distributed.autograd_collectives import (
+    copy_to,
+    gather_from,
+    gather_to,
+    reduce_from,
+    reduce_scatter_from,
+)
 from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import default_generator, stable_hash

@@ -85,7 +85,8 @@ def share_ranges(count: int, n: int) -> tuple[Range, ...]:
     """
     if isinstance(n, NestedRanks):
         held = share_ranges(count, n.outer)
-        return n.in_order([[(first + a, first + b) for a, b in even_ranges(last - first, n.inner)] for first, last in held])
+        parts = [[(first + a, first + b) for a, b in even_ranges(last - first, n.inner)] for first, last in held]
+        return n.in_order(parts)
     shares = shares_of(n)
     if not shares:
         return even_ranges(count, n)

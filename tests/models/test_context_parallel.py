@@ -1237,9 +1237,10 @@ def test_long_rows_save_little_more_than_the_tokens_of_a_rank(pool: Pool, seed: 
 
 
 EVEN_RULES: dict[str, Any] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+EVEN_SPACES: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 4}
 EVEN_MIXERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), EVEN_RULES),
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), {"mamba_n_heads": 8, "mamba_n_groups": 4}),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), EVEN_SPACES),
     "lfm3": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "mamba2": {"num_heads": 8, "head_dim": 6, "n_groups": 4},
     "nemotron_h": {"mamba_num_heads": 8, "n_groups": 4},

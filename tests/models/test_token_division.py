@@ -115,9 +115,7 @@ def test_parameters_after_five_steps_match_transformers(pool: Pool, division: st
 @pytest.mark.parametrize(
     "variant", ["llama-untied", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("bamba", "lfm2", "mamba"))]
 )
-def test_parameters_with_sharded_layers_match_transformers(
-    pool: Pool, division: str, variant: str, seed: int
-) -> None:
+def test_parameters_with_sharded_layers_match_transformers(pool: Pool, division: str, variant: str, seed: int) -> None:
     """Context parallelism beside tensor parallelism. Unequal shares of sequence parallelism."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = reference_model(name, config, seed)
@@ -165,10 +163,10 @@ def test_step_with_checkpointing_equals_one_without(pool: Pool, division: str, v
     pool.run(2, check_checkpointing, division, Step(name, config, batch, weights, {}, torch.zeros(()), {}), {})
 
 
-@pytest.mark.parametrize("variant", ["lfm2", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("bamba", "mamba"))])
-def test_sharded_step_with_checkpointing_equals_one_without(
-    pool: Pool, division: str, variant: str, seed: int
-) -> None:
+@pytest.mark.parametrize(
+    "variant", ["lfm2", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("bamba", "mamba"))]
+)
+def test_sharded_step_with_checkpointing_equals_one_without(pool: Pool, division: str, variant: str, seed: int) -> None:
     """Mixers divided over the ranks of both axes, or over ranks with unequal shares. With dropout."""
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE, use_cache=False)
     weights = full_parameters(reference_model(name, config, seed, torch.float32))
