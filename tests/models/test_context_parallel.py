@@ -1281,13 +1281,15 @@ def construct(name: str, config: Any, sizes: tuple[int, ...], options: dict[str,
         ("glm4v", (1,), {}, "does not support Glm4vVisionModel: its hidden states have no dimension of rows"),
         ("rwkv", (1,), {}, "RwkvForCausalLM: it was not tested with rwkv, see column cp of docs/models.md; leave"),
         ("qwen3_next", (2,), {}, "=2 is more than the 1 heads of each Qwen3NextGatedDeltaNet on a rank of tensor_para"),
+        ("nemotron_h", (2,), {"context_parallel_size": 3}, "=3 is more than the 2 heads of each NemotronHMamba2Mixer"),
         ("qwen3_next", (1,), {"context_parallel_size": 4}, "=4 is more than the 3 heads of each Qwen3NextGatedDeltaN"),
     ],
 )
 def test_unsupported_arguments_are_refused(
     pool: Pool, variant: str, sizes: tuple[int, ...], options: dict[str, Any], message: str
 ) -> None:
-    ranks = 4 if options.get("context_parallel_size", 2) > 2 or variant in MIXERS else 2
+    cp = options.get("context_parallel_size", 2)
+    ranks = cp * sizes[0] if variant in MIXERS else 4 if cp > 2 else 2
     name = "Glm4vVisionModel" if variant == "glm4v" else zoo.lm_head(variant)
     config = zoo.config_of(name, zoo.config(variant))
     for error in pool.run(ranks, construct, name, config, sizes, dict(options), expect=ValueError):
