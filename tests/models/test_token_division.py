@@ -64,6 +64,11 @@ def constructed(division: str, config: Any, **options: Any) -> Any:
     return cls.from_config_with_parallel(config, seed=0, **sizes_of(division, 2), **options)
 
 
+def sharded_with(division: str) -> tuple[dict[str, Any], int]:
+    """Return options beside the number of ranks that divide tokens, and the number of all ranks."""
+    return ({"tensor_parallel_size": 2}, 4) if division == CONTEXT else ({"tensor_parallel_shares": [2, 1]}, 2)
+
+
 # Training -------------------------------------------------------------------------------------------------------------
 
 
@@ -113,15 +118,17 @@ def test_parameters_after_five_steps_match_transformers(pool: Pool, division: st
     pool.run(2, check_training, division, step, batches, (full_parameters(model), losses), {})
 
 
-def test_parameters_with_sharded_layers_match_transformers(pool: Pool, division: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    "variant", ["llama-untied", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("bamba", "lfm2", "mamba"))]
+)
+def test_parameters_with_sharded_layers_match_transformers(pool: Pool, division: str, variant: str, seed: int) -> None:
     """Context parallelism beside tensor parallelism. Unequal shares of sequence parallelism."""
-    name, config = "LlamaForCausalLM", zoo.config("llama-untied")
+    name, config = zoo.lm_head(variant), zoo.config(variant)
     model = reference_model(name, config, seed)
     step = Step(name, config, {}, full_parameters(model), {}, torch.zeros(()), {})
     batches = [zoo.batch(name, config, seed + number) for number in range(5)]
     losses = take_steps(model, make_optimizer("AdamW", model.parameters()), batches)
-    options = {"tensor_parallel_size": 2} if division == CONTEXT else {"tensor_parallel_shares": [2, 1]}
-    ranks = 4 if division == CONTEXT else 2
+    options, ranks = sharded_with(division)
     pool.run(ranks, check_training, division, step, batches, (full_parameters(model), losses), options)
 
 
@@ -135,14 +142,14 @@ CHECKPOINTING: dict[str, Callable[[Any], object]] = {
 }
 
 
-def check_checkpointing(division: str, step: Step) -> None:
+def check_checkpointing(division: str, step: Step, options: dict[str, Any]) -> None:
     """Loss, gradients and random states are equal with and without recomputation.
 
     In float32: the mode that lifts casts is not active while the backward pass recomputes.
     """
     results = {}
     for mode, checkpoint_blocks in CHECKPOINTING.items():
-        model = divided_model(division, step, 2, torch.float32)
+        model = divided_model(division, step, 2, torch.float32, **options)
         checkpoint_blocks(model)
         torch.manual_seed(5)
         with counting(division) as counts:
@@ -168,7 +175,20 @@ def test_step_with_checkpointing_equals_one_without(pool: Pool, division: str, v
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE, use_cache=False)
     weights = full_parameters(reference_model(name, config, seed, torch.float32))
     batch = zoo.batch(name, config, seed, torch.float32)
-    pool.run(2, check_checkpointing, division, Step(name, config, batch, weights, {}, torch.zeros(()), {}))
+    pool.run(2, check_checkpointing, division, Step(name, config, batch, weights, {}, torch.zeros(()), {}), {})
+
+
+@pytest.mark.parametrize(
+    "variant", ["lfm2", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("bamba", "mamba"))]
+)
+def test_sharded_step_with_checkpointing_equals_one_without(pool: Pool, division: str, variant: str, seed: int) -> None:
+    """Mixers divided over the ranks of both axes, or over ranks with unequal shares. With dropout."""
+    name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE, use_cache=False)
+    weights = full_parameters(reference_model(name, config, seed, torch.float32))
+    batch = zoo.batch(name, config, seed, torch.float32)
+    step = Step(name, config, batch, weights, {}, torch.zeros(()), {})
+    options, ranks = sharded_with(division)
+    pool.run(ranks, check_checkpointing, division, step, options)
 
 
 # FSDP2 ----------------------------------------------------------------------------------------------------------------
@@ -320,10 +340,11 @@ def test_fully_sharded_training_in_other_ways_matches_transformers(
 
 
 @pytest.mark.parametrize("over", [REPLICAS, COPIES])
+@pytest.mark.parametrize("variant", ["llama", pytest.param("bamba", marks=pytest.mark.zoo)])
 def test_fully_sharded_weights_of_sharded_layers_match_transformers(
-    pool: Pool, division: str, over: str, seed: int
+    pool: Pool, division: str, variant: str, over: str, seed: int
 ) -> None:
-    pool.run(4, check_fully_sharded, division, reference_training("llama", seed), over, 2, 2)
+    pool.run(4, check_fully_sharded, division, reference_training(variant, seed), over, 2, 2)
 
 
 def check_fully_sharded_checkpointing(division: str, step: Step, over: str) -> None:
