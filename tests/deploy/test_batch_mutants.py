@@ -45,6 +45,11 @@ STAGE_FAILS = "test_stage_that_fails_ends_the_calls_and_no_others"
 KEPT = "test_logits_stay_on_the_last_stage"
 CHUNKS, TOGETHER = {"chunk": 4, "groups": 1}, "test_short_prompts_are_computed_together"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
+STATES, HYBRID = f"{BATCH}.slot_states:StateLayer", {**TWO_RANKS, "variant": "bamba"}
+EXACT, ADVANCED = (
+    "test_rows_with_states_are_reused_as_a_whole",
+    "test_state_of_a_row_that_is_dropped_is_not_reused",
+)
 
 STATIC, GRAPHS, SAMPLING = f"{BATCH}.static_step", f"{BATCH}.graphs:CudaGraphs", f"{BATCH}.sampling"
 COME_AND_GO = "test_rows_with_penalties_come_and_go"
@@ -92,10 +97,12 @@ FAST: list[Row] = [
     (f"{SLOTS}.mask", "& (columns_L < ends_B[:, None])", "", SPECULATED, GUESSED, {"groups": 1}),
     (f"{SLOTS}.mask", ">= (window", "> (window", LOOP, OWN, CHUNKS),
     (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, CHUNKS),
-    (f"{SCHEDULER}.drop", "row.ended or unwanted(row)", "row.ended", LOOP, CANCELLED, {"state": "row"}),
+    (f"{SCHEDULER}.drop", "row.ended = True", "pass", LOOP, CANCELLED, {"state": "row"}),
     (f"{TAKES}._take_all", "self._fail(row.number, error)", "raise", LOOP, RAISES, {"when": 1}),
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", LOOP, SHARED, {"reuses": True}),
     (f"{PREFIXES}.find", "prompt[:-1]", "prompt", REUSED, LOST, {}),
+    (f"{PREFIXES}._reusable", "self.is_exact and", "False and", REUSED, EXACT, {}),
+    (f"{SCHEDULER}.drop", "row.shares = False", "pass", REUSED, ADVANCED, {"is_dropped": True, "reused": 0}),
     (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= 2", LOOP, TOGETHER, {}),
     (
         f"{IMAGES}:_digest",
@@ -452,6 +459,25 @@ SLOW: list[Row] = [
         "deploy/test_default_limits.py",
         "test_limits",
         {"gpus": 1, "ranks": 1, "layers": 32, "given": {}, "expected": (32, 4096, 2048)},
+    ),
+    *(
+        (f"{STATES}.{method}", before, after, POOLED, GUESSED, HYBRID)
+        for method, before, after in (
+            ("show", "range(self.number_of_states), continues", "range(self.number_of_states), True"),
+            ("move", "entries[slot] = entries[source]", "pass"),
+            ("copy", "= entries[row]", "= entries[0]"),
+            ("copy", "self._entries[key][slot] = entries[row]", "pass"),
+            ("_show_rows", "entries[: len(self._slots.lengths)]", "entries.flip(0)[: len(self._slots.lengths)]"),
+            ("relocate", "self._entries[key][: len(entries)] = entries", "pass"),
+        )
+    ),
+    (
+        f"{STATES}.fork",
+        "entries[first : first + count] = entries[slot]",
+        "pass",
+        "modeling/test_generate_batch.py",
+        "test_sequences_have_the_tokens_of_generate",
+        {"variant": "bamba", "tp": 2, "pp": 1},
     ),
     ("pipeline.pipeline:Pipeline._generation_step", "not self._keeps_logits", "True", POOLED, KEPT, {}),
     (

@@ -18,7 +18,12 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from oslo_models import GPT2LMHeadModel, registry
 from oslo_models.deploy import engine
@@ -49,7 +54,7 @@ DECODERS = [variant for variant in (*zoo.FOUNDING, *zoo.MORE) if running.is_deco
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-@pytest.mark.parametrize("variant", ["gpt2", "llama"])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "bamba", "jamba"])
 def test_calls_get_their_own_tokens(pool: Pool, tmp_path: Path, seed: int, variant: str, sizes: dict[str, int]) -> None:
     running.compare(pool, variant, tmp_path, seed, **sizes)
 
@@ -70,17 +75,20 @@ def test_decoders_of_the_zoo_get_their_own_tokens(
 
 
 def test_every_decoder_of_the_zoo_joins_or_has_a_reason() -> None:
-    """Decoders join if their cache in transformers has keys and values only, unless the table gives a reason."""
+    """Decoders join if their cache in transformers has known layers only, unless the table gives a reason."""
     # the last kind, of newer versions, reads the keys of another block
     plain = {DynamicLayer, DynamicSlidingWindowLayer, getattr(transformers.cache_utils, "DummyLayer", DynamicLayer)}
-    excluded = set()
+    excluded, stateful = set(), set()
     for variant in DECODERS:
         config = zoo.config(variant)
         layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
-        excluded |= {variant} if {type(layer) for layer in layers} - plain else set()
-    assert len(excluded) > 15 and len(DECODERS) > 60
+        states = {type(layer) for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)}
+        excluded |= {variant} if {type(layer) for layer in layers} - plain - states else set()
+        stateful |= {variant} if states else set()
+    assert len(excluded) > 5 and len(stateful) > 20 and len(DECODERS) > 60
     reasons = {variant for variant in DECODERS if admission.reason_against(zoo.config(variant))}
-    assert reasons == excluded | {*admission.EXCLUSIVE}
+    assert reasons == excluded | (stateful - admission.WITH_STATES) | {*admission.EXCLUSIVE}
+    assert admission.IN_ONE_STEP <= admission.WITH_STATES <= stateful
     table = GUIDE.read_text().partition("| decoder | why it does not join |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`([^`]+)`", table)) == {zoo.config(variant).model_type for variant in reasons}
 

@@ -6,6 +6,7 @@ The other calls are computed one by one. Steps of the batch run between their to
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from oslo_models import registry
 from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.prompt_images import ARGUMENTS, PromptImages, images_of_call
+from oslo_models.deploy.running_batch.slot_states import BLOCKS, has_states
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
 _INDEXED = "its cache holds keys of an indexer beside keys of attention"
 _KINDS = {
-    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), ""),
+    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"), ""),
     **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), _INDEXED),
     **dict.fromkeys(
         ("compressed_sparse_attention", "heavily_compressed_attention"),
@@ -28,6 +30,15 @@ _KINDS = {
     ),
 }
 """Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
+WITH_STATES = frozenset(
+    (
+        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
+        *("zamba", "zamba2"),
+    )
+)
+"""Decoder types that join with states of their rows, see `slot_states`."""
+IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "zamba"))
+"""Types among them with scans of prompts that cannot continue from a state. A step computes their whole prompt."""
 EXCLUSIVE: Mapping[str, str] = {
     "deepseek_ocr2": "an image and its tiles are in different arguments",
     "openai-gpt": "it has no key-value cache",
@@ -171,7 +182,7 @@ def unsupported_setting(kwargs: Mapping[str, Any], defaults: Any) -> str | None:
 
 def reason_against(config: Any) -> str | None:
     """Return why no call of a model can join; ``None`` if calls can join."""
-    kind = registry.SAME_CLASSES.get(config.model_type, config.model_type)
+    kind = _kind(config)
     if kind not in registry.ARCHITECTURES:
         return "the running batch was not tested with models of its type"
     if config.is_encoder_decoder:
@@ -183,8 +194,13 @@ def reason_against(config: Any) -> str | None:
         return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"
     if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
         return "the first passes of its loop read the whole cache of the last pass (recurrent_kv_cache_mode last_loop)"
-    kinds = getattr(text, "layer_types", None) or ()
-    return next(filter(None, (_KINDS.get(each, _STATES) for each in kinds)), EXCLUSIVE.get(kind))
+    kinds = set(getattr(text, "layer_types", None) or ()) - (BLOCKS if kind in WITH_STATES else set())
+    return next(filter(None, (_KINDS.get(each, _STATES) for each in sorted(kinds))), EXCLUSIVE.get(kind))
+
+
+def _kind(config: Any) -> str:
+    """Return the type of a model, for types with the classes of another type that one."""
+    return str(registry.SAME_CLASSES.get(config.model_type, config.model_type))
 
 
 def reason_against_drafts(config: Any, length: int) -> str | None:
@@ -196,6 +212,8 @@ def reason_against_drafts(config: Any, length: int) -> str | None:
     reason = reason_against(config)
     if reason is not None:
         return f"its calls do not join the running batch: {reason}"
+    if has_states(config):
+        return "some of its blocks keep a state of all tokens, which cannot drop the drafted tokens that are wrong"
     text = config.get_text_config(decoder=True)
     window = _smallest_window(text)
     if window is not None and window < columns(length):
@@ -280,9 +298,19 @@ def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
     return BatchLimits(rows, chunk=GPU_LIMITS.chunk)
 
 
+def with_states(config: Any, limits: BatchLimits) -> BatchLimits:
+    """Return the limits for a model that may have states; see `BatchLimits`."""
+    if not has_states(config):
+        return limits
+    splits = _kind(config) not in IN_ONE_STEP
+    return replace(limits, has_states=True, splits=splits, reuse=limits.reuse and splits)
+
+
 def bytes_of_token(config: Any) -> int | None:
     """Return the bytes of the keys and values of one token, over all ranks; ``None`` if a block has none."""
     values = 0
+    if has_states(config):
+        return None
     try:
         for block in config.get_text_config(decoder=True).per_layer_config:
             heads = block.num_attention_heads
