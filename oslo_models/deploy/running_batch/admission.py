@@ -32,12 +32,14 @@ _KINDS = {
 """Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
 WITH_STATES = frozenset(
     (
-        *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
-        *("zamba", "zamba2"),
+        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text", "jamba"),
+        *("kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl", "mamba", "mamba2", "minimax"),
+        *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        *("zamba", "zamba2", "zaya"),
     )
 )
 """Decoder types that join with states of their rows, see `slot_states`."""
-IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "zamba"))
+IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "zamba"))
 """Types among them with scans of prompts that cannot continue from a state. A step computes their whole prompt."""
 EXCLUSIVE: Mapping[str, str] = {
     "deepseek_ocr2": "an image and its tiles are in different arguments",
@@ -46,8 +48,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "flaubert": "it has no key-value cache",
     "xlnet": "it predicts with a separate query, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
-    "rwkv": _STATES,
-    "xlstm": _STATES,
+    "rwkv": "transformers mixes the states of its rows when it decodes several",
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",

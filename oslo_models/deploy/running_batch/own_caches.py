@@ -1,4 +1,4 @@
-"""Slots of the running batch for decoders with a cache class of their own: MiniMax, RWKV and xLSTM."""
+"""Slots of the running batch for decoders with a cache class of their own: MiniMax and xLSTM."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from oslo_models.cache_argument import NAMES
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 
 
@@ -15,7 +16,7 @@ def slots_of(model_type: str) -> type[SlotCache]:
     """Return the slots of a decoder type."""
     if model_type == "minimax":
         return _minimax_slots()
-    return {"rwkv": RwkvSlots, "xlstm": XlstmSlots}.get(model_type, SlotCache)
+    return XlstmSlots if model_type == "xlstm" else SlotCache
 
 
 @functools.cache
@@ -42,22 +43,6 @@ def _minimax_slots() -> type[SlotCache]:
     return MiniMaxSlots
 
 
-class RwkvSlots(SlotCache):
-    """Slots with the five states of RWKV, which hold all blocks, as states of one layer."""
-
-    argument_name = "state"
-
-    @property
-    def argument(self) -> Any:
-        layer: Any = self.layers[0]
-        return list(layer.recurrent_states.values()) if self.window else None
-
-    def take(self, output: Any) -> None:
-        layer: Any = self.layers[0]
-        for index, state in enumerate(output["state"]):
-            layer.update_recurrent_state(state, index)
-
-
 class XlstmSlots(SlotCache):
     """Slots with the three states of each block of xLSTM."""
 
@@ -73,7 +58,7 @@ class XlstmSlots(SlotCache):
         return SimpleNamespace(rnn_state=states, seqlen_offset=self.window)
 
     def take(self, output: Any) -> None:
-        (cache,) = (output[name] for name in ("cache", "cache_params") if output.get(name) is not None)
+        cache = next(output[name] for name in NAMES if output.get(name) is not None)
         for layer, states in zip(self.layers, cache.rnn_state.values(), strict=False):
             for index, state in enumerate(states):
                 layer.update_recurrent_state(state, index)  # type: ignore[union-attr]

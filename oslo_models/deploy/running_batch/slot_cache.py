@@ -56,10 +56,7 @@ class SlotCache(Cache):
         lags: number of columns between the last position of a row and ``stop``, by slot, of the rows that lag.
         kept: the first column and the end column (exclusive) of each former row, by slot.
         allocations: number of memory allocations. Compare it to detect that addresses in the cache have changed.
-        argument_name: name of the model's argument for the cache; empty for transformers' usual names.
     """
-
-    argument_name = ""
 
     def __init__(
         self,

@@ -16,15 +16,14 @@ from oslo_models.pipeline.sharded_model import ShardedModel
 
 BLOCKS = frozenset(("linear_attention", "conv", "hybrid", "hybrid_sliding"))
 """Kinds of blocks (``layer_types``) with states. Hybrid blocks have keys and values, too."""
-IN_OWN_CACHES = {"rwkv": 5, "xlstm": 3}
-"""Types with states in a cache of their own, and the number of states. RWKV's states hold all blocks; see `own_caches`.
-"""
+XLSTM_STATES = 3
+"""States of a block of xLSTM, which keeps them in a cache of its own; see `own_caches`."""
 _STATES = ("conv_states", "recurrent_states")
 
 
 def has_states(config: Any) -> bool:
     """Return whether some blocks of a decoder have states."""
-    if config.model_type in IN_OWN_CACHES:
+    if config.model_type == "xlstm":
         return True
     return not BLOCKS.isdisjoint(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
@@ -36,9 +35,8 @@ def layers_with_states(model: ShardedModel) -> list[Any]:
     """
     if not has_states(model.config):
         return []
-    if (count := IN_OWN_CACHES.get(model.config.model_type)) is not None:
-        blocks = 1 if model.config.model_type == "rwkv" else model.config.num_hidden_layers
-        return [LinearAttentionLayer(count) for _ in range(blocks)]
+    if model.config.model_type == "xlstm":
+        return [LinearAttentionLayer(XLSTM_STATES) for _ in range(model.config.num_hidden_layers)]
     cache = DynamicCache(config=model.config)
     if model.stage is not None and model.stage.cache_layers is not None:
         model.stage.cache_layers.restrict(cache)
@@ -119,7 +117,7 @@ class StateLayer(LinearAttentionLayer):
 
     def move(self, slot: int, source: int, start: int, stop: int, exchange: bool = False) -> None:
         """Copy the states of slot ``source`` to ``slot``, or swap them."""
-        for entries in self.held:
+        for entries in self._entries.values():
             lost = entries[slot].clone() if exchange else None
             entries[slot] = entries[source]
             if lost is not None:
@@ -127,7 +125,7 @@ class StateLayer(LinearAttentionLayer):
 
     def fork(self, slot: int, first: int, count: int, stop: int) -> None:
         """Copy the states of a slot to ``count`` slots from ``first``."""
-        for entries in self.held:
+        for entries in self._entries.values():
             entries[first : first + count] = entries[slot]
 
     def copy(self, slot: int, source: Any, row: int, stop: int, source_stop: int, length: int) -> None:

@@ -76,7 +76,7 @@ class StepRunner:
         stored, self._layers = stored_states(model), layers_with_states(model)
         self._slots = slots_of(model.config.model_type)
         named = name_in_model(model.forward, {}) if self._layers else None  # Mamba had a name of its own up to 5.23
-        self._cache_name = self._slots.argument_name or named or generation_name()
+        self._cache_name = named or generation_name()
         self.rows = self._slots(limits.rows, limits.length, limits.reuse, capture is not None, stored, self._layers)
         self.static: StaticSteps | None = None
         if capture is not None:
