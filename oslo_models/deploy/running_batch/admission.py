@@ -64,6 +64,11 @@ EXCLUSIVE: Mapping[str, str] = {
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
+READ_PADDING: Mapping[str, str] = {
+    "minimax": "its blocks of tokens are counted from the padding",
+    "xlstm": "its states include the padding",
+}
+"""Decoder types with other tokens for padded rows in transformers, and the reason. Padded calls do not join."""
 _BY_COLUMNS: Mapping[str, str] = {
     "mpt": "its biases count the columns of the cache between two tokens, and drafts leave empty columns",
 }
@@ -116,6 +121,7 @@ class Admission:
     def __init__(self, config: Any, limits: BatchLimits, takes_features: bool = False) -> None:
         reason = reason_against(config)
         self._config, self._takes_images = config, takes_features
+        self._reads_padding = _kind(config) in READ_PADDING
         self.reason = "max_batch_size=1" if reason is None and limits.rows == 1 else reason
         self._rows, self._longest = limits.rows, longest(config, limits)
 
@@ -138,7 +144,10 @@ class Admission:
         ids_BL: Any = kwargs.get("input_ids")
         ids_BL = kwargs.get("inputs") if ids_BL is None else ids_BL
         rows = 1 if streams or setting("do_sample") else self._rows
-        if not (_is_batch(ids_BL, rows) and _is_padded_left(kwargs.get("attention_mask"), ids_BL)):
+        mask_BL = kwargs.get("attention_mask")
+        if not (_is_batch(ids_BL, rows) and _is_padded_left(mask_BL, ids_BL)):
+            return False
+        if self._reads_padding and mask_BL is not None and not mask_BL.all():
             return False
         new, most = setting("max_new_tokens"), setting("max_length")
         length = ids_BL.shape[1]
