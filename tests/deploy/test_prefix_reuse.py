@@ -222,12 +222,12 @@ def test_next_turn_continues_from_the_state(tmp_path: Path, seed: int, sizes: di
     whole = reference_model(name, config, seed, torch.float64).eval()
     whole.save_pretrained(tmp_path)
     cls: Any = registry.find(name)
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    batch = deployment.prompt(seed, 1, 20)
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    batch = deployment.prompt(seed, 1, 10)
     answer = whole.generate(**batch, **options)
-    turn = torch.cat([answer, batch["input_ids"][:, :9]], 1)
+    turn = torch.cat([answer, batch["input_ids"][:, :6]], 1)
     with cls.from_pretrained_with_parallel(tmp_path, deploy=True, dtype=torch.float64, **sizes) as model:
-        for ids_BL, reused in ((batch["input_ids"], 0), (turn, 27), (batch["input_ids"], 0), (turn[:, :-3], 27)):
+        for ids_BL, reused in ((batch["input_ids"], 0), (turn, 14), (batch["input_ids"], 0), (turn[:, :-3], 14)):
             given, before = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL)}, model.reused_prompt_tokens
             assert torch.equal(model.generate(**given, **options), whole.generate(**given, **options))
             assert model.reused_prompt_tokens - before == reused

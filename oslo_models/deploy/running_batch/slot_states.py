@@ -40,6 +40,10 @@ def layers_with_states(model: ShardedModel) -> list[Any]:
     cache = DynamicCache(config=model.config)
     if model.stage is not None and model.stage.cache_layers is not None:
         model.stage.cache_layers.restrict(cache)
+    if model.config.model_type == "inkling2_loop_text":  # else its forward copies layers
+        config: Any = model.config
+        looped = cache.layers[config.loop_layer_index_start : config.loop_layer_index_end]
+        return [*cache.layers, *looped * (config.loop_num_passes - 1)]
     return cache.layers
 
 
