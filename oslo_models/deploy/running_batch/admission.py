@@ -32,19 +32,10 @@ _KINDS = {
 """Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
 WITH_STATES = frozenset(
     (
-        *(
-            "bailing_hybrid",
-            "bamba",
-            "falcon_h1",
-            "falcon_mamba",
-            "granitemoehybrid",
-            "inkling2_loop_text",
-            "inkling2_text",
-        ),
-        *("inkling_text", "jamba"),
-        *("kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl", "mamba", "mamba2", "minimax"),
-        *("nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-        *("zamba", "zamba2", "zaya"),
+        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_loop_text"),
+        *("inkling2_text", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl"),
+        *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next", "zamba", "zamba2", "zaya"),
     )
 )
 """Decoder types that join with states of their rows, see `slot_states`."""
@@ -57,6 +48,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "flaubert": "it has no key-value cache",
     "xlnet": "it predicts with a separate query, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
+    "inkling_text": "it scales queries by the number of columns of the longest row",
     "recurrent_gemma": "transformers keeps its states in its modules, beside the cache",
     "rwkv": "transformers mixes the states of its rows when it decodes several",
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
@@ -212,12 +204,10 @@ def reason_against(config: Any) -> str | None:
     text = config.get_text_config(decoder=True)
     if not _has_positions_of_their_own(text):
         return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"
-    if kind == "inkling_text" and text.log_scaling_n_floor is not None:
-        return f"it scales queries by the columns of a batch (log_scaling_n_floor={text.log_scaling_n_floor})"
     if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
         return "the first passes of its loop read the whole cache of the last pass (recurrent_kv_cache_mode last_loop)"
     kinds = set(getattr(text, "layer_types", None) or ()) - (BLOCKS if kind in WITH_STATES else set())
-    return next(filter(None, (_KINDS.get(each, _STATES) for each in sorted(kinds))), EXCLUSIVE.get(kind))
+    return EXCLUSIVE.get(kind) or next(filter(None, (_KINDS.get(each, _STATES) for each in sorted(kinds))), None)
 
 
 def _kind(config: Any) -> str:
