@@ -45,7 +45,7 @@ STAGE_FAILS = "test_stage_that_fails_ends_the_calls_and_no_others"
 KEPT = "test_logits_stay_on_the_last_stage"
 CHUNKS, TOGETHER = {"chunk": 4, "groups": 1}, "test_short_prompts_are_computed_together"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
-STATES, HYBRID = f"{BATCH}.slot_states:StateLayer", {**TWO_RANKS, "variant": "bamba"}
+STATES = f"{BATCH}.slot_states:StateLayer"
 EXACT, ADVANCED = (
     "test_rows_with_states_are_reused_as_a_whole",
     "test_state_of_a_row_that_is_dropped_is_not_reused",
@@ -461,14 +461,16 @@ SLOW: list[Row] = [
         {"gpus": 1, "ranks": 1, "layers": 32, "given": {}, "expected": (32, 4096, 2048)},
     ),
     *(
-        (f"{STATES}.{method}", before, after, POOLED, GUESSED, HYBRID)
-        for method, before, after in (
-            ("show", "range(self.number_of_states), continues", "range(self.number_of_states), True"),
-            ("move", "entries[slot] = entries[source]", "pass"),
-            ("copy", "= entries[row]", "= entries[0]"),
-            ("copy", "self._entries[key][slot] = entries[row]", "pass"),
-            ("_show_rows", "entries[: len(self._slots.lengths)]", "entries.flip(0)[: len(self._slots.lengths)]"),
-            ("relocate", "self._entries[key][: len(entries)] = entries", "pass"),
+        (f"{BATCH}.{place}", before, after, POOLED, "test_rows_have_their_own_states", {"variant": variant})
+        for place, before, after, variant in (
+            ("slot_states:StateLayer.show", "of_states), continues", "of_states), True", "bamba"),
+            ("slot_states:StateLayer.move", "entries[slot] = entries[source]", "pass", "bamba"),
+            ("slot_states:StateLayer.move", "self._entries.values()", "self.held", "falcon_h1"),
+            ("slot_states:StateLayer.copy", "= entries[row]", "= entries[0]", "bamba"),
+            ("slot_states:StateLayer.copy", "self._entries[key][slot] = entries[row]", "pass", "bamba"),
+            ("slot_states:StateLayer._show_rows", "entries[: len", "entries.flip(0)[: len", "bamba"),
+            ("slot_states:StateLayer.relocate", "self._entries[key][: len(entries)] = entries", "pass", "bamba"),
+            ("own_caches:XlstmSlots.argument.fget", "if not self.window", "if True", "xlstm"),
         )
     ),
     (
