@@ -24,7 +24,7 @@ def _minimax_slots() -> type[SlotCache]:
     """Return a subclass of transformers' cache of MiniMax, which its model insists on."""
     from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-    class MiniMaxSlots(SlotCache, MiniMaxCache):  # type: ignore[misc]  the two get masks by different names
+    class MiniMaxSlots(SlotCache, MiniMaxCache):
         """Slots with the states of lightning attention as recurrent states."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,9 +51,9 @@ class XlstmSlots(SlotCache):
         if not self.window:
             return None
         states = {
-            index: tuple(layer.recurrent_states.values())  # type: ignore[union-attr]
+            index: tuple(layer.recurrent_states.values())
             for index, layer in enumerate(self.layers)
-            if layer.is_initialized  # type: ignore[union-attr]
+            if layer.is_initialized
         }
         return SimpleNamespace(rnn_state=states, seqlen_offset=self.window)
 
@@ -61,4 +61,4 @@ class XlstmSlots(SlotCache):
         cache = next(output[name] for name in NAMES if output.get(name) is not None)
         for layer, states in zip(self.layers, cache.rnn_state.values(), strict=False):
             for index, state in enumerate(states):
-                layer.update_recurrent_state(state, index)  # type: ignore[union-attr]
+                layer.update_recurrent_state(state, index)
