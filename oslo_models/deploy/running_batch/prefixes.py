@@ -80,12 +80,12 @@ class Prefixes:
         return [(other, kept) for other, kept in self._held.items() if other != slot]
 
     def _drop_prefixes_of(self, tokens: list[int]) -> None:
-        """Forget former rows that are a prefix of ``tokens``, or equal to them if rows are reused as a whole."""
-        self._held = {
-            slot: kept
-            for slot, kept in self._held.items()
-            if kept != (tokens if self.is_exact else tokens[: len(kept)])
-        }
+        """Forget former rows that a row with ``tokens`` replaces."""
+        self._held = {slot: kept for slot, kept in self._held.items() if not self._replaces(tokens, kept)}
+
+    def _replaces(self, tokens: list[int], kept: list[int]) -> bool:
+        """Return whether every prompt that can reuse the ``kept`` tokens of a former row can reuse ``tokens``, too."""
+        return kept == (tokens if self.is_exact else tokens[: len(kept)])
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:

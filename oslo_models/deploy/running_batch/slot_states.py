@@ -35,11 +35,13 @@ def layers_with_states(model: ShardedModel) -> list[Any]:
     """
     if not has_states(model.config):
         return []
+    own = None if model.stage is None else model.stage.cache_layers
     if model.config.model_type == "xlstm":
-        return [LinearAttentionLayer(XLSTM_STATES) for _ in range(model.config.num_hidden_layers)]
+        blocks = model.config.num_hidden_layers if own is None else own.stop - own.start
+        return [LinearAttentionLayer(XLSTM_STATES) for _ in range(blocks)]
     cache = DynamicCache(config=model.config)
-    if model.stage is not None and model.stage.cache_layers is not None:
-        model.stage.cache_layers.restrict(cache)
+    if own is not None:
+        own.restrict(cache)
     if model.config.model_type == "inkling2_loop_text":  # else its forward copies layers
         config: Any = model.config
         looped = cache.layers[config.loop_layer_index_start : config.loop_layer_index_end]
