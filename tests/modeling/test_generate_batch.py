@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from oslo_models import Gemma2ForCausalLM, LlamaForCausalLM, MambaForCausalLM, XLNetLMHeadModel
+from oslo_models import BambaForCausalLM, Gemma2ForCausalLM, LlamaForCausalLM, MambaForCausalLM, XLNetLMHeadModel
 from oslo_models.deploy.running_batch import offline
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.offline import Generated, Planner
@@ -425,6 +425,9 @@ def check_refusals(given: Case) -> None:
     mamba: Any = MambaForCausalLM.from_config_with_parallel(zoo.config("mamba"), 2, seed=0)
     with pytest.raises(ValueError, match=r"speculative_tokens=2 is not possible for MambaForCausalLM: some of its"):
         mamba.generate_batch([[1, 2]], max_new_tokens=2, speculative_tokens=2)
+    bamba: Any = BambaForCausalLM.from_config_with_parallel(zoo.config("bamba"), 2, seed=0, sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"run BambaForCausalLM: .* not tested with sequence_parallel=True; call gen"):
+        bamba.generate_batch([[1, 2]])
     xlnet: Any = XLNetLMHeadModel.from_config_with_parallel(zoo.config("xlnet"), 2, seed=0)
     with pytest.raises(ValueError, match=r"run XLNetLMHeadModel: it predicts with a separate query.*; call generate"):
         xlnet.generate_batch([[1, 2]])
