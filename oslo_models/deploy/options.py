@@ -21,6 +21,7 @@ from oslo_models.deploy.running_batch.admission import (
     longest,
     reason_against_draft_model,
     reason_against_drafts,
+    with_states,
 )
 from oslo_models.deploy.running_batch.draft_loading import read_draft_config
 from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, DEFAULT_LIMITS, BatchLimits, check_drafted
@@ -134,7 +135,7 @@ class DeployOptions:
                 raise ValueError(
                     f"speculative_model={draft_model!r} cannot draft tokens: {reason}. Choose another decoder"
                 )
-        return BatchLimits(rows, length, chunk, self.reuse_prefixes, drafted, draft_model)
+        return with_states(config, BatchLimits(rows, length, chunk, self.reuse_prefixes, drafted, draft_model))
 
     def threads(self, ranks: int) -> int:
         """Return the number of torch threads of each worker."""

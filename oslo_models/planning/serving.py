@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models.deploy.running_batch.admission import Admission
+from oslo_models.deploy.running_batch.admission import Admission, with_states
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, BatchLimits
 from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
 from oslo_models.deploy.running_batch.step import Step
@@ -23,7 +23,7 @@ from oslo_models.planning.meta_run import ACTIVATIONS, CACHE, MetaRun
 def serve(job: Any, model: ShardedModel, run: MetaRun) -> Counter[str]:
     """Return the peak of a server with ``job.batch`` rows of ``job.length`` tokens."""
     chunk = (GPU_LIMITS if job.device_type == "cuda" else DEFAULT_LIMITS).chunk
-    limits = BatchLimits(job.batch, max(job.length, 2), min(chunk, job.length))
+    limits = with_states(job.config, BatchLimits(job.batch, max(job.length, 2), min(chunk, job.length)))
     if Admission(job.config, limits).reason is None:
         return _run_batch(model, run, limits)
     cache = _prefill(job, model, run)[CACHE]
@@ -39,12 +39,12 @@ def _run_batch(model: ShardedModel, run: MetaRun, limits: BatchLimits) -> Counte
     runners = [StepRunner(model, own, keeps_logits=True) for own in limits_of_groups(limits, stages)]
     for runner in runners:
         runner.reserve()
-        layers = (layer for cache in (runner.rows, runner.prompt) for layer in cache.layers if layer.is_initialized)
-        run.count([held for layer in layers for held in (layer.keys, layer.values)], CACHE)
+        layers = (layer for cache in (runner.rows, runner.prompt) for layer in cache.layers)
+        run.count([held for layer in layers for held in layer.held], CACHE)
     run.collectives.clear()
     run.reset_peak()
     runner, rows = runners[0], limits_of_groups(limits, stages)[0].rows
-    chunk = min(limits.chunk, limits.length - 1)
+    chunk = min(limits.chunk, limits.length - 1) if limits.splits else limits.length - 1
     computed = limits.length - 1 - chunk
     runner.prompt.lengths, runner.prompt.stop = [computed], computed
     runner.run(Step(0, chunk=[0] * chunk, joins=True))

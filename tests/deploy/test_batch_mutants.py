@@ -45,6 +45,11 @@ STAGE_FAILS = "test_stage_that_fails_ends_the_calls_and_no_others"
 KEPT = "test_logits_stay_on_the_last_stage"
 CHUNKS, TOGETHER = {"chunk": 4, "groups": 1}, "test_short_prompts_are_computed_together"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
+STATES = f"{BATCH}.slot_states:StateLayer"
+EXACT, ADVANCED = (
+    "test_rows_with_states_are_reused_as_a_whole",
+    "test_state_of_a_row_that_is_dropped_is_not_reused",
+)
 
 STATIC, GRAPHS, SAMPLING = f"{BATCH}.static_step", f"{BATCH}.graphs:CudaGraphs", f"{BATCH}.sampling"
 COME_AND_GO = "test_rows_with_penalties_come_and_go"
@@ -92,10 +97,20 @@ FAST: list[Row] = [
     (f"{SLOTS}.mask", "& (columns_L < ends_B[:, None])", "", SPECULATED, GUESSED, {"groups": 1}),
     (f"{SLOTS}.mask", ">= (window", "> (window", LOOP, OWN, CHUNKS),
     (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, CHUNKS),
-    (f"{SCHEDULER}.drop", "row.ended or unwanted(row)", "row.ended", LOOP, CANCELLED, {"state": "row"}),
+    (f"{SCHEDULER}.drop", "row.ended = True", "pass", LOOP, CANCELLED, {"state": "row"}),
     (f"{TAKES}._take_all", "self._fail(row.number, error)", "raise", LOOP, RAISES, {"when": 1}),
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", LOOP, SHARED, {"reuses": True}),
-    (f"{PREFIXES}.find", "prompt[:-1]", "prompt", REUSED, LOST, {}),
+    (f"{PREFIXES}._reusable", "prompt[:-1]", "prompt", REUSED, LOST, {}),
+    (
+        f"{ADMISSION}:Admission.joins",
+        "not mask_BL.all()",
+        "False",
+        LOOP,
+        "test_padded_calls_of_types_that_read_padding_do_not_join",
+        {"variant": "xlstm", "expected": False},
+    ),
+    (f"{PREFIXES}._reusable", "self.is_exact and", "False and", REUSED, EXACT, {}),
+    (f"{SCHEDULER}.drop", "row.shares = False", "pass", REUSED, ADVANCED, {"is_dropped": True, "reused": 0}),
     (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= 2", LOOP, TOGETHER, {}),
     (
         f"{IMAGES}:_digest",
@@ -201,7 +216,7 @@ SLOW: list[Row] = [
     (f"{RUNNER}.free", "self._offsets[-1]", "self._offsets[slot]", SEEN, BETWEEN_IMAGES, QWEN),
     (f"{RUNNER}._decode_eagerly", "if any(map(any, self._offsets))", "if False", SEEN, BETWEEN_IMAGES, QWEN),
     (f"{SCHEDULER}._next_step", "begins or images[0] < images[1]", "begins", SEEN, HELD, {}),
-    (f"{SCHEDULER}._find_prefix", "prompt.images.whole(length)", "length", SEEN, AT_END, LLAVA),
+    (f"{SCHEDULER}._find_prefix", "prompt.images.whole(found)", "found", SEEN, AT_END, LLAVA),
     (f"{TAKES}._compute", "except ImagesError as error", "except ZeroDivisionError as error", SEEN, FAILS, LLAVA),
     (f"{TAKES}._forget", "self._forgotten.append(number)", "pass", SEEN, DROPPED_IMAGES, LLAVA),
     (NUCLEUS[0], "sorted_V[removed - 1] == least", "False", *NUCLEUS[1:], {}),
@@ -209,7 +224,7 @@ SLOW: list[Row] = [
     (NUCLEUS[0], "<= 1 - warper", "< 1 - warper", *NUCLEUS[1:], {}),
     (NUCLEUS[0], "scores < least", "scores <= least", *NUCLEUS[1:], {}),
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", REUSED, SIMULATED, {}),
-    (f"{PREFIXES}._drop_prefixes_of", "kept != tokens[: len(kept)]", "True", REUSED, LOST, {}),
+    (f"{PREFIXES}._drop_prefixes_of", "not self._replaces(tokens, kept)", "True", REUSED, LOST, {}),
     (f"{PREFIXES}.find", "self._held[slot] = self._held.pop(slot)", "pass", REUSED, LOST, {}),
     (f"{PREFIXES}.displace", "other not in self._held", "True", REUSED, LOST, {}),
     (f"{PREFIXES}.displace", "del self._held[slot]", "pass", REUSED, LOST, {}),
@@ -225,7 +240,7 @@ SLOW: list[Row] = [
     (f"{RUNNER}._prefill_whole", "positions_BL.clamp(min=0)", "torch.arange(longest)[None]", LOOP, TOGETHER, {}),
     (f"{SCHEDULER}._whole_prompts", "self._find_prefix(row)[1]", "False", REUSED, SIMULATED, {}),
     (f"{SCHEDULER}._whole_prompts", "any(self.prefixes.are_alike", "all(self.prefixes.are_alike", LOOP, TOGETHER, {}),
-    (f"{SCHEDULER}._whole_prompts", "PADDED * tokens", "self.chunk", LOOP, TOGETHER, {}),
+    (f"{SCHEDULER}._whole_prompts", "self.padding * tokens", "self.chunk", LOOP, TOGETHER, {}),
     (f"{SCHEDULER}._whole_prompts", "self.slots - len(self.rows)", "self.slots", POOLED, FAIR, {}),
     (f"{SCHEDULER}._join", "self._since_rows += len(whole)", "self._since_rows += 0 * len(whole)", POOLED, FAIR, {}),
     (f"{GROUPS}.rows", "step.joining :", "1 :", LOOP, OWN, {"chunk": 64, "groups": 1}),
@@ -452,6 +467,27 @@ SLOW: list[Row] = [
         "deploy/test_default_limits.py",
         "test_limits",
         {"gpus": 1, "ranks": 1, "layers": 32, "given": {}, "expected": (32, 4096, 2048)},
+    ),
+    *(
+        (f"{BATCH}.{place}", before, after, POOLED, "test_rows_have_their_own_states", {"variant": variant})
+        for place, before, after, variant in (
+            ("slot_states:StateLayer.show", "of_states), continues", "of_states), True", "bamba"),
+            ("slot_states:StateLayer.move", "entries[slot] = entries[source]", "pass", "bamba"),
+            ("slot_states:StateLayer.move", "self._entries.values()", "self.held", "falcon_h1"),
+            ("slot_states:StateLayer.copy", "= entries[row]", "= entries[0]", "bamba"),
+            ("slot_states:StateLayer.copy", "self._entries[key][slot] = entries[row]", "pass", "bamba"),
+            ("slot_states:StateLayer._show_rows", "entries[: len", "entries.flip(0)[: len", "bamba"),
+            ("slot_states:StateLayer.relocate", "self._entries[key][: len(entries)] = entries", "pass", "bamba"),
+            ("own_caches:XlstmSlots.argument.fget", "if not self.window", "if True", "xlstm"),
+        )
+    ),
+    (
+        f"{STATES}.fork",
+        "entries[first : first + count] = entries[slot]",
+        "pass",
+        "modeling/test_generate_batch.py",
+        "test_sequences_have_the_tokens_of_generate",
+        {"variant": "bamba", "tp": 2, "pp": 1},
     ),
     ("pipeline.pipeline:Pipeline._generation_step", "not self._keeps_logits", "True", POOLED, KEPT, {}),
     (

@@ -12,12 +12,15 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oslo_models import GPT2LMHeadModel
+from oslo_models import GPT2LMHeadModel, registry
+from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.speculation import Drafts
 from oslo_models.deploy.running_batch.step import Step
 
-from support import deployment
+from support import deployment, zoo
+from support.reference import reference_model
 
 
 class Row:
@@ -121,6 +124,54 @@ def test_least_recently_used_is_lost_and_contained_ones_first() -> None:
     assert prefixes.find([5, 5, 5], []) == (0, 0)
 
 
+def test_rows_with_states_are_reused_as_a_whole() -> None:
+    """A state covers all tokens of its row, so it continues only prompts that begin with all of them."""
+    prefixes = Prefixes(4, least=2, is_exact=True)
+    prefixes.keep(3, [1, 2, 3, 4])
+    assert prefixes.find([1, 2, 3, 4], []) == (0, 0)  # the last token has to be computed
+    assert prefixes.find([1, 2, 3, 9, 9], []) == (0, 0)
+    assert prefixes.find([1, 2, 3, 4, 9], [[1, 2, 9], [1, 2]]) == (3, 4)
+    assert prefixes.find([1, 2, 3, 4, 9], [[1, 2, 3, 4, 9], [1, 2, 3, 4, 9, 9]]) == (3, 4)
+    assert prefixes.are_alike([1, 2, 3], [1, 2]) and not prefixes.are_alike([1, 2, 3], [1, 2, 9])
+    prefixes.keep(2, [1, 2, 3, 4, 5])  # the shorter state stays of use for other continuations
+    assert prefixes.find([1, 2, 3, 4, 9], []) == (3, 4) and prefixes.find([1, 2, 3, 4, 5, 6], []) == (2, 5)
+    prefixes.keep(1, [1, 2, 3, 4])
+    assert prefixes.find([1, 2, 3, 4, 9], []) == (1, 4)
+
+
+@pytest.mark.parametrize(("is_dropped", "reused"), [(False, 5), (True, 0)])
+def test_state_of_a_row_that_is_dropped_is_not_reused(is_dropped: bool, reused: int) -> None:
+    """The step that was published before may have advanced the state by the newest token."""
+    scheduler = Scheduler.of(BatchLimits(2, 32, 8, has_states=True), Prefixes(2, 2, is_exact=True), Drafts(0))
+    row = Row(0, [1, 2, 3, 4], [5, 6])
+    scheduler.add(row)
+    assert scheduler.plan(0).joining == 1
+    row.take()
+    assert scheduler.plan(0).tokens == [5]
+    if is_dropped:
+        scheduler.drop(lambda each: True)
+    else:
+        row.take()
+    scheduler.add(Row(1, [1, 2, 3, 4, 5, 7], [8]))
+    step = scheduler.plan(0)
+    assert step.leaving == [0] and step.reused == reused
+
+
+def test_prompts_with_states_are_not_padded() -> None:
+    scheduler = Scheduler.of(BatchLimits(4, 32, 16, has_states=True), None, Drafts(0))
+    for number, length in enumerate((3, 3, 4, 4)):
+        scheduler.add(Row(number, [*range(length)], [5]))
+    assert [prompt.length for prompt in scheduler.plan(0).whole] == [3, 3]
+
+
+def test_long_prompts_are_computed_in_one_step() -> None:
+    """For models that cannot continue a prompt from a state."""
+    scheduler = Scheduler.of(BatchLimits(2, 64, 4, has_states=True, splits=False), None, Drafts(0))
+    scheduler.add(Row(0, [*range(30)], [5]))
+    step = scheduler.plan(0)
+    assert step.chunk == [*range(30)] and step.begins and step.joins
+
+
 SIZES: list[dict[str, Any]] = [
     {"tensor_parallel_size": 1},
     {"tensor_parallel_size": 2},
@@ -162,6 +213,24 @@ def test_deployed_model_counts_reused_tokens(tmp_path: Path, seed: int, sizes: d
         turn["attention_mask"] = torch.ones_like(turn["input_ids"])
         assert torch.equal(model.generate(**turn, **options), whole.generate(**turn, **options))
         assert model.reused_prompt_tokens - before == 29 + 37
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_next_turn_continues_from_the_state(tmp_path: Path, seed: int, sizes: dict[str, Any]) -> None:
+    """A hybrid decoder reuses a former row as a whole, and computes other prompts in full."""
+    name, config = zoo.lm_head("bamba"), zoo.config("bamba")
+    whole = reference_model(name, config, seed, torch.float64).eval()
+    whole.save_pretrained(tmp_path)
+    cls: Any = registry.find(name)
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    batch = deployment.prompt(seed, 1, 10)
+    answer = whole.generate(**batch, **options)
+    turn = torch.cat([answer, batch["input_ids"][:, :6]], 1)
+    with cls.from_pretrained_with_parallel(tmp_path, deploy=True, dtype=torch.float64, **sizes) as model:
+        for ids_BL, reused in ((batch["input_ids"], 0), (turn, 14), (batch["input_ids"], 0), (turn[:, :-3], 14)):
+            given, before = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL)}, model.reused_prompt_tokens
+            assert torch.equal(model.generate(**given, **options), whole.generate(**given, **options))
+            assert model.reused_prompt_tokens - before == reused
 
 
 def test_reuse_can_be_turned_off(tmp_path: Path, seed: int) -> None:

@@ -8,7 +8,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,12 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from oslo_models import GPT2LMHeadModel, registry
 from oslo_models.deploy import engine
@@ -29,11 +34,12 @@ from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import SharedMemoryChannel
 from oslo_models.deploy.running_batch.scheduler import Scheduler
-from oslo_models.deploy.running_batch.step import Step
+from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 
 from support import deployment, running, zoo
 from support.deployment import Collected, prompt
+from support.float64 import lifted_casts
 from support.pool import Pool
 from support.waiting import LIMIT
 
@@ -49,7 +55,7 @@ DECODERS = [variant for variant in (*zoo.FOUNDING, *zoo.MORE) if running.is_deco
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-@pytest.mark.parametrize("variant", ["gpt2", "llama"])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "bamba", "jamba"])
 def test_calls_get_their_own_tokens(pool: Pool, tmp_path: Path, seed: int, variant: str, sizes: dict[str, int]) -> None:
     running.compare(pool, variant, tmp_path, seed, **sizes)
 
@@ -70,17 +76,20 @@ def test_decoders_of_the_zoo_get_their_own_tokens(
 
 
 def test_every_decoder_of_the_zoo_joins_or_has_a_reason() -> None:
-    """Decoders join if their cache in transformers has keys and values only, unless the table gives a reason."""
+    """Decoders join if their cache in transformers has known layers only, unless the table gives a reason."""
     # the last kind, of newer versions, reads the keys of another block
     plain = {DynamicLayer, DynamicSlidingWindowLayer, getattr(transformers.cache_utils, "DummyLayer", DynamicLayer)}
-    excluded = set()
+    excluded, stateful = set(), set()
     for variant in DECODERS:
         config = zoo.config(variant)
         layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
-        excluded |= {variant} if {type(layer) for layer in layers} - plain else set()
-    assert len(excluded) > 15 and len(DECODERS) > 60
+        states = {type(layer) for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)}
+        excluded |= {variant} if {type(layer) for layer in layers} - plain - states else set()
+        stateful |= {variant} if states else set()
+    assert len(excluded) > 5 and len(stateful) > 20 and len(DECODERS) > 60
     reasons = {variant for variant in DECODERS if admission.reason_against(zoo.config(variant))}
-    assert reasons == excluded | {*admission.EXCLUSIVE}
+    assert reasons == excluded | (stateful - admission.WITH_STATES) | {*admission.EXCLUSIVE}
+    assert admission.IN_ONE_STEP <= admission.WITH_STATES <= stateful
     table = GUIDE.read_text().partition("| decoder | why it does not join |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`([^`]+)`", table)) == {zoo.config(variant).model_type for variant in reasons}
 
@@ -154,6 +163,56 @@ def kept_logits(folder: Any) -> list[tuple[int, ...]]:
 def test_logits_stay_on_the_last_stage(pool: Pool, tmp_path: Path, seed: int) -> None:
     running.checked("llama", tmp_path, seed, 1)
     assert pool.run(2, kept_logits, tmp_path) == [[(1, 0)] * 2, [(1, 1)] * 2]
+
+
+@pytest.mark.parametrize("variant", ["bamba", "falcon_h1", "xlstm"])
+@torch.no_grad()
+def test_rows_have_their_own_states(tmp_path: Path, seed: int, variant: str) -> None:
+    """In slots and prompts that had other rows before: rows join together and in chunks, leave, and are continued."""
+    name, *_ = running.checked(variant, tmp_path, seed, 1)
+    cls: Any = registry.find(name)
+    model = cls.from_pretrained_with_parallel(tmp_path, dtype=torch.float64, tensor_parallel_size=1).eval()
+    ids_BL = torch.randint(3, 90, (5, 12), generator=torch.Generator().manual_seed(seed))
+    rows, computed, runner = [*range(4)], [0] * 4, StepRunner(model, running.LIMITS)
+
+    def run(step: Step, joining: list[int] | None = None, length: int = 1) -> None:
+        """Run a step after which ``joining``, or all rows, have ``length`` tokens more; check their logits."""
+        logits_BV = runner.run(step)
+        assert logits_BV is not None
+        for row, logits_V in zip(rows if joining is None else joining, logits_BV, strict=True):
+            computed[row] += length
+            expected_BLV = model(ids_BL[row : row + 1, : computed[row]]).logits
+            torch.testing.assert_close(logits_V, expected_BLV[0, -1], rtol=1e-10, atol=1e-10)
+
+    def decode(leaving: Sequence[int] = ()) -> None:
+        for slot in leaving:
+            rows[slot] = rows[-1]
+            rows.pop()
+        run(Step(0, leaving=[*leaving], tokens=[int(ids_BL[row, computed[row]]) for row in rows]))
+
+    with lifted_casts():
+        rows.clear()
+        whole = [WholePrompt(0, 5, -1)] * 2
+        run(Step(0, chunk=ids_BL[:2, :5].flatten().tolist(), whole=whole), [0, 1], 5)
+        rows += [0, 1]
+        decode()
+        for row, leaving in ((2, []), (3, [0])):
+            for slot in leaving:
+                rows[slot] = rows[-1]
+                rows.pop()
+            runner.run(Step(0, leaving=leaving, chunk=ids_BL[row, :3].tolist(), begins=True))
+            computed[row] = 3
+            run(Step(0, chunk=ids_BL[row, 3:6].tolist(), joins=True), [row], 3)
+            rows.append(row)
+            decode()
+        slot = rows.index(1)
+        ids_BL[0, : computed[1]] = ids_BL[1, : computed[1]]
+        reused = computed[0] = computed[1]
+        step = Step(0, leaving=[2], chunk=[int(ids_BL[0, reused])], begins=True, joins=True, source=slot, reused=reused)
+        rows.pop()
+        run(step, [0])
+        rows.append(0)
+        decode()
 
 
 def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: list[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from oslo_models.deploy.running_batch.admission import Admission, reason_against
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
 
-from support import deployment, running
+from support import deployment, running, zoo
 from support.batch_loop import LIMITS, Application, greedy, request
 from support.deployment import prompt
 
@@ -369,6 +369,14 @@ def test_admission_looks_at_all_configurations() -> None:
     assert not admission.joins({**call, "generation_config": beams}, transformers.GenerationConfig(), False)
     assert admission.joins({**call, "num_beams": 1}, beams, False)
     assert not admission.joins(call, None, False)
+
+
+@pytest.mark.parametrize(("variant", "expected"), [("xlstm", False), ("mamba", True)])
+def test_padded_calls_of_types_that_read_padding_do_not_join(variant: str, expected: bool) -> None:
+    admission, defaults = Admission(zoo.config(variant), LIMITS), transformers.GenerationConfig()
+    whole = {"input_ids": TWO, "attention_mask": torch.ones_like(TWO)}
+    assert admission.joins(whole, defaults, False)
+    assert admission.joins({**whole, "attention_mask": LEFT}, defaults, False) is expected
 
 
 # Prefixes -------------------------------------------------------------------------------------------------------------

@@ -600,7 +600,7 @@ def test_other_numbers_are_refused(count: Any) -> None:
         ("gpt_neo", {}, "some of its blocks attend to a window of"),
         ("mistral", {"sliding_window": 40}, "some of its blocks attend to a window of 40 tokens"),
         ("mpt", {}, "its biases count the columns"),
-        ("mamba", {}, "do not join the running batch: some of its blocks keep a state"),
+        ("mamba", {}, "some of its blocks keep a state of all tokens"),
         ("t5", {}, "do not join the running batch: it is an encoder-decoder"),
     ],
 )
@@ -629,7 +629,7 @@ def test_a_batch_of_one_row_is_refused() -> None:
     ("changes", "reason"),
     [
         ({"vocab_size": 90}, "its vocabulary has 90 tokens, and the vocabulary of the model 101"),
-        (None, "do not join the running batch: some of its blocks keep a state"),
+        (None, "some of its blocks keep a state of all tokens"),
     ],
 )
 def test_models_that_cannot_draft_are_refused(tmp_path: Path, changes: dict[str, Any] | None, reason: str) -> None:

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from oslo_models import Gemma2ForCausalLM, LlamaForCausalLM, MambaForCausalLM
+from oslo_models import BambaForCausalLM, Gemma2ForCausalLM, LlamaForCausalLM, MambaForCausalLM, XLNetLMHeadModel
 from oslo_models.deploy.running_batch import offline
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.offline import Generated, Planner
@@ -210,7 +210,11 @@ def test_repeated_tokens_take_fewer_steps(pool: Pool, seed: int) -> None:
 @pytest.mark.drawn(6)
 @pytest.mark.parametrize(("tp", "pp"), SIZES)
 @pytest.mark.parametrize(
-    "variant", [pytest.param("llama", marks=pytest.mark.stacks), "gpt2", "gemma3_text", "qwen3_moe", "bloom"]
+    "variant",
+    [
+        *(pytest.param("llama", marks=pytest.mark.stacks), "gpt2", "gemma3_text", "qwen3_moe", "bloom"),
+        *(pytest.param("bamba", marks=pytest.mark.stacks), "jamba"),
+    ],
 )
 def test_sequences_have_the_tokens_of_generate(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
     model, given = case(variant, seed)
@@ -419,8 +423,14 @@ def check_refusals(given: Case) -> None:
     with pytest.raises(ValueError, match="hash of inputs"):
         model.generate_batch([[1, 2]] * model.mesh.tp.rank, do_sample=False)
     mamba: Any = MambaForCausalLM.from_config_with_parallel(zoo.config("mamba"), 2, seed=0)
-    with pytest.raises(ValueError, match=r"run MambaForCausalLM: some of its blocks keep a state .*; call generate"):
-        mamba.generate_batch([[1, 2]])
+    with pytest.raises(ValueError, match=r"speculative_tokens=2 is not possible for MambaForCausalLM: some of its"):
+        mamba.generate_batch([[1, 2]], max_new_tokens=2, speculative_tokens=2)
+    bamba: Any = BambaForCausalLM.from_config_with_parallel(zoo.config("bamba"), 2, seed=0, sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"run BambaForCausalLM: .* not tested with sequence_parallel=True; call gen"):
+        bamba.generate_batch([[1, 2]])
+    xlnet: Any = XLNetLMHeadModel.from_config_with_parallel(zoo.config("xlnet"), 2, seed=0)
+    with pytest.raises(ValueError, match=r"run XLNetLMHeadModel: it predicts with a separate query.*; call generate"):
+        xlnet.generate_batch([[1, 2]])
     plain: Any = transformers.LlamaForCausalLM(zoo.config("llama"))
     with pytest.raises(ValueError, match=r"speculative_model must be a full model of this library, such as Llama"):
         model.generate_batch([[1, 2]], max_new_tokens=2, speculative_model=plain)

@@ -28,6 +28,7 @@ from oslo_models.planning.memory import estimate_job, make_job
 from oslo_models.planning.picture import COLORS, page
 from oslo_models.planning.sizes import choose_sizes, parse_devices
 
+from support import zoo
 from support.hub_server import hub_server, using_hub
 from support.pool import Pool
 
@@ -98,8 +99,18 @@ def _reserved(config: Any, tp: int, pp: int, rows: int, length: int) -> tuple[in
     return model.mesh.pp.rank, model.mesh.tp.rank, held
 
 
-@pytest.mark.parametrize("config", [LLAMA, WINDOWED], ids=["llama", "windowed"])
-@pytest.mark.parametrize("tp, pp", [(3, 1), (1, 2), (2, 2)])
+HYBRID, WHOLE = (
+    zoo.config(kind, architectures=[zoo.lm_head(kind)], max_position_embeddings=40) for kind in ("bamba", "mamba")
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "pp"),
+    [
+        *((config, tp, pp) for config in (LLAMA, WINDOWED) for tp, pp in ((3, 1), (1, 2), (2, 2))),
+        *((config, tp, pp) for config in (HYBRID, WHOLE) for tp, pp in ((2, 1), (1, 2))),
+    ],
+)
 def test_plan_has_the_cache_that_a_server_reserves(pool: Pool, config: Any, tp: int, pp: int) -> None:
     found = oslo_models.estimate(config, "serve", tp, pp, 5, 40)
     planned = {

@@ -33,10 +33,11 @@ from oslo_models.server import command
 from oslo_models.server.app import application
 from oslo_models.server.text import StopAutomaton, StopStrings
 
-from support import ROOT
+from support import ROOT, zoo
 from support.corpora import tokenizer
 from support.faults import gone
 from support.http_server import StubModel, listening
+from support.reference import reference_model
 from support.served import workers_of
 from support.waiting import LIMIT, wait_until
 
@@ -167,6 +168,34 @@ def test_unequal_shares_return_the_text_of_generate(checkpoint: Path, whole: Who
         prompts = ["def forward(", "import torch"]
         found = create(model=str(checkpoint), prompt=prompts, max_tokens=8, temperature=0)
         assert [choice.text for choice in found.choices] == [whole(prompt) for prompt in prompts]
+
+
+def test_decoder_with_states_returns_the_text_of_generate(tmp_path: Path) -> None:
+    """Answers of a hybrid decoder share the running batch, and the next turn continues from the state of a row."""
+    tokenizer().save_pretrained(tmp_path)
+    ids = {"vocab_size": len(tokenizer()), "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 128}
+    model = reference_model("BambaForCausalLM", zoo.config("bamba", **ids), 0, torch.float32).eval()
+    model.save_pretrained(tmp_path)
+
+    def expected(prompt: list[int]) -> list[int]:
+        given = torch.tensor([prompt])
+        out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=8, pad_token_id=0)
+        return out[0, len(prompt) :].tolist()
+
+    prompts = tokenizer()(["def forward(self, x):", "import torch", "class Model(nn.Module):"])["input_ids"]
+    sizes = ("--tensor-parallel-size", 2, "--port", 0)
+    with program("-m", "oslo_models", "serve", tmp_path, *sizes, folder=tmp_path, says=" at ") as running:
+        assert any("a running batch of 8 rows" in line for line in running.lines)
+        create = client_of(running.url).completions.create
+        found = create(model=str(tmp_path), prompt=prompts, max_tokens=8, temperature=0)
+        answers = [expected(prompt) for prompt in prompts]
+        assert [choice.text for choice in found.choices] == tokenizer().batch_decode(answers, skip_special_tokens=True)
+        turn = [*prompts[0], *answers[0], *prompts[1]]
+        (choice,) = create(model=str(tmp_path), prompt=turn, max_tokens=8, temperature=0).choices
+        assert choice.text == tokenizer().decode(expected(turn), skip_special_tokens=True)
+        with urllib.request.urlopen(f"{running.url}/metrics", timeout=LIMIT) as answer:
+            metrics = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+        assert float(metrics["oslo_models_reused_prompt_tokens_total"]) == len(prompts[0]) + len(answers[0]) - 1
 
 
 @pytest.mark.parametrize("way", ["lookup", "model"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch import step_runner
-from oslo_models.deploy.running_batch.admission import Admission
+from oslo_models.deploy.running_batch.admission import READ_PADDING, Admission, with_states
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.prefixes import Prefixes
@@ -116,7 +116,8 @@ def _scheduled(
     Args:
         expected: the results, from which tokens are drafted if the limits say so.
     """
-    limits, table = replace(limits, chunk=rng.choice((limits.chunk, limits.length))), TokenTable()
+    limits = with_states(model.config, replace(limits, chunk=rng.choice((limits.chunk, limits.length))))
+    table = TokenTable()
     calls: dict[int, Call] = {}
 
     def answer(row: Any) -> list[int]:
@@ -126,7 +127,8 @@ def _scheduled(
 
     drafts = Guesses(limits.drafted, rng, answer) if limits.drafted else Drafts(0)
     runner = StepRunner(model, limits)
-    scheduler = Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows, 2), drafts)
+    prefixes = Prefixes(limits.rows, 2, limits.has_states) if limits.reuse else None
+    scheduler = Scheduler.of(limits, prefixes, drafts)
     admission = Admission(model.config, limits, takes_features=True)
     seen: dict[tuple[int, int], PromptImages] = {}
     results: list[Tensor | None] = [None] * len(given)
@@ -149,7 +151,7 @@ def _scheduled(
         steps.append(scheduler.plan(0))
         assert Step.decode(steps[-1].encode()) == steps[-1]
         rows = list(scheduler.rows)
-        assert len(rows) <= limits.rows and (seen or len(steps[-1].chunk) <= limits.chunk)
+        assert len(rows) <= limits.rows and (seen or len(steps[-1].chunk) <= limits.chunk or not limits.splits)
         if steps[-1].begins and steps[-1].encodes:
             runner.images = seen[steps[-1].number, steps[-1].row]
         logits_BV = runner.run(steps[-1])
@@ -205,6 +207,8 @@ def checked(
     reference = reference_model(name, config, seed, torch.float64).eval()
     reference.save_pretrained(folder)
     given = requests(random.Random(seed), count)
+    if config.model_type in READ_PADDING:  # padded calls do not join
+        given = [{**each, "attention_mask": torch.ones_like(each["attention_mask"])} for each in given]
     with lifted_casts():
         expected = [alone(reference, each) for each in given]
     return name, given, expected

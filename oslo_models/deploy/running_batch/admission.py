@@ -6,6 +6,7 @@ The other calls are computed one by one. Steps of the batch run between their to
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from oslo_models import registry
 from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.prompt_images import ARGUMENTS, PromptImages, images_of_call
+from oslo_models.deploy.running_batch.slot_states import BLOCKS, has_states
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
 _INDEXED = "its cache holds keys of an indexer beside keys of attention"
 _KINDS = {
-    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), ""),
+    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"), ""),
     **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), _INDEXED),
     **dict.fromkeys(
         ("compressed_sparse_attention", "heavily_compressed_attention"),
@@ -28,6 +30,17 @@ _KINDS = {
     ),
 }
 """Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
+WITH_STATES = frozenset(
+    (
+        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_loop_text"),
+        *("inkling2_text", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl"),
+        *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next", "zamba", "zamba2", "zaya"),
+    )
+)
+"""Decoder types that join with states of their rows, see `slot_states`."""
+IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "zamba"))
+"""Types among them with scans of prompts that cannot continue from a state. A step computes their whole prompt."""
 EXCLUSIVE: Mapping[str, str] = {
     "deepseek_ocr2": "an image and its tiles are in different arguments",
     "openai-gpt": "it has no key-value cache",
@@ -35,8 +48,9 @@ EXCLUSIVE: Mapping[str, str] = {
     "flaubert": "it has no key-value cache",
     "xlnet": "it predicts with a separate query, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
-    "rwkv": _STATES,
-    "xlstm": _STATES,
+    "inkling_text": "it scales queries by the number of columns of the longest row",
+    "recurrent_gemma": "transformers keeps its states in its modules, beside the cache",
+    "rwkv": "transformers mixes the states of its rows when it decodes several",
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
@@ -52,6 +66,11 @@ EXCLUSIVE: Mapping[str, str] = {
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
+READ_PADDING: Mapping[str, str] = {
+    "minimax": "its blocks of tokens are counted from the padding",
+    "xlstm": "its states include the padding",
+}
+"""Decoder types with other tokens for padded rows in transformers, and the reason. Padded calls do not join."""
 _BY_COLUMNS: Mapping[str, str] = {
     "mpt": "its biases count the columns of the cache between two tokens, and drafts leave empty columns",
 }
@@ -104,6 +123,7 @@ class Admission:
     def __init__(self, config: Any, limits: BatchLimits, takes_features: bool = False) -> None:
         reason = reason_against(config)
         self._config, self._takes_images = config, takes_features
+        self._reads_padding = _kind(config) in READ_PADDING
         self.reason = "max_batch_size=1" if reason is None and limits.rows == 1 else reason
         self._rows, self._longest = limits.rows, longest(config, limits)
 
@@ -126,7 +146,10 @@ class Admission:
         ids_BL: Any = kwargs.get("input_ids")
         ids_BL = kwargs.get("inputs") if ids_BL is None else ids_BL
         rows = 1 if streams or setting("do_sample") else self._rows
-        if not (_is_batch(ids_BL, rows) and _is_padded_left(kwargs.get("attention_mask"), ids_BL)):
+        mask_BL = kwargs.get("attention_mask")
+        if not (_is_batch(ids_BL, rows) and _is_padded_left(mask_BL, ids_BL)):
+            return False
+        if self._reads_padding and mask_BL is not None and not mask_BL.all():
             return False
         new, most = setting("max_new_tokens"), setting("max_length")
         length = ids_BL.shape[1]
@@ -171,7 +194,7 @@ def unsupported_setting(kwargs: Mapping[str, Any], defaults: Any) -> str | None:
 
 def reason_against(config: Any) -> str | None:
     """Return why no call of a model can join; ``None`` if calls can join."""
-    kind = registry.SAME_CLASSES.get(config.model_type, config.model_type)
+    kind = _kind(config)
     if kind not in registry.ARCHITECTURES:
         return "the running batch was not tested with models of its type"
     if config.is_encoder_decoder:
@@ -183,8 +206,13 @@ def reason_against(config: Any) -> str | None:
         return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"
     if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
         return "the first passes of its loop read the whole cache of the last pass (recurrent_kv_cache_mode last_loop)"
-    kinds = getattr(text, "layer_types", None) or ()
-    return next(filter(None, (_KINDS.get(each, _STATES) for each in kinds)), EXCLUSIVE.get(kind))
+    kinds = set(getattr(text, "layer_types", None) or ()) - (BLOCKS if kind in WITH_STATES else set())
+    return EXCLUSIVE.get(kind) or next(filter(None, (_KINDS.get(each, _STATES) for each in sorted(kinds))), None)
+
+
+def _kind(config: Any) -> str:
+    """Return the type of a model, for types with the classes of another type that one."""
+    return str(registry.SAME_CLASSES.get(config.model_type, config.model_type))
 
 
 def reason_against_drafts(config: Any, length: int) -> str | None:
@@ -196,6 +224,8 @@ def reason_against_drafts(config: Any, length: int) -> str | None:
     reason = reason_against(config)
     if reason is not None:
         return f"its calls do not join the running batch: {reason}"
+    if has_states(config):
+        return "some of its blocks keep a state of all tokens, which cannot drop the drafted tokens that are wrong"
     text = config.get_text_config(decoder=True)
     window = _smallest_window(text)
     if window is not None and window < columns(length):
@@ -280,9 +310,19 @@ def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
     return BatchLimits(rows, chunk=GPU_LIMITS.chunk)
 
 
+def with_states(config: Any, limits: BatchLimits) -> BatchLimits:
+    """Return the limits for a model that may have states; see `BatchLimits`."""
+    if not has_states(config):
+        return limits
+    splits = _kind(config) not in IN_ONE_STEP
+    return replace(limits, has_states=True, splits=splits, reuse=limits.reuse and splits)
+
+
 def bytes_of_token(config: Any) -> int | None:
     """Return the bytes of the keys and values of one token, over all ranks; ``None`` if a block has none."""
     values = 0
+    if has_states(config):
+        return None
     try:
         for block in config.get_text_config(decoder=True).per_layer_config:
             heads = block.num_attention_heads

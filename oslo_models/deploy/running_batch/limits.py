@@ -11,6 +11,8 @@ DEFAULT_DRAFTED = 4
 """Drafted tokens of a row in one step by a model, if no number is given."""
 MOST_DRAFTED = LEAST_COLUMNS // 2
 """Maximum drafted tokens of a row in one step. They are computed in the spare columns."""
+PADDED = 1.5
+"""Limit on the padding of prompts that one step computes together: padded tokens per prompt token."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class BatchLimits:
         reuse: prompts reuse the keys and values of prefixes that were computed before.
         drafted: maximum drafted tokens of a row in one step; 0 turns speculation off.
         draft_model: directory or name of the model that drafts them; empty for prompt lookup.
+        has_states: blocks of the model keep states of a row. Padding would change a state, and a state covers all
+            tokens of its row, so a prompt reuses whole rows only.
+        splits: prompts are computed in chunks. Otherwise a step computes the whole prompt, however long it is.
     """
 
     rows: int = 8
@@ -32,6 +37,13 @@ class BatchLimits:
     reuse: bool = True
     drafted: int = 0
     draft_model: str = ""
+    has_states: bool = False
+    splits: bool = True
+
+    @property
+    def padding(self) -> float:
+        """Limit on padding, see `PADDED`."""
+        return 1.0 if self.has_states else PADDED
 
     @property
     def step_bytes(self) -> int:

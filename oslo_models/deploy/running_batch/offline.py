@@ -3,8 +3,8 @@
 Every rank plans the same steps, since it knows all prompts and gets every token. The leader, the first rank of the last
 pipeline stage, chooses the tokens and ends the rows. One small all-reduce per step shares its choice.
 
-Equal prompts form a group. The batch computes the prompt of a group once and copies its keys and values to the slots of
-the other rows.
+Equal prompts form a group. The batch computes the prompt of a group once and copies its keys, values and states to
+the slots of the other rows.
 
 Legend:
     B: rows.
@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models.deploy.running_batch.admission import bytes_of_token
+from oslo_models.deploy.running_batch.admission import bytes_of_token, with_states
 from oslo_models.deploy.running_batch.draft_model import DraftModel, SharedDrafts
 from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.row import Row, rows_of_prompt
 from oslo_models.deploy.running_batch.sampling import CommonDraws, choose_tokens
-from oslo_models.deploy.running_batch.scheduler import PADDED
 from oslo_models.deploy.running_batch.speculation import Drafts, going_on
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -93,7 +92,8 @@ def limits_of(model: ShardedModel, count: int, length: int, rows: int | None, dr
         most = model.mesh.model.size * MOST_CACHE if model.device.type == "cuda" else MOST_CACHE_ON_CPU
         while size is not None and rows > 1 and rows * columns(length) * size > most:
             rows //= 2
-    return BatchLimits(min(rows, count), length, chunk=GPU_LIMITS.chunk, reuse=False, drafted=drafted)
+    limits = BatchLimits(min(rows, count), length, chunk=GPU_LIMITS.chunk, reuse=False, drafted=drafted)
+    return with_states(model.config, limits)
 
 
 class Planner:
@@ -136,7 +136,7 @@ class Planner:
 
     def _prefill(self, leaving: list[int], found: list[list[Generated]]) -> tuple[Step, list[list[Generated]]]:
         prompts, step = [group[0].prompt for group in found], Step(0, leaving=leaving)
-        if len(prompts[0]) > self._limits.chunk:
+        if self._limits.splits and len(prompts[0]) > self._limits.chunk:
             step.chunk, step.begins = prompts[0][self._done : self._done + self._limits.chunk], self._done == 0
             self._done += len(step.chunk)
             step.joins = self._done == len(prompts[0])
@@ -163,7 +163,7 @@ class Planner:
             length, room = len(group[0].prompt), room - len(group)
             longest, tokens = max(longest, length), tokens + length
             padded = longest * (len(found) + 1)
-            if room < 0 or (found and padded > min(self._limits.chunk, PADDED * tokens)):
+            if room < 0 or (found and padded > min(self._limits.chunk, self._limits.padding * tokens)):
                 break
             found.append(group)
         return found

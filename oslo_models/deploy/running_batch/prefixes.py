@@ -17,10 +17,11 @@ class Prefixes:
     Args:
         slots: of the batch.
         least: length of the shortest reused prefix in tokens.
+        is_exact: a prompt reuses all tokens of a row, or none; see `BatchLimits.has_states`.
     """
 
-    def __init__(self, slots: int, least: int = LEAST) -> None:
-        self._slots, self._least = slots, least
+    def __init__(self, slots: int, least: int = LEAST, is_exact: bool = False) -> None:
+        self._slots, self._least, self.is_exact = slots, least, is_exact
         self._held: dict[int, list[int]] = {}  # least recently used first
 
     def clear(self) -> None:
@@ -43,7 +44,7 @@ class Prefixes:
         """
         slot, longest = 0, 0
         for other, tokens in (*enumerate(rows), *self._held.items()):
-            shared = _shared(prompt[:-1], tokens)
+            shared = self._reusable(prompt, tokens)
             if shared > longest:
                 slot, longest = other, shared
         if longest < self._least:
@@ -54,7 +55,12 @@ class Prefixes:
 
     def are_alike(self, prompt: Sequence[int], other: Sequence[int]) -> bool:
         """Return whether a prompt could reuse a prefix of another prompt, once that one is computed."""
-        return _shared(prompt[:-1], other) >= self._least
+        return self._reusable(prompt, other) >= self._least
+
+    def _reusable(self, prompt: Sequence[int], tokens: Sequence[int]) -> int:
+        """Return the number of tokens of a row that a prompt can reuse."""
+        shared = _shared(prompt[:-1], tokens)
+        return 0 if self.is_exact and shared < len(tokens) else shared
 
     def displace(self, slot: int, tokens: list[int]) -> int:
         """Give a slot to a new row. Return the new slot of the former row in it; -1 if it is dropped or absent."""
@@ -74,8 +80,12 @@ class Prefixes:
         return [(other, kept) for other, kept in self._held.items() if other != slot]
 
     def _drop_prefixes_of(self, tokens: list[int]) -> None:
-        """Forget former rows that are a prefix of ``tokens``."""
-        self._held = {slot: kept for slot, kept in self._held.items() if kept != tokens[: len(kept)]}
+        """Forget former rows that a row with ``tokens`` replaces."""
+        self._held = {slot: kept for slot, kept in self._held.items() if not self._replaces(tokens, kept)}
+
+    def _replaces(self, tokens: list[int], kept: list[int]) -> bool:
+        """Return whether every prompt that can reuse the ``kept`` tokens of a former row can reuse ``tokens``, too."""
+        return kept == (tokens if self.is_exact else tokens[: len(kept)])
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
+from typing_extensions import Self
+
+from oslo_models.deploy.running_batch.limits import PADDED, BatchLimits
 from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.speculation import Drafts
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
-
-PADDED = 1.5
-"""Limit on the padding of prompts that one step computes together: padded tokens per prompt token."""
 
 
 class ScheduledRow(Protocol):
@@ -45,6 +45,7 @@ class Scheduler:
         chunk: tokens of a prompt in one step.
         prefixes: shared prefixes that are not computed again; ``None`` computes every prompt in full.
         drafts: of the rows.
+        padding, splits: see `BatchLimits`.
 
     Attributes:
         rows: by slot.
@@ -56,12 +57,19 @@ class Scheduler:
     chunk: int
     prefixes: Prefixes | None = None
     drafts: Drafts = field(default_factory=lambda: Drafts(0))
+    padding: float = PADDED
+    splits: bool = True
     rows: list[Any] = field(default_factory=list)
     prompt: Any = None
     waiting: deque[Any] = field(default_factory=deque)
     _done: int = 0
     _encoded: int = 0  # the position up to which the images of the prompt are encoded
     _since_rows: int = 0  # prompt tokens computed since the rows last got a token
+
+    @classmethod
+    def of(cls, limits: BatchLimits, prefixes: Prefixes | None, drafts: Drafts) -> Self:
+        """Return the scheduler of a batch."""
+        return cls(limits.rows, limits.chunk, prefixes, drafts, limits.padding, limits.splits)
 
     @property
     def is_idle(self) -> bool:
@@ -85,7 +93,10 @@ class Scheduler:
         if self.prompt is not None and unwanted(self.prompt):
             self.prompt = None
         for row in self.rows:
-            row.ended = row.ended or unwanted(row)
+            if unwanted(row):
+                row.ended = True
+                if self.prefixes is not None and self.prefixes.is_exact:
+                    row.shares = False  # a published step may have advanced its state
 
     def clear(self) -> None:
         """Drop everything."""
@@ -124,7 +135,7 @@ class Scheduler:
             source, reused = self._find_prefix(prompt)
             self._done, self._encoded = reused, 0
         chunk = [] if prompt is None else prompt.prompt[self._done : self._chunk_end(prompt)]
-        cost = min(len(chunk), self.chunk)  # an image may have more tokens than a chunk
+        cost = min(len(chunk), self.chunk)  # an image, or a whole prompt, may have more tokens than a chunk
         if not chunk or self._rows_wait(cost):
             return self._decode(consumed, leaving)
         if begins:
@@ -176,7 +187,7 @@ class Scheduler:
         for row in islice(self.waiting, self.slots - len(self.rows)):
             longest, tokens = max(longest, len(row.prompt)), tokens + len(row.prompt)
             padded = longest * (len(found) + 1)
-            if row.images is not None or padded > min(self.chunk, PADDED * tokens) or self._find_prefix(row)[1]:
+            if row.images is not None or padded > min(self.chunk, self.padding * tokens) or self._find_prefix(row)[1]:
                 break
             if self.prefixes is not None and any(self.prefixes.are_alike(row.keys, each.keys) for each in found):
                 break
@@ -186,12 +197,16 @@ class Scheduler:
     def _find_prefix(self, prompt: Any) -> tuple[int, int]:
         if prompt is None or self.prefixes is None:
             return 0, 0
-        slot, length = self.prefixes.find(prompt.keys, map(_computed, self.rows))
-        length = length if prompt.images is None else prompt.images.whole(length)
+        slot, found = self.prefixes.find(prompt.keys, map(_computed, self.rows))
+        length = found if prompt.images is None else prompt.images.whole(found)
+        if self.prefixes.is_exact and length < found:
+            return 0, 0
         return (slot, length) if length else (0, 0)
 
     def _chunk_end(self, prompt: Any) -> int:
         """Return the end of the next chunk of a prompt."""
+        if not self.splits:
+            return len(prompt.prompt)
         if prompt.images is None:
             return self._done + self.chunk
         return int(prompt.images.chunk_end(self._done, self.chunk))

@@ -1,4 +1,6 @@
-"""The key-value cache of the running batch: slots for rows of different lengths, right-aligned at one column.
+"""The cache of the running batch: slots for rows of different lengths, right-aligned at one column.
+
+Blocks with states keep them in the same slots, see `slot_states`.
 
 Legend:
     B: rows, or slots.
@@ -19,6 +21,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from oslo_models.deploy.running_batch.limits import LEAST_COLUMNS, columns
+from oslo_models.deploy.running_batch.slot_states import StateLayer, number_of_states
 
 Stored = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -45,6 +48,7 @@ class SlotCache(Cache):
         is_static: steps of fixed shapes read the cache, see `static_step`. Then the columns after the rows are zeros,
             and the last column belongs to no row.
         stored: a function from new keys and values to the ones that the cache holds; ``None`` to hold them as they are.
+        layers: of transformers' cache, for models with states; see `layers_with_states`.
 
     Attributes:
         lengths: of the rows, by slot.
@@ -55,9 +59,19 @@ class SlotCache(Cache):
     """
 
     def __init__(
-        self, rows: int, length: int, keeps: bool = False, is_static: bool = False, stored: Stored | None = None
+        self,
+        rows: int,
+        length: int,
+        keeps: bool = False,
+        is_static: bool = False,
+        stored: Stored | None = None,
+        layers: Sequence[Any] = (),
     ) -> None:
-        super().__init__(layer_class_to_replicate=partial(_SlotLayer, self))
+        if layers:
+            Cache.__init__(self, layers=[_layer_like(self, each) for each in layers])
+        else:
+            Cache.__init__(self, layer_class_to_replicate=partial(_SlotLayer, self))
+        self._has_states = any(map(number_of_states, layers))
         self._keeps, self.is_static, self.stored, self.allocations = keeps, is_static, stored, 0
         self.kept: dict[int, tuple[int, int]] = {}
         self.most_rows, self.most_columns = rows, columns(length)
@@ -79,7 +93,7 @@ class SlotCache(Cache):
 
     @property
     def bytes_held(self) -> int:
-        return sum(layer.bytes_held for layer in self.layers)
+        return sum(held.nbytes for layer in self.layers for held in layer.held)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.window  # also of a layer that another stage holds
@@ -90,6 +104,21 @@ class SlotCache(Cache):
     def clear(self) -> None:
         """Remove all rows, including former rows."""
         self.lengths, self.lags, self.stop, self.kept = [], {}, 0, {}
+
+    @property
+    def argument(self) -> Any:
+        """The cache as an argument of the model."""
+        return self
+
+    def take(self, output: Any) -> None:
+        """Take the states from an output of the model, unless it has written them into the cache."""
+
+    def show_states(self) -> None:
+        """Show the states of the rows to the next forward."""
+        if self._has_states:
+            for layer in self.layers:
+                if isinstance(layer, StateLayer):
+                    layer.show(continues=self.window > 0)
 
     def mask(self, more: int, lengths_B: Tensor) -> Tensor | None:
         """Return the attention mask of the rows and ``more`` new positions, [B, L]; ``None`` if it hides nothing.
@@ -226,7 +255,12 @@ class SlotCache(Cache):
             self.lags |= dict.fromkeys(range(first, first + count), self.lags[slot])
 
     def begin_with(self, other: SlotCache, slot: int, length: int) -> None:
-        """Replace all rows by one: the first ``length`` positions of a row or former row of another cache."""
+        """Replace all rows by one: the first ``length`` positions of a row or former row of another cache.
+
+        With states, these are all of its positions.
+        """
+        begin, end = other.kept.get(slot, (0, 0))
+        assert not self._has_states or length == (end - begin or other.lengths[slot])
         self.clear()
         self.make_room(1, length)
         self.lengths, self.stop = [length], length
@@ -248,8 +282,7 @@ class SlotCache(Cache):
         while len(self.layers) <= index:
             self.layers.append(_SlotLayer(self))
         own: Any = self.layers[index]
-        if not own.fits(like.keys, like.values):
-            own.lazy_initialization(like.keys, like.values)
+        own.match(like)
         return own
 
     def reserve(self, like: SlotCache) -> None:
@@ -285,10 +318,15 @@ class _SlotLayer(CacheLayerMixin):
 
     def fits(self, key_states: Tensor, value_states: Tensor) -> bool:
         """Return whether the states match the allocated memory in dtype and shape."""
-        return self.is_initialized and all(
+        return self.keys is not None and all(
             held.dtype == x.dtype and held.shape[1::2] == x.shape[1::2]
             for held, x in ((self.keys, key_states), (self.values, value_states))
         )
+
+    def match(self, like: Any) -> None:
+        """Allocate memory for the keys and values of another layer, unless it fits."""
+        if not self.fits(like.keys, like.values):
+            self.lazy_initialization(like.keys, like.values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append positions to all rows. Return the keys and values of the window, including the new positions."""
@@ -304,7 +342,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def relocate(self, columns: int, at: int) -> None:
         """Move the window of all rows to column ``at`` in memory of ``columns`` columns and the cache's rows."""
-        if not self.is_initialized:
+        if self.keys is None:
             return
         cache = self._cache
         rows, longest = len(cache.lengths), max(cache.lengths, default=0)
@@ -348,7 +386,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def move(self, slot: int, source: int, start: int, stop: int, exchange: bool = False) -> None:
         """Copy the columns of slot ``source`` to ``slot``, or swap them."""
-        if not self.is_initialized:  # another stage holds the layer
+        if self.keys is None:  # another stage holds the layer
             return
         for held in (self.keys, self.values):
             columns = held[:, :, start:stop]
@@ -359,7 +397,7 @@ class _SlotLayer(CacheLayerMixin):
 
     def fork(self, slot: int, first: int, count: int, stop: int) -> None:
         """Copy the columns before ``stop`` of a slot to ``count`` slots from ``first``."""
-        if not self.is_initialized:  # another stage holds the layer
+        if self.keys is None:  # another stage holds the layer
             return
         for held in (self.keys, self.values):
             held[first : first + count, :, :stop] = held[slot, :, :stop]
@@ -375,8 +413,9 @@ class _SlotLayer(CacheLayerMixin):
             own[slot, :, stop - length : stop] = theirs[row, :, source_stop - length : source_stop]
 
     @property
-    def bytes_held(self) -> int:
-        return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
+    def held(self) -> list[Tensor]:
+        """The allocated tensors."""
+        return [] if self.keys is None else [self.keys, self.values]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.window + query_length, 0
@@ -386,3 +425,54 @@ class _SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+class _SlotStateLayer(StateLayer, _SlotLayer):
+    """Keys, values and states of one layer."""
+
+    def __init__(self, cache: SlotCache, count: int) -> None:
+        _SlotLayer.__init__(self, cache)
+        StateLayer.__init__(self, cache, count)
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [held for part in _PARTS for held in part.held.fget(self)]
+
+    def lazy_initialization(self, *keys_and_values: Tensor, **given: Any) -> None:
+        if keys_and_values:
+            _SlotLayer.lazy_initialization(self, *keys_and_values)
+        else:
+            StateLayer.lazy_initialization(self, **given)
+
+    def match(self, like: Any) -> None:
+        for part in _PARTS:
+            if part.held.fget(like):
+                part.match(self, like)
+
+    def relocate(self, columns: int, at: int) -> None:
+        for part in _PARTS:
+            part.relocate(self, columns, at)
+
+    def move(self, slot: int, source: int, start: int, stop: int, exchange: bool = False) -> None:
+        for part in _PARTS:
+            part.move(self, slot, source, start, stop, exchange)
+
+    def fork(self, slot: int, first: int, count: int, stop: int) -> None:
+        for part in _PARTS:
+            part.fork(self, slot, first, count, stop)
+
+    def copy(self, slot: int, source: Any, row: int, stop: int, source_stop: int, length: int) -> None:
+        for part in _PARTS:
+            if part.held.fget(source):
+                part.copy(self, slot, source, row, stop, source_stop, length)
+
+
+_PARTS: tuple[Any, ...] = (_SlotLayer, StateLayer)
+
+
+def _layer_like(cache: SlotCache, layer: Any) -> Any:
+    """Return an empty layer for the contents of a layer of transformers' cache."""
+    count = number_of_states(layer)
+    if not count:
+        return _SlotLayer(cache)
+    return _SlotStateLayer(cache, count) if isinstance(layer, CacheLayerMixin) else StateLayer(cache, count)

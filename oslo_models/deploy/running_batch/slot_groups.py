@@ -33,7 +33,7 @@ class SlotGroups:
 
     def __init__(self, limits: Sequence[BatchLimits], drafts: Sequence[Drafts]) -> None:
         self._schedulers = [
-            Scheduler(own.rows, own.chunk, Prefixes(own.rows) if own.reuse else None, each)
+            Scheduler.of(own, Prefixes(own.rows, is_exact=own.has_states) if own.reuse else None, each)
             for own, each in zip(limits, drafts, strict=True)
         ]
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from oslo_models.cache_argument import generation_name
+from oslo_models.cache_argument import generation_name, name_in_model
 from oslo_models.deploy.running_batch.graphs import CaptureError, capture_of
 from oslo_models.deploy.running_batch.head_product import PackedHead, fast_head
 from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.own_caches import slots_of
 from oslo_models.deploy.running_batch.prompt_images import (
     NO_OFFSETS,
     ImagesError,
@@ -33,6 +34,7 @@ from oslo_models.deploy.running_batch.prompt_images import (
     share_failure,
 )
 from oslo_models.deploy.running_batch.slot_cache import SlotCache, Stored
+from oslo_models.deploy.running_batch.slot_states import layers_with_states
 from oslo_models.deploy.running_batch.static_step import StaticSteps, to_device
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.layers.invariant_sums import rounded_states
@@ -50,7 +52,7 @@ class StepRunner:
     """The rows of the batch on one rank.
 
     Prompts are computed in separate caches: several prompts together, or one prompt chunk by chunk while the rows go
-    on. Afterwards their keys and values are copied into slots.
+    on. Afterwards their keys, values and states are copied into slots.
 
     Args:
         keeps_logits: only the last pipeline stage gets logits. The other stages get an empty tensor, [0, V].
@@ -71,13 +73,16 @@ class StepRunner:
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
         capture, self.eager_reason = capture_of(model)
-        stored = stored_states(model)
-        self.rows = SlotCache(limits.rows, limits.length, limits.reuse, capture is not None, stored)
+        stored, self._layers = stored_states(model), layers_with_states(model)
+        self._slots = slots_of(model.config.model_type)
+        named = name_in_model(model.forward, {}) if self._layers else None  # Mamba had a name of its own up to 5.23
+        self._cache_name = named or generation_name()
+        self.rows = self._slots(limits.rows, limits.length, limits.reuse, capture is not None, stored, self._layers)
         self.static: StaticSteps | None = None
         if capture is not None:
             config = model.config.get_text_config(decoder=True)
             self.static = StaticSteps(self._forward, self.rows, config, capture, limits.drafted)
-        self.prompt = SlotCache(1, limits.length, stored=stored)
+        self.prompt = self._slots(1, limits.length, stored=stored, layers=self._layers)
         self.numbers: list[int] = []
         self.images: PromptImages | None = None
         self._seen: PromptInProgress | None = None  # the images of the prompt in prefill
@@ -219,7 +224,8 @@ class StepRunner:
         """Compute whole prompts as one batch, padded on the left as in `generate`."""
         prompts, tokens = step.whole, iter(step.chunk)
         self._computed = {prompt.number for prompt in prompts}
-        longest, cache = max(prompt.length for prompt in prompts), DynamicCache()
+        longest = max(prompt.length for prompt in prompts)
+        cache = self._cache_of_prompts(len(prompts), longest)
         # per row: the length of its padding, the padding, its tokens
         rows = [[n := longest - prompt.length] + [0] * n + list(islice(tokens, prompt.length)) for prompt in prompts]
         padding_B1, ids_BL = to_device(rows, self._device).split((1, longest), 1)
@@ -234,6 +240,15 @@ class StepRunner:
             self.rows.append(cache.layers, row, longest, length, displaced)
             self._join(number, NO_OFFSETS)
         return logits_BV
+
+    def _cache_of_prompts(self, count: int, length: int) -> Cache:
+        """Return an empty cache for prompts that are computed together. With states, all have this length."""
+        if not self._layers:
+            return DynamicCache()
+        cache = self._slots(count, length, layers=self._layers)
+        cache.lengths = [0] * count
+        cache.make_room(count, length)
+        return cache
 
     def _join(self, number: int, offsets: tuple[int, ...]) -> None:
         """Record a row in the slot after the last row."""
@@ -286,8 +301,11 @@ class StepRunner:
             positions: [B, L], or [3 or 4, B, L] for images with positions of height and width.
             features: of the images among the tokens, as an argument of the model.
         """
-        model = self.model
-        given: dict[str, Any] = {"use_cache": True, generation_name(): cache, "attention_mask": None, **options}
+        model, argument = self.model, cache
+        if isinstance(cache, SlotCache):
+            cache.show_states()
+            argument = cache.argument
+        given: dict[str, Any] = {"use_cache": True, self._cache_name: argument, "attention_mask": None, **options}
         if self._takes_positions:
             given["position_ids"] = positions
         if self._can_keep_few:
@@ -298,7 +316,10 @@ class StepRunner:
         keeps = self._keeps_logits and model.pipeline is not None
         self._is_passed_on = True  # if the model raises, it tells the other stages itself
         with model.pipeline.keeping_logits() if keeps else nullcontext():
-            logits_BLV = model(**inputs, **features, return_dict=True).logits
+            output = model(**inputs, **features, return_dict=True)
+        if isinstance(cache, SlotCache):
+            cache.take(output)
+        logits_BLV: Tensor = output.logits
         return logits_BLV[:, -keep:].flatten(0, 1)
 
     def reserve(self) -> int:
@@ -307,7 +328,7 @@ class StepRunner:
         Raises:
             MemoryError: there is too little memory.
         """
-        probe = SlotCache(1, 1)  # a forward shows the shapes
+        probe = self._slots(1, 1, layers=self._layers)  # a forward shows the shapes
         probe.lengths = [0]
         probe.make_room(1, 1)
         with self.model.generating():

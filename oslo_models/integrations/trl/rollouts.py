@@ -20,6 +20,7 @@ from oslo_models.deploy.running_batch.offline import limits_of
 from oslo_models.deploy.running_batch.penalties import Penalty
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.row import rows_of_prompt
+from oslo_models.deploy.running_batch.slot_states import has_states
 from oslo_models.integrations.accelerator import find_parallel_model
 from oslo_models.integrations.trl.head import find_on_mesh
 from oslo_models.modeling.base import ParallelModel
@@ -85,6 +86,8 @@ def joins_batch(model: ParallelModel, input_ids: Any, attention_mask: Any, confi
         return False
     assert model.mesh is not None
     if model._fusion is not None or model.mesh.has_experts_over_replicas or reason_against(model.config) is not None:
+        return False
+    if has_states(model.config):  # generate pads its batch, and the batch computes each prompt without padding
         return False
     given = {"generation_config": config}
     setting = settings_of(given, model.generation_config)
