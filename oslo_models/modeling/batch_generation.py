@@ -97,8 +97,9 @@ class BatchGeneratingModel(PreTrainedModel):
         Raises:
             ValueError: a prompt is empty or has a token outside the vocabulary; or the model or a setting needs another
                 decoding method; or a sequence would be longer than the model allows; or ``speculative_tokens`` is out
-                of range, or the model cannot have drafted tokens; or ``common_draws`` has more sequences than rows of
-                the batch, or drafted tokens; or the ranks of one replica got different arguments; on every rank.
+                of range, or the model cannot have drafted tokens. ``common_draws`` has more sequences than rows of the
+                batch, drafted tokens, or padding that the model reads. The ranks of one replica got different
+                arguments. On every rank.
         """
         if self.mesh is None:
             if num_return_sequences is not None:
@@ -114,6 +115,7 @@ class BatchGeneratingModel(PreTrainedModel):
                 raise ValueError("common_draws=True needs a sharded model; generate of a full model draws so")
             options = (continuous_batching_config, record_timestamps, progress_bar, *args)
             return super().generate_batch(inputs, generation_config, *options, **kwargs)
+        from oslo_models.deploy.running_batch.admission import reason_against_padding
         from oslo_models.deploy.running_batch.offline import limits_of
 
         with agree(self.mesh.model, "checking the prompts of generate_batch"):
@@ -128,6 +130,12 @@ class BatchGeneratingModel(PreTrainedModel):
                 raise ValueError(
                     f"common_draws=True does not work with {what}: all sequences have to begin together. Pass fewer "
                     "prompts or a larger max_batch_size, and no drafts; or leave it out"
+                )
+            reason = reason_against_padding(self.config)
+            if common_draws and reason is not None and len({*map(len, prompts)}) > 1:
+                raise ValueError(
+                    "common_draws=True does not work with prompts of different lengths, which generate would pad, for "
+                    f"{type(self).__name__}: {reason}. Pass prompts of one length, or leave it out"
                 )
             keeps_logprobs = bool(getattr(continuous_batching_config, "return_logprobs", False))
             if keeps_logprobs and self.has_exact_rollouts:

@@ -13,7 +13,14 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from oslo_models import BambaForCausalLM, Gemma2ForCausalLM, LlamaForCausalLM, MambaForCausalLM, XLNetLMHeadModel
+from oslo_models import (
+    BambaForCausalLM,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    MambaForCausalLM,
+    MiniMaxForCausalLM,
+    XLNetLMHeadModel,
+)
 from oslo_models.deploy.running_batch import offline
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.offline import Generated, Planner
@@ -428,6 +435,11 @@ def check_refusals(given: Case) -> None:
     bamba: Any = BambaForCausalLM.from_config_with_parallel(zoo.config("bamba"), 2, seed=0, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"run BambaForCausalLM: .* not tested with sequence_parallel=True; call gen"):
         bamba.generate_batch([[1, 2]])
+    minimax: Any = MiniMaxForCausalLM.from_config_with_parallel(zoo.config("minimax"), 2, seed=0)
+    with pytest.raises(
+        ValueError, match=r"common_draws=True does not work with prompts of different .*MiniMaxForCausalLM: its blocks"
+    ):
+        minimax.generate_batch([[1, 2], [3]], max_new_tokens=2, common_draws=True)
     xlnet: Any = XLNetLMHeadModel.from_config_with_parallel(zoo.config("xlnet"), 2, seed=0)
     with pytest.raises(ValueError, match=r"run XLNetLMHeadModel: it predicts with a separate query.*; call generate"):
         xlnet.generate_batch([[1, 2]])

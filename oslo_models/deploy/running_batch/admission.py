@@ -123,7 +123,7 @@ class Admission:
     def __init__(self, config: Any, limits: BatchLimits, takes_features: bool = False) -> None:
         reason = reason_against(config)
         self._config, self._takes_images = config, takes_features
-        self._reads_padding = _kind(config) in READ_PADDING
+        self._reads_padding = reason_against_padding(config) is not None
         self.reason = "max_batch_size=1" if reason is None and limits.rows == 1 else reason
         self._rows, self._longest = limits.rows, longest(config, limits)
 
@@ -213,6 +213,11 @@ def reason_against(config: Any) -> str | None:
 def _kind(config: Any) -> str:
     """Return the type of a model, for types with the classes of another type that one."""
     return str(registry.SAME_CLASSES.get(config.model_type, config.model_type))
+
+
+def reason_against_padding(config: Any) -> str | None:
+    """Return why padded rows of a model have other tokens in transformers; ``None`` if they have equal ones."""
+    return READ_PADDING.get(_kind(config))
 
 
 def reason_against_drafts(config: Any, length: int) -> str | None:
