@@ -295,6 +295,9 @@ class Pipeline:
         """
         if "output_router_logits" in self._signature.parameters:
             batch["output_router_logits"] = False  # router logits only matter for the loss
+        if self.model.config.is_encoder_decoder and batch.get("encoder_outputs") is None:
+            # a forward beside those of the loop, such as Whisper's for the language of a sound
+            batch["encoder_outputs"] = self.encode((), batch)
         number = len(self.stage.stacks) - 1
         stack = self.stage.stacks[number]
         requested = batch.get("logits_to_keep")
