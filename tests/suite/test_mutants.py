@@ -27,6 +27,7 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
 from oslo_models.layers import (
     blockwise_attention,
+    channels,
     context_attention,
     context_mixers,
     context_parts,
@@ -608,6 +609,23 @@ def norms_of_own_channels(patch: Patch) -> None:
     patch.setattr(convnextv2, "reduce_from", lambda axis, x: x)
 
 
+def channels_without_sum(patch: Patch) -> None:
+    patch.setattr(channels, "reduce_from", lambda axis, x: x)
+
+
+def images_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(channels, "copy_to", lambda axis, x: x)
+
+
+def convolutions_drawn_by_their_local_sizes(patch: Patch) -> None:
+    patch.setattr(init, "_BY_FANS", {name for name in init._BY_FANS if not name.endswith("Convolution")})
+
+
+def windows_encoded_once(patch: Patch) -> None:
+    """Encode a whole sound before `generate`, as for other models."""
+    patch.setattr(calls, "WindowEncoding", ())
+
+
 def buffers_computed_from_local_heads(patch: Patch) -> None:
     patch.setattr(base.ParallelModel, "_initialized_whole", lambda self: [])
 
@@ -808,6 +826,7 @@ def placeholders_of_clients(patch: Patch) -> None:
 
 
 MUTANTS: dict[str, list[Caught]] = {
+    "server/test_transcripts.py": [(windows_encoded_once, "test_ranks_transcribe_as_one_process", {"stages": 2})],
     "server/test_server_sounds.py": [
         (seconds_of_sounds_unchecked, "test_limits_are_checked_before_any_sound_is_decoded", {"case": "sum"}),
         (windows_of_models_unchecked, "test_limits_are_checked_before_any_sound_is_decoded", {"case": "length"}),
@@ -1000,6 +1019,8 @@ MUTANTS: dict[str, list[Caught]] = {
                 (gates_read_other_heads, "wavlm"),
                 (hidden_states_without_sum_of_gradients, "wavlm"),
                 (norms_of_own_channels, "convnextv2"),
+                (channels_without_sum, "mobilenet_v2"),
+                (images_without_sum_of_gradients, "poolformer"),
                 (parameters_of_all_heads_without_sum_of_gradients, "got_ocr2"),
             )
         ],
@@ -1007,6 +1028,11 @@ MUTANTS: dict[str, list[Caught]] = {
             buffers_computed_from_local_heads,
             "test_initial_weights_do_not_depend_on_the_parallel_sizes",
             {"variant": "minimax"},
+        ),
+        (
+            convolutions_drawn_by_their_local_sizes,
+            "test_initial_weights_do_not_depend_on_the_parallel_sizes",
+            {"variant": "resnet"},
         ),
         (
             blocks_numbered_on_each_stage,
