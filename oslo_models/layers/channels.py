@@ -30,6 +30,14 @@ class ColumnChannels(ColumnParallel):
         super().__init__(*splits)
         object.__setattr__(self, "drops_rows", drops_rows)
 
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        if shape[0] < n:
+            raise ValueError(
+                f"a convolution with {shape[0]} channels cannot be sharded over tensor_parallel_size={n} ranks, since "
+                f"some ranks would have none: use at most {shape[0]}"
+            )
+        return super().layout(leaf, shape, n)
+
 
 class GatheredChannels(ColumnChannels):
     """Shard the output channels of a convolution between unsharded layers: all its outputs are read."""

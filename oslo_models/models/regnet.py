@@ -1,4 +1,4 @@
-"""RegNet: ResNet with grouped convolutions, and perhaps a gate per channel. Shortcuts are not divided."""
+"""RegNet: ResNet with grouped convolutions, and perhaps a gate per channel. Only pointwise convolutions are divided."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from transformers import RegNetConfig
 from transformers import initialization as init
 from transformers.models.regnet import modeling_regnet as hf
 
-from oslo_models.layers.entries import ColumnChannels, Entries, LocalChannels, Plan, Replicated, RowChannels
+from oslo_models.layers.entries import Entries, GatheredChannels, Replicated
 from oslo_models.modeling.heads import CLASSIFIER
-from oslo_models.models.resnet import SMALLER, ResNetParallel
-from oslo_models.sharding.layout import EvenSplit
+from oslo_models.models.resnet import ResNetParallel
 
 
 class RegNetParallel(ResNetParallel):
@@ -26,32 +25,12 @@ class RegNetParallel(ResNetParallel):
                 init.uniform_(module.bias, -bound, bound)
 
     @classmethod
-    def plan(cls, config: Any) -> Plan:
-        return Plan(
-            embed={cls.stem: Replicated()},
-            blocks={
-                f"encoder.stages.{stage}.layers": cls.grouped(config, width)
-                for stage, width in enumerate(config.hidden_sizes)
-            },
-            head={},
-            optional=("shortcut",),
-        ).with_rules(single_stage_reason=SMALLER)
-
-    @staticmethod
-    def grouped(config: Any, width: int) -> Entries:
-        """Return the plan of a block whose convolutions have this number of channels."""
-        groups = max(1, width // config.groups_width)
-        split, gate = EvenSplit(groups, width // groups), config.layer_type == "y"
-        last = f"layer.{2 + gate}"
-        gates = {"layer.2.attention.0": RowChannels(split), "layer.2.attention.2": ColumnChannels(split)}
+    def block(cls, config: Any) -> Entries:
+        gate, last = config.layer_type == "y", f"layer.{2 + (config.layer_type == 'y')}"
         return {
-            "shortcut": Replicated(),
-            "layer.0.convolution": ColumnChannels(split),
-            "layer.1.convolution": LocalChannels(split),
-            **{f"layer.{index}.normalization": LocalChannels(split) for index in range(2)},
-            **(gates if gate else {}),
-            f"{last}.convolution": RowChannels(split),
-            f"{last}.normalization": Replicated(),
+            **{f"{name}.convolution": GatheredChannels() for name in ("layer.0", last)},
+            **{f"{name}.normalization": Replicated() for name in ("layer.0", last)},
+            **dict.fromkeys(("layer.1", "layer.2") if gate else ("layer.1",), Replicated()),
         }
 
 

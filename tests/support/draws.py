@@ -314,7 +314,7 @@ def _fit_pooling(values: Values, draw: random.Random) -> None:
 
 def _fit_residual(values: Values, draw: random.Random) -> None:
     values["depths"] = [draw.randint(1, 2) for _ in range(2)]
-    values["hidden_sizes"] = [8 * draw.randint(1, 4) for _ in range(2)]  # divided by four inside, and into groups
+    values["hidden_sizes"] = [8 * draw.randint(2, 4) for _ in range(2)]  # divided by four inside, and into groups
 
 
 def _fit_swiftformer(values: Values, draw: random.Random) -> None:

@@ -802,13 +802,14 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "imagegpt": {**_GPT2, "problem_type": "single_label_classification"},
     "levit": {
-        **{"image_size": 32, "kernel_size": 3, "stride": 2, "patch_size": 16, "hidden_sizes": [24, 32, 40]},
+        # small images leave few values for the statistics of batch norms, and the gradients are rounded noise
+        **{"image_size": 128, "kernel_size": 3, "stride": 2, "patch_size": 16, "hidden_sizes": [24, 32, 40]},
         **{"num_attention_heads": [3, 4, 6], "depths": [1, 2, 1], "key_dim": [4, 4, 6], "attention_ratio": [2, 3, 2]},
         **{"mlp_ratio": [2, 2, 2], "drop_path_rate": 0, "problem_type": "single_label_classification"},
     },
-    "mobilenet_v1": {"image_size": 64, "depth_multiplier": 0.3, "problem_type": "single_label_classification"},
+    "mobilenet_v1": {"image_size": 128, "depth_multiplier": 0.3, "problem_type": "single_label_classification"},
     "mobilenet_v2": {
-        **{"image_size": 64, "depth_multiplier": 0.3, "expand_ratio": 2.0, "depth_divisible_by": 3, "min_depth": 3},
+        **{"image_size": 128, "depth_multiplier": 0.3, "expand_ratio": 2.0, "depth_divisible_by": 3, "min_depth": 3},
         "problem_type": "single_label_classification",
     },
     "mobilevit": {
