@@ -580,9 +580,6 @@ from oslo_models.models.layoutlm import LayoutLMModel as LayoutLMModel
 from oslo_models.models.led import LEDForConditionalGeneration as LEDForConditionalGeneration
 from oslo_models.models.led import LEDForQuestionAnswering as LEDForQuestionAnswering
 from oslo_models.models.led import LEDModel as LEDModel
-from oslo_models.models.levit import LevitForImageClassification as LevitForImageClassification
-from oslo_models.models.levit import LevitForImageClassificationWithTeacher as LevitForImageClassificationWithTeacher
-from oslo_models.models.levit import LevitModel as LevitModel
 from oslo_models.models.lfm2 import Lfm2ForCausalLM as Lfm2ForCausalLM
 from oslo_models.models.lfm2 import Lfm2Model as Lfm2Model
 from oslo_models.models.lfm2_moe import Lfm2MoeForCausalLM as Lfm2MoeForCausalLM
@@ -724,11 +721,6 @@ from oslo_models.models.mobilebert import MobileBertForQuestionAnswering as Mobi
 from oslo_models.models.mobilebert import MobileBertForSequenceClassification as MobileBertForSequenceClassification
 from oslo_models.models.mobilebert import MobileBertForTokenClassification as MobileBertForTokenClassification
 from oslo_models.models.mobilebert import MobileBertModel as MobileBertModel
-from oslo_models.models.mobilenet_v1 import MobileNetV1ForImageClassification as MobileNetV1ForImageClassification
-from oslo_models.models.mobilenet_v1 import MobileNetV1Model as MobileNetV1Model
-from oslo_models.models.mobilenet_v2 import MobileNetV2ForImageClassification as MobileNetV2ForImageClassification
-from oslo_models.models.mobilenet_v2 import MobileNetV2ForSemanticSegmentation as MobileNetV2ForSemanticSegmentation
-from oslo_models.models.mobilenet_v2 import MobileNetV2Model as MobileNetV2Model
 from oslo_models.models.mobilevit import MobileViTForImageClassification as MobileViTForImageClassification
 from oslo_models.models.mobilevit import MobileViTForSemanticSegmentation as MobileViTForSemanticSegmentation
 from oslo_models.models.mobilevit import MobileViTModel as MobileViTModel
@@ -1383,7 +1375,6 @@ from transformers import LaraMiniConfig as LaraMiniConfig
 from transformers import LasrCTCConfig as LasrCTCConfig
 from transformers import LasrEncoderConfig as LasrEncoderConfig
 from transformers import LayoutLMConfig as LayoutLMConfig
-from transformers import LevitConfig as LevitConfig
 from transformers import Lfm2Config as Lfm2Config
 from transformers import Lfm2MoeConfig as Lfm2MoeConfig
 from transformers import Lfm2VlConfig as Lfm2VlConfig
@@ -1436,8 +1427,6 @@ from transformers import MllamaConfig as MllamaConfig
 from transformers import MllamaTextConfig as MllamaTextConfig
 from transformers import MllamaVisionConfig as MllamaVisionConfig
 from transformers import MobileBertConfig as MobileBertConfig
-from transformers import MobileNetV1Config as MobileNetV1Config
-from transformers import MobileNetV2Config as MobileNetV2Config
 from transformers import MobileViTConfig as MobileViTConfig
 from transformers import MobileViTV2Config as MobileViTV2Config
 from transformers import ModernBertConfig as ModernBertConfig
@@ -1762,7 +1751,6 @@ from transformers.models.lara_mini.modeling_lara_mini import LaraMiniPreTrainedM
 from transformers.models.lasr.modeling_lasr import LasrPreTrainedModel as LasrPreTrainedModel
 from transformers.models.layoutlm.modeling_layoutlm import LayoutLMPreTrainedModel as LayoutLMPreTrainedModel
 from transformers.models.led.modeling_led import LEDPreTrainedModel as LEDPreTrainedModel
-from transformers.models.levit.modeling_levit import LevitPreTrainedModel as LevitPreTrainedModel
 from transformers.models.lfm2.modeling_lfm2 import Lfm2PreTrainedModel as Lfm2PreTrainedModel
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoePreTrainedModel as Lfm2MoePreTrainedModel
 from transformers.models.lfm2_vl.modeling_lfm2_vl import Lfm2VlPreTrainedModel as Lfm2VlPreTrainedModel
@@ -1806,8 +1794,6 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4PreTrainedMod
 from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel as MixtralPreTrainedModel
 from transformers.models.mllama.modeling_mllama import MllamaPreTrainedModel as MllamaPreTrainedModel
 from transformers.models.mobilebert.modeling_mobilebert import MobileBertPreTrainedModel as MobileBertPreTrainedModel
-from transformers.models.mobilenet_v1.modeling_mobilenet_v1 import MobileNetV1PreTrainedModel as MobileNetV1PreTrainedModel
-from transformers.models.mobilenet_v2.modeling_mobilenet_v2 import MobileNetV2PreTrainedModel as MobileNetV2PreTrainedModel
 from transformers.models.mobilevit.modeling_mobilevit import MobileViTPreTrainedModel as MobileViTPreTrainedModel
 from transformers.models.mobilevitv2.modeling_mobilevitv2 import MobileViTV2PreTrainedModel as MobileViTV2PreTrainedModel
 from transformers.models.modernbert.modeling_modernbert import ModernBertPreTrainedModel as ModernBertPreTrainedModel

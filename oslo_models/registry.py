@@ -186,7 +186,6 @@ _ALL = {
     "lasr_ctc": "Lasr",
     "layoutlm": "LayoutLM",
     "led": "LED",
-    "levit": "Levit",
     "lfm2": "Lfm2",
     "lfm2_moe": "Lfm2Moe",
     "lfm2_vl": "Lfm2Vl",
@@ -228,8 +227,6 @@ _ALL = {
     "mixtral": "Mixtral",
     "mllama": "Mllama",
     "mobilebert": "MobileBert",
-    "mobilenet_v1": "MobileNetV1",
-    "mobilenet_v2": "MobileNetV2",
     "mobilevit": "MobileViT",
     "mobilevitv2": "MobileViTV2",
     "modernbert": "ModernBert",
@@ -355,10 +352,9 @@ _ALL = {
 }
 NO_SEQUENCE_PARALLEL = {
     "convbert": "its attention is replicated, and reads all tokens",
-    **dict.fromkeys(("bit", "convnext", "convnextv2", "efficientnet", "mobilenet_v1"), "its hidden states are images"),
-    **dict.fromkeys(("mobilenet_v2", "mobilevit", "mobilevitv2", "poolformer"), "its hidden states are images"),
+    **dict.fromkeys(("bit", "convnext", "convnextv2", "efficientnet"), "its hidden states are images"),
+    **dict.fromkeys(("mobilevit", "mobilevitv2", "poolformer"), "its hidden states are images"),
     **dict.fromkeys(("regnet", "resnet", "swiftformer"), "its hidden states are images"),
-    "levit": "its batch norms read all tokens",
     **dict.fromkeys(
         ("deepseek_v4", "gemma3n_text", "hy_v4", "hy_v4_vl", "hy_v4_vl_text"), "its blocks read several hidden states"
     ),

@@ -1,4 +1,4 @@
-"""EfficientNet: MobileNetV2 with a gate per channel. The first and last convolutions are not divided."""
+"""EfficientNet: convolutions of expanded channels, with a gate per channel. The first and last ones are whole."""
 
 from math import ceil
 from typing import Any

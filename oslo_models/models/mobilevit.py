@@ -1,5 +1,6 @@
-"""MobileViT: blocks of MobileNetV2, and transformers over patches; the convolutions around these are not divided."""
+"""MobileViT: convolutions of expanded channels, and transformers over patches. Convolutions around them are whole."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import MobileViTConfig
@@ -9,6 +10,7 @@ from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     LocalAttributes,
+    LocalChannels,
     Norm,
     Plan,
     Replicated,
@@ -16,11 +18,24 @@ from oslo_models.layers.entries import (
 )
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER
-from oslo_models.models.mobilenet_v2 import downsampling, inverted_residual
-from oslo_models.models.resnet import SMALLER
+from oslo_models.models.resnet import SMALLER, sharded_pair
 from oslo_models.sharding.layout import EvenSplit
 
 AROUND = ("conv_kxk", "conv_1x1", "conv_projection", "fusion")
+
+
+def inverted_residual(prefix: str = "") -> Entries:
+    """Return the plan of a block with a depthwise convolution of expanded channels."""
+    return {
+        **sharded_pair(f"{prefix}expand_1x1", f"{prefix}reduce_1x1"),
+        **{f"{prefix}conv_3x3.{part}": LocalChannels() for part in ("convolution", "normalization")},
+    }
+
+
+def downsampling(stages: Iterable[str]) -> Entries:
+    """Return the entries of the blocks that shrink the image before a stage."""
+    paths = [f"{stage}.downsampling_layer." for stage in stages]
+    return {name: entry for path in paths for name, entry in inverted_residual(path).items()}
 
 
 class MobileViTParallel(ParallelModel):

@@ -8,7 +8,7 @@ from transformers.models.mobilevitv2 import modeling_mobilevitv2 as hf
 from oslo_models.layers.entries import ColumnChannels, Entries, Norm, Plan, Replicated, RowChannels
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER
-from oslo_models.models.mobilenet_v2 import downsampling, inverted_residual
+from oslo_models.models.mobilevit import downsampling, inverted_residual
 from oslo_models.models.resnet import SMALLER
 
 

@@ -412,10 +412,12 @@ def check_schedule(model: ShardedModel, has_deepspeed: bool) -> None:
 def _count_words(config: Any) -> int:
     """Return the number of tokens that have logits.
 
-    A padded head (Inkling) has more rows. A pruned head (Apertus 1.5) has fewer rows than the embedding.
+    A padded head (Inkling) has more rows. A pruned head (Apertus 1.5) has fewer rows than the embedding, and that of
+    ImageGPT lacks the token of the start.
     """
     text = config.get_text_config(decoder=True)  # PaliGemma has another number beside it
     vocab: int = getattr(text, "vocab_size", None) or config.vocab_size
+    vocab -= text.model_type == "imagegpt"
     return min(vocab, *(getattr(config, name, None) or vocab for name in ("unpadded_vocab_size", "output_vocab_size")))
 
 

@@ -1019,7 +1019,7 @@ MUTANTS: dict[str, list[Caught]] = {
                 (gates_read_other_heads, "wavlm"),
                 (hidden_states_without_sum_of_gradients, "wavlm"),
                 (norms_of_own_channels, "convnextv2"),
-                (channels_without_sum, "mobilenet_v2"),
+                (channels_without_sum, "mobilevit"),
                 (images_without_sum_of_gradients, "poolformer"),
                 (parameters_of_all_heads_without_sum_of_gradients, "got_ocr2"),
             )

@@ -284,19 +284,6 @@ def _fit_mobile_blocks(values: Values, draw: random.Random) -> None:
     values["num_block_repeats"], values["hidden_dim"] = [draw.randint(1, 2) for _ in range(2)], 1280
 
 
-def _fit_levit(values: Values, draw: random.Random) -> None:
-    # the attention between stages has as many heads as the width has keys of the stage before
-    values["key_dim"] = [draw.choice((4, 8)) for _ in range(3)]
-    values["hidden_sizes"] = [8 * draw.randint(3, 5) for _ in range(3)]
-    values["num_attention_heads"] = [draw.randint(3, 6) for _ in range(3)]
-    for key, least, most in (("depths", 1, 2), ("attention_ratio", 1, 3), ("mlp_ratio", 1, 3)):
-        values[key] = [draw.randint(least, most) for _ in range(3)]
-
-
-def _fit_mobilenet(values: Values, draw: random.Random) -> None:
-    values["depth_multiplier"] = draw.choice((0.25, 0.3, 0.4))
-
-
 def _fit_mobilevit(values: Values, draw: random.Random) -> None:
     values["hidden_sizes"] = [values["num_attention_heads"] * draw.randint(3, 6) for _ in range(3)]
     values["neck_hidden_sizes"] = [draw.randint(5, 11) for _ in range(7)]
@@ -542,8 +529,6 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("convnext", "convnextv2"), _fit_convolutions),
     "cvt": _fit_cvt,
     "efficientnet": _fit_mobile_blocks,
-    "levit": _fit_levit,
-    **dict.fromkeys(("mobilenet_v1", "mobilenet_v2"), _fit_mobilenet),
     "mobilevit": _fit_mobilevit,
     "mobilevitv2": _fit_mobilevitv2,
     "poolformer": _fit_pooling,

@@ -801,17 +801,6 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"layer_type": "bottleneck", "problem_type": "single_label_classification"},
     },
     "imagegpt": {**_GPT2, "problem_type": "single_label_classification"},
-    "levit": {
-        # small images leave few values for the statistics of batch norms, and the gradients are rounded noise
-        **{"image_size": 128, "kernel_size": 3, "stride": 2, "patch_size": 16, "hidden_sizes": [24, 32, 40]},
-        **{"num_attention_heads": [3, 4, 6], "depths": [1, 2, 1], "key_dim": [4, 4, 6], "attention_ratio": [2, 3, 2]},
-        **{"mlp_ratio": [2, 2, 2], "drop_path_rate": 0, "problem_type": "single_label_classification"},
-    },
-    "mobilenet_v1": {"image_size": 128, "depth_multiplier": 0.3, "problem_type": "single_label_classification"},
-    "mobilenet_v2": {
-        **{"image_size": 128, "depth_multiplier": 0.3, "expand_ratio": 2.0, "depth_divisible_by": 3, "min_depth": 3},
-        "problem_type": "single_label_classification",
-    },
     "mobilevit": {
         **{"image_size": 64, "hidden_sizes": [18, 24, 12], "neck_hidden_sizes": [6, 7, 8, 9, 10, 11, 13]},
         **{"num_attention_heads": 3, "expand_ratio": 1.5, "aspp_out_channels": 7, "atrous_rates": [1, 2, 3]},
@@ -1621,7 +1610,7 @@ SLOW_TESTS_ONLY = {
     *("cohere_compass", "deepseek_vl_hybrid", "exaone4_5", "gemma4_unified", "granite4_vision", "hunyuan_vl"),
     *("hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "llava_next_video", "minimax_m3_vl", "qianfan_ocr"),
     *("granite_docling", "instructblip", "instructblipvideo", "mistral4"),
-    *("efficientnet", "levit", "mobilenet_v1", "mobilenet_v2", "mobilevit", "mobilevitv2", "poolformer", "regnet"),
+    *("efficientnet", "mobilevit", "mobilevitv2", "poolformer", "regnet"),
     *("bit", "imagegpt", "swiftformer", "resnet-basic", "regnet-plain", "bit-preactivation"),
     *("donut-swin", "focalnet", "fuyu", "hiera", "metaclip_2", "pvt", "pvt_v2", "vision-encoder-decoder"),
     *("florence2", "git", "pix2struct", "video_llama_3", "blip-2"),
@@ -1667,8 +1656,6 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
     made = CONFIG_MAPPING[model_type](**copy.deepcopy({**tokens, **values, **changes}))
     parts += [name for name in ("text_config", "qformer_config", "vision_config") if name in values]
     for each in (made, *(getattr(made, name) for name in parts)):
-        if model_type == "levit":  # its rate is an integer
-            break
         each.classifier_dropout = dropout  # otherwise 0.1 for configurations without the option
         for key, value in each.to_dict().items():
             if "drop" in key and "layerdrop" not in key and not isinstance(value, (bool, str)):
