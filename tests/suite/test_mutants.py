@@ -618,12 +618,7 @@ def images_without_sum_of_gradients(patch: Patch) -> None:
 
 
 def convolutions_drawn_by_their_local_sizes(patch: Patch) -> None:
-    patch.setattr(init, "_BY_FANS", {name for name in init._BY_FANS if not name.endswith("Convolution")})
-
-
-def windows_encoded_once(patch: Patch) -> None:
-    """Encode a whole sound before `generate`, as for other models."""
-    patch.setattr(calls, "WindowEncoding", ())
+    patch.setattr(init, "_is_sharded_convolution", lambda module: False)
 
 
 def buffers_computed_from_local_heads(patch: Patch) -> None:
@@ -826,7 +821,6 @@ def placeholders_of_clients(patch: Patch) -> None:
 
 
 MUTANTS: dict[str, list[Caught]] = {
-    "server/test_transcripts.py": [(windows_encoded_once, "test_ranks_transcribe_as_one_process", {"stages": 2})],
     "server/test_server_sounds.py": [
         (seconds_of_sounds_unchecked, "test_limits_are_checked_before_any_sound_is_decoded", {"case": "sum"}),
         (windows_of_models_unchecked, "test_limits_are_checked_before_any_sound_is_decoded", {"case": "length"}),
