@@ -116,6 +116,7 @@ setup(
         "recipes": ["accelerate>=1.10", "datasets", "matplotlib", OPTIONAL["peft"], TRL],
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "serve": SERVE,
+        "speech": ["torchaudio>=2.11"],  # processors of Granite Speech and Fun-ASR
         "test": TEST,
         "dev": [
             *TEST,

@@ -128,6 +128,8 @@ from oslo_models.models.biogpt import BioGptForCausalLM as BioGptForCausalLM
 from oslo_models.models.biogpt import BioGptForSequenceClassification as BioGptForSequenceClassification
 from oslo_models.models.biogpt import BioGptForTokenClassification as BioGptForTokenClassification
 from oslo_models.models.biogpt import BioGptModel as BioGptModel
+from oslo_models.models.bit import BitForImageClassification as BitForImageClassification
+from oslo_models.models.bit import BitModel as BitModel
 from oslo_models.models.bitnet import BitNetForCausalLM as BitNetForCausalLM
 from oslo_models.models.bitnet import BitNetModel as BitNetModel
 from oslo_models.models.blenderbot import BlenderbotForCausalLM as BlenderbotForCausalLM
@@ -156,6 +158,8 @@ from oslo_models.models.camembert import CamembertForTokenClassification as Came
 from oslo_models.models.camembert import CamembertModel as CamembertModel
 from oslo_models.models.canary import CanaryForConditionalGeneration as CanaryForConditionalGeneration
 from oslo_models.models.canary import CanaryModel as CanaryModel
+from oslo_models.models.chameleon import ChameleonForConditionalGeneration as ChameleonForConditionalGeneration
+from oslo_models.models.chameleon import ChameleonModel as ChameleonModel
 from oslo_models.models.clip import CLIPForImageClassification as CLIPForImageClassification
 from oslo_models.models.clip import CLIPModel as CLIPModel
 from oslo_models.models.clip import CLIPTextModel as CLIPTextModel
@@ -290,6 +294,8 @@ from oslo_models.models.dpr import DPRReader as DPRReader
 from oslo_models.models.dpt import DPTForDepthEstimation as DPTForDepthEstimation
 from oslo_models.models.dpt import DPTForSemanticSegmentation as DPTForSemanticSegmentation
 from oslo_models.models.dpt import DPTModel as DPTModel
+from oslo_models.models.efficientnet import EfficientNetForImageClassification as EfficientNetForImageClassification
+from oslo_models.models.efficientnet import EfficientNetModel as EfficientNetModel
 from oslo_models.models.electra import ElectraForCausalLM as ElectraForCausalLM
 from oslo_models.models.electra import ElectraForMaskedLM as ElectraForMaskedLM
 from oslo_models.models.electra import ElectraForMultipleChoice as ElectraForMultipleChoice
@@ -529,6 +535,9 @@ from oslo_models.models.idefics3 import Idefics3Model as Idefics3Model
 from oslo_models.models.idefics3 import Idefics3VisionTransformer as Idefics3VisionTransformer
 from oslo_models.models.ijepa import IJepaForImageClassification as IJepaForImageClassification
 from oslo_models.models.ijepa import IJepaModel as IJepaModel
+from oslo_models.models.imagegpt import ImageGPTForCausalImageModeling as ImageGPTForCausalImageModeling
+from oslo_models.models.imagegpt import ImageGPTForImageClassification as ImageGPTForImageClassification
+from oslo_models.models.imagegpt import ImageGPTModel as ImageGPTModel
 from oslo_models.models.inkling2_loop_text import Inkling2LoopForCausalLM as Inkling2LoopForCausalLM
 from oslo_models.models.inkling2_loop_text import Inkling2LoopTextModel as Inkling2LoopTextModel
 from oslo_models.models.inkling2_text import Inkling2ForCausalLM as Inkling2ForCausalLM
@@ -712,6 +721,12 @@ from oslo_models.models.mobilebert import MobileBertForQuestionAnswering as Mobi
 from oslo_models.models.mobilebert import MobileBertForSequenceClassification as MobileBertForSequenceClassification
 from oslo_models.models.mobilebert import MobileBertForTokenClassification as MobileBertForTokenClassification
 from oslo_models.models.mobilebert import MobileBertModel as MobileBertModel
+from oslo_models.models.mobilevit import MobileViTForImageClassification as MobileViTForImageClassification
+from oslo_models.models.mobilevit import MobileViTForSemanticSegmentation as MobileViTForSemanticSegmentation
+from oslo_models.models.mobilevit import MobileViTModel as MobileViTModel
+from oslo_models.models.mobilevitv2 import MobileViTV2ForImageClassification as MobileViTV2ForImageClassification
+from oslo_models.models.mobilevitv2 import MobileViTV2ForSemanticSegmentation as MobileViTV2ForSemanticSegmentation
+from oslo_models.models.mobilevitv2 import MobileViTV2Model as MobileViTV2Model
 from oslo_models.models.modernbert import ModernBertForMaskedLM as ModernBertForMaskedLM
 from oslo_models.models.modernbert import ModernBertForMultipleChoice as ModernBertForMultipleChoice
 from oslo_models.models.modernbert import ModernBertForQuestionAnswering as ModernBertForQuestionAnswering
@@ -723,6 +738,9 @@ from oslo_models.models.modernbert_decoder import ModernBertDecoderForSequenceCl
 from oslo_models.models.modernbert_decoder import ModernBertDecoderModel as ModernBertDecoderModel
 from oslo_models.models.moonshine import MoonshineForConditionalGeneration as MoonshineForConditionalGeneration
 from oslo_models.models.moonshine import MoonshineModel as MoonshineModel
+from oslo_models.models.moss_transcribe_diarize import MossTranscribeDiarizeAudioModel as MossTranscribeDiarizeAudioModel
+from oslo_models.models.moss_transcribe_diarize import MossTranscribeDiarizeForConditionalGeneration as MossTranscribeDiarizeForConditionalGeneration
+from oslo_models.models.moss_transcribe_diarize import MossTranscribeDiarizeModel as MossTranscribeDiarizeModel
 from oslo_models.models.mpnet import MPNetForMaskedLM as MPNetForMaskedLM
 from oslo_models.models.mpnet import MPNetForMultipleChoice as MPNetForMultipleChoice
 from oslo_models.models.mpnet import MPNetForQuestionAnswering as MPNetForQuestionAnswering
@@ -824,6 +842,8 @@ from oslo_models.models.plbart import PLBartForCausalLM as PLBartForCausalLM
 from oslo_models.models.plbart import PLBartForConditionalGeneration as PLBartForConditionalGeneration
 from oslo_models.models.plbart import PLBartForSequenceClassification as PLBartForSequenceClassification
 from oslo_models.models.plbart import PLBartModel as PLBartModel
+from oslo_models.models.poolformer import PoolFormerForImageClassification as PoolFormerForImageClassification
+from oslo_models.models.poolformer import PoolFormerModel as PoolFormerModel
 from oslo_models.models.prophetnet import ProphetNetDecoder as ProphetNetDecoder
 from oslo_models.models.prophetnet import ProphetNetEncoder as ProphetNetEncoder
 from oslo_models.models.prophetnet import ProphetNetForCausalLM as ProphetNetForCausalLM
@@ -910,6 +930,8 @@ from oslo_models.models.reformer import ReformerForQuestionAnswering as Reformer
 from oslo_models.models.reformer import ReformerForSequenceClassification as ReformerForSequenceClassification
 from oslo_models.models.reformer import ReformerModel as ReformerModel
 from oslo_models.models.reformer import ReformerModelWithLMHead as ReformerModelWithLMHead
+from oslo_models.models.regnet import RegNetForImageClassification as RegNetForImageClassification
+from oslo_models.models.regnet import RegNetModel as RegNetModel
 from oslo_models.models.rembert import RemBertForCausalLM as RemBertForCausalLM
 from oslo_models.models.rembert import RemBertForMaskedLM as RemBertForMaskedLM
 from oslo_models.models.rembert import RemBertForMultipleChoice as RemBertForMultipleChoice
@@ -917,6 +939,8 @@ from oslo_models.models.rembert import RemBertForQuestionAnswering as RemBertFor
 from oslo_models.models.rembert import RemBertForSequenceClassification as RemBertForSequenceClassification
 from oslo_models.models.rembert import RemBertForTokenClassification as RemBertForTokenClassification
 from oslo_models.models.rembert import RemBertModel as RemBertModel
+from oslo_models.models.resnet import ResNetForImageClassification as ResNetForImageClassification
+from oslo_models.models.resnet import ResNetModel as ResNetModel
 from oslo_models.models.roberta import RobertaForCausalLM as RobertaForCausalLM
 from oslo_models.models.roberta import RobertaForMaskedLM as RobertaForMaskedLM
 from oslo_models.models.roberta import RobertaForMultipleChoice as RobertaForMultipleChoice
@@ -996,6 +1020,8 @@ from oslo_models.models.starcoder2 import Starcoder2ForCausalLM as Starcoder2For
 from oslo_models.models.starcoder2 import Starcoder2ForSequenceClassification as Starcoder2ForSequenceClassification
 from oslo_models.models.starcoder2 import Starcoder2ForTokenClassification as Starcoder2ForTokenClassification
 from oslo_models.models.starcoder2 import Starcoder2Model as Starcoder2Model
+from oslo_models.models.swiftformer import SwiftFormerForImageClassification as SwiftFormerForImageClassification
+from oslo_models.models.swiftformer import SwiftFormerModel as SwiftFormerModel
 from oslo_models.models.swin import SwinForImageClassification as SwinForImageClassification
 from oslo_models.models.swin import SwinForMaskedImageModeling as SwinForMaskedImageModeling
 from oslo_models.models.swin import SwinModel as SwinModel
@@ -1159,6 +1185,7 @@ from transformers import BertGenerationConfig as BertGenerationConfig
 from transformers import BigBirdConfig as BigBirdConfig
 from transformers import BigBirdPegasusConfig as BigBirdPegasusConfig
 from transformers import BioGptConfig as BioGptConfig
+from transformers import BitConfig as BitConfig
 from transformers import BitNetConfig as BitNetConfig
 from transformers import BlenderbotConfig as BlenderbotConfig
 from transformers import BlenderbotSmallConfig as BlenderbotSmallConfig
@@ -1175,6 +1202,7 @@ from transformers import CTRLConfig as CTRLConfig
 from transformers import CamembertConfig as CamembertConfig
 from transformers import CanaryConfig as CanaryConfig
 from transformers import CanaryDecoderConfig as CanaryDecoderConfig
+from transformers import ChameleonConfig as ChameleonConfig
 from transformers import CodeGenConfig as CodeGenConfig
 from transformers import Cohere2Config as Cohere2Config
 from transformers import Cohere2MoeConfig as Cohere2MoeConfig
@@ -1223,6 +1251,7 @@ from transformers import DonutSwinConfig as DonutSwinConfig
 from transformers import DoryConfig as DoryConfig
 from transformers import Dots1Config as Dots1Config
 from transformers import Dots3NoteTextConfig as Dots3NoteTextConfig
+from transformers import EfficientNetConfig as EfficientNetConfig
 from transformers import ElectraConfig as ElectraConfig
 from transformers import Emu3Config as Emu3Config
 from transformers import Emu3TextConfig as Emu3TextConfig
@@ -1323,6 +1352,7 @@ from transformers import IJepaConfig as IJepaConfig
 from transformers import Idefics2Config as Idefics2Config
 from transformers import Idefics3Config as Idefics3Config
 from transformers import Idefics3VisionConfig as Idefics3VisionConfig
+from transformers import ImageGPTConfig as ImageGPTConfig
 from transformers import Inkling2LoopTextConfig as Inkling2LoopTextConfig
 from transformers import Inkling2TextConfig as Inkling2TextConfig
 from transformers import InklingTextConfig as InklingTextConfig
@@ -1397,9 +1427,13 @@ from transformers import MllamaConfig as MllamaConfig
 from transformers import MllamaTextConfig as MllamaTextConfig
 from transformers import MllamaVisionConfig as MllamaVisionConfig
 from transformers import MobileBertConfig as MobileBertConfig
+from transformers import MobileViTConfig as MobileViTConfig
+from transformers import MobileViTV2Config as MobileViTV2Config
 from transformers import ModernBertConfig as ModernBertConfig
 from transformers import ModernBertDecoderConfig as ModernBertDecoderConfig
 from transformers import MoonshineConfig as MoonshineConfig
+from transformers import MossTranscribeDiarizeAudioConfig as MossTranscribeDiarizeAudioConfig
+from transformers import MossTranscribeDiarizeConfig as MossTranscribeDiarizeConfig
 from transformers import MptConfig as MptConfig
 from transformers import MuseGlimmerConfig as MuseGlimmerConfig
 from transformers import MuseGlimmerTextConfig as MuseGlimmerTextConfig
@@ -1436,6 +1470,7 @@ from transformers import PhimoeConfig as PhimoeConfig
 from transformers import Pix2StructConfig as Pix2StructConfig
 from transformers import Pix2StructVisionConfig as Pix2StructVisionConfig
 from transformers import PixtralVisionConfig as PixtralVisionConfig
+from transformers import PoolFormerConfig as PoolFormerConfig
 from transformers import ProphetNetConfig as ProphetNetConfig
 from transformers import PvtConfig as PvtConfig
 from transformers import PvtV2Config as PvtV2Config
@@ -1472,7 +1507,9 @@ from transformers import Qwen4ExpVisionConfig as Qwen4ExpVisionConfig
 from transformers import RagConfig as RagConfig
 from transformers import RecurrentGemmaConfig as RecurrentGemmaConfig
 from transformers import ReformerConfig as ReformerConfig
+from transformers import RegNetConfig as RegNetConfig
 from transformers import RemBertConfig as RemBertConfig
+from transformers import ResNetConfig as ResNetConfig
 from transformers import RoCBertConfig as RoCBertConfig
 from transformers import RoFormerConfig as RoFormerConfig
 from transformers import RobertaConfig as RobertaConfig
@@ -1497,6 +1534,7 @@ from transformers import SpeechEncoderDecoderConfig as SpeechEncoderDecoderConfi
 from transformers import SqueezeBertConfig as SqueezeBertConfig
 from transformers import StableLmConfig as StableLmConfig
 from transformers import Starcoder2Config as Starcoder2Config
+from transformers import SwiftFormerConfig as SwiftFormerConfig
 from transformers import SwinConfig as SwinConfig
 from transformers import Swinv2Config as Swinv2Config
 from transformers import SwitchTransformersConfig as SwitchTransformersConfig
@@ -1558,6 +1596,7 @@ from transformers.models.bert_generation.modeling_bert_generation import BertGen
 from transformers.models.big_bird.modeling_big_bird import BigBirdPreTrainedModel as BigBirdPreTrainedModel
 from transformers.models.bigbird_pegasus.modeling_bigbird_pegasus import BigBirdPegasusPreTrainedModel as BigBirdPegasusPreTrainedModel
 from transformers.models.biogpt.modeling_biogpt import BioGptPreTrainedModel as BioGptPreTrainedModel
+from transformers.models.bit.modeling_bit import BitPreTrainedModel as BitPreTrainedModel
 from transformers.models.bitnet.modeling_bitnet import BitNetPreTrainedModel as BitNetPreTrainedModel
 from transformers.models.blenderbot.modeling_blenderbot import BlenderbotPreTrainedModel as BlenderbotPreTrainedModel
 from transformers.models.blenderbot_small.modeling_blenderbot_small import BlenderbotSmallPreTrainedModel as BlenderbotSmallPreTrainedModel
@@ -1567,6 +1606,7 @@ from transformers.models.bloom.modeling_bloom import BloomPreTrainedModel as Blo
 from transformers.models.blt.modeling_blt import BltPreTrainedModel as BltPreTrainedModel
 from transformers.models.camembert.modeling_camembert import CamembertPreTrainedModel as CamembertPreTrainedModel
 from transformers.models.canary.modeling_canary import CanaryPreTrainedModel as CanaryPreTrainedModel
+from transformers.models.chameleon.modeling_chameleon import ChameleonPreTrainedModel as ChameleonPreTrainedModel
 from transformers.models.clip.modeling_clip import CLIPPreTrainedModel as CLIPPreTrainedModel
 from transformers.models.codegen.modeling_codegen import CodeGenPreTrainedModel as CodeGenPreTrainedModel
 from transformers.models.cohere.modeling_cohere import CoherePreTrainedModel as CoherePreTrainedModel
@@ -1611,6 +1651,7 @@ from transformers.models.dots1.modeling_dots1 import Dots1PreTrainedModel as Dot
 from transformers.models.dots3_note.modeling_dots3_note import Dots3NotePreTrainedModel as Dots3NotePreTrainedModel
 from transformers.models.dpr.modeling_dpr import DPRPreTrainedModel as DPRPreTrainedModel
 from transformers.models.dpt.modeling_dpt import DPTPreTrainedModel as DPTPreTrainedModel
+from transformers.models.efficientnet.modeling_efficientnet import EfficientNetPreTrainedModel as EfficientNetPreTrainedModel
 from transformers.models.electra.modeling_electra import ElectraPreTrainedModel as ElectraPreTrainedModel
 from transformers.models.emu3.modeling_emu3 import Emu3PreTrainedModel as Emu3PreTrainedModel
 from transformers.models.ernie.modeling_ernie import ErniePreTrainedModel as ErniePreTrainedModel
@@ -1692,6 +1733,7 @@ from transformers.models.ibert.modeling_ibert import IBertPreTrainedModel as IBe
 from transformers.models.idefics2.modeling_idefics2 import Idefics2PreTrainedModel as Idefics2PreTrainedModel
 from transformers.models.idefics3.modeling_idefics3 import Idefics3PreTrainedModel as Idefics3PreTrainedModel
 from transformers.models.ijepa.modeling_ijepa import IJepaPreTrainedModel as IJepaPreTrainedModel
+from transformers.models.imagegpt.modeling_imagegpt import ImageGPTPreTrainedModel as ImageGPTPreTrainedModel
 from transformers.models.inkling.modeling_inkling import InklingPreTrainedModel as InklingPreTrainedModel
 from transformers.models.inkling2.modeling_inkling2 import Inkling2PreTrainedModel as Inkling2PreTrainedModel
 from transformers.models.inkling2_loop.modeling_inkling2_loop import Inkling2LoopPreTrainedModel as Inkling2LoopPreTrainedModel
@@ -1752,9 +1794,12 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4PreTrainedMod
 from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel as MixtralPreTrainedModel
 from transformers.models.mllama.modeling_mllama import MllamaPreTrainedModel as MllamaPreTrainedModel
 from transformers.models.mobilebert.modeling_mobilebert import MobileBertPreTrainedModel as MobileBertPreTrainedModel
+from transformers.models.mobilevit.modeling_mobilevit import MobileViTPreTrainedModel as MobileViTPreTrainedModel
+from transformers.models.mobilevitv2.modeling_mobilevitv2 import MobileViTV2PreTrainedModel as MobileViTV2PreTrainedModel
 from transformers.models.modernbert.modeling_modernbert import ModernBertPreTrainedModel as ModernBertPreTrainedModel
 from transformers.models.modernbert_decoder.modeling_modernbert_decoder import ModernBertDecoderPreTrainedModel as ModernBertDecoderPreTrainedModel
 from transformers.models.moonshine.modeling_moonshine import MoonshinePreTrainedModel as MoonshinePreTrainedModel
+from transformers.models.moss_transcribe_diarize.modeling_moss_transcribe_diarize import MossTranscribeDiarizePreTrainedModel as MossTranscribeDiarizePreTrainedModel
 from transformers.models.mpnet.modeling_mpnet import MPNetPreTrainedModel as MPNetPreTrainedModel
 from transformers.models.mpt.modeling_mpt import MptPreTrainedModel as MptPreTrainedModel
 from transformers.models.mt5.modeling_mt5 import MT5PreTrainedModel as MT5PreTrainedModel
@@ -1786,6 +1831,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoePreTrainedModel as 
 from transformers.models.pix2struct.modeling_pix2struct import Pix2StructPreTrainedModel as Pix2StructPreTrainedModel
 from transformers.models.pixtral.modeling_pixtral import PixtralPreTrainedModel as PixtralPreTrainedModel
 from transformers.models.plbart.modeling_plbart import PLBartPreTrainedModel as PLBartPreTrainedModel
+from transformers.models.poolformer.modeling_poolformer import PoolFormerPreTrainedModel as PoolFormerPreTrainedModel
 from transformers.models.prophetnet.modeling_prophetnet import ProphetNetPreTrainedModel as ProphetNetPreTrainedModel
 from transformers.models.pvt.modeling_pvt import PvtPreTrainedModel as PvtPreTrainedModel
 from transformers.models.pvt_v2.modeling_pvt_v2 import PvtV2PreTrainedModel as PvtV2PreTrainedModel
@@ -1807,7 +1853,9 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpPreTrainedM
 from transformers.models.rag.modeling_rag import RagPreTrainedModel as RagPreTrainedModel
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaPreTrainedModel as RecurrentGemmaPreTrainedModel
 from transformers.models.reformer.modeling_reformer import ReformerPreTrainedModel as ReformerPreTrainedModel
+from transformers.models.regnet.modeling_regnet import RegNetPreTrainedModel as RegNetPreTrainedModel
 from transformers.models.rembert.modeling_rembert import RemBertPreTrainedModel as RemBertPreTrainedModel
+from transformers.models.resnet.modeling_resnet import ResNetPreTrainedModel as ResNetPreTrainedModel
 from transformers.models.roberta.modeling_roberta import RobertaPreTrainedModel as RobertaPreTrainedModel
 from transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm import RobertaPreLayerNormPreTrainedModel as RobertaPreLayerNormPreTrainedModel
 from transformers.models.roc_bert.modeling_roc_bert import RoCBertPreTrainedModel as RoCBertPreTrainedModel
@@ -1826,6 +1874,7 @@ from transformers.models.speech_to_text.modeling_speech_to_text import Speech2Te
 from transformers.models.squeezebert.modeling_squeezebert import SqueezeBertPreTrainedModel as SqueezeBertPreTrainedModel
 from transformers.models.stablelm.modeling_stablelm import StableLmPreTrainedModel as StableLmPreTrainedModel
 from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2PreTrainedModel as Starcoder2PreTrainedModel
+from transformers.models.swiftformer.modeling_swiftformer import SwiftFormerPreTrainedModel as SwiftFormerPreTrainedModel
 from transformers.models.swin.modeling_swin import SwinPreTrainedModel as SwinPreTrainedModel
 from transformers.models.swinv2.modeling_swinv2 import Swinv2PreTrainedModel as Swinv2PreTrainedModel
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersPreTrainedModel as SwitchTransformersPreTrainedModel

@@ -7,13 +7,39 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto import configuration_auto as auto_configurations
+from transformers.models.auto import modeling_auto as auto
 
 from oslo_models import registry
 from oslo_models.cli.option_effects import Effect, effects
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.layers.entries import ColumnParallel, Plan, VocabParallel
+from oslo_models.layers.entries import (
+    ColumnChannels,
+    ColumnParallel,
+    LocalChannels,
+    Plan,
+    Replicated,
+    RowChannels,
+    VocabParallel,
+)
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
+COVERAGE_BEGIN, COVERAGE_END = "<!-- coverage:begin -->", "<!-- coverage:end -->"
+MAPPINGS = {
+    "AutoModelForCausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForSeq2SeqLM": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForMaskedLM": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForImageTextToText": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "AutoModelForImageClassification": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForSpeechSeq2Seq": auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "AutoModelForAudioClassification": auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+}
+"""The auto classes of transformers whose types are counted together."""
+MORE_MAPPINGS = {
+    "AutoModelForMultimodalLM": auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    "AutoModelForCTC": auto.MODEL_FOR_CTC_MAPPING_NAMES,
+}
 COLUMNS = ("model type", "classes", "tp", "pp", "ep", "sp", "cp", "fused", "kind of model, and what stays replicated")
 DEPTHS = {
     *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
@@ -36,10 +62,27 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def coverage() -> str:
+    """Return a row per auto class of transformers: its model types, those of the zoo, and the names of the others."""
+    here = {
+        auto_configurations.CONFIG_MAPPING_NAMES[kind] for kind in (*registry.ARCHITECTURES, *registry.SAME_CLASSES)
+    }
+    rows = {f"`{name}`": {*names} for name, names in {**MAPPINGS, **MORE_MAPPINGS}.items()}
+    rows["the first eight together"] = {kind for names in MAPPINGS.values() for kind in names}
+    lines = ["| auto class | model types | here | not here |", "|---|---|---|---|"]
+    for name, kinds in rows.items():
+        missing = sorted(kind for kind in kinds if auto_configurations.CONFIG_MAPPING_NAMES[kind] not in here)
+        shown = ", ".join(f"`{kind}`" for kind in missing) if name.startswith("`") else ""
+        lines.append(f"| {name} | {len(kinds)} | {len(kinds) - len(missing)} | {shown or '-'} |")
+    return "\n".join(lines)
+
+
 def update_table(text: str) -> str:
-    """Return ``text`` with the current table between the markers."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+    """Return ``text`` with the current tables between the markers."""
+    for begin, end, content in ((BEGIN, END, table()), (COVERAGE_BEGIN, COVERAGE_END, coverage())):
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n\n{content}\n\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def _row(model_type: str) -> list[str]:
@@ -109,12 +152,17 @@ def _without_option(reason: str) -> str:
 
 def _tensor_parallel(plan: Plan) -> str:
     """Return the sharded dimension of the blocks. It limits the number of ranks."""
-    if plan.max_ranks() is not None:
-        return "heads"
     entries = [entry for kind in plan.kinds_of_blocks() for entry in kind.values()]
-    if any(entry.is_recurrent for entry in entries):
+    convolves = any(isinstance(entry, (ColumnChannels, RowChannels)) for entry in entries)
+    if plan.max_ranks() is not None and not (convolves and all(map(_is_of_channels, entries))):
+        return "heads"
+    if convolves or any(entry.is_recurrent for entry in entries):
         return "channels"
     return "MLP" if any(isinstance(entry, ColumnParallel) for entry in entries) else "vocabulary"
+
+
+def _is_of_channels(entry: Replicated) -> bool:
+    return not isinstance(entry, ColumnParallel) or isinstance(entry, (ColumnChannels, LocalChannels, RowChannels))
 
 
 WITHOUT_DEFAULT: Mapping[str, Any] = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oslo_models.contracts import require
+from oslo_models.deploy.adapter_switch import AdapterSwitch
 from oslo_models.deploy.full_state import held_part, held_tensors
 from oslo_models.deploy.messages import Join, Listening, Loading, Request, Setup, Streamed
 from oslo_models.locking import locked_property
@@ -67,6 +68,7 @@ class ModelRunner:
         set_tqdm_hook(self._progress_hook)
         self.model = getattr(cls, constructor)(*args, **kwargs).eval()
         set_tqdm_hook(None)
+        self._adapter = AdapterSwitch(self.model)
         self.device = self.model.device  # cached: a module searches its parameters on each access
         leader = self.model.mesh.tp.size * (self.model.mesh.pp.size - 1)
         self.has_outputs = setup.rank == leader
@@ -165,7 +167,8 @@ class ModelRunner:
             kwargs["custom_generate"] = decoding.method(kwargs.get("streamer"))
         kwargs = _to_device(kwargs, self.device)
         args = _to_device(request.args, self.device)
-        return self.model.generate(*args, **kwargs, stopping_criteria=StoppingCriteriaList(criteria))
+        with self._adapter.of_call(kwargs):
+            return self.model.generate(*args, **kwargs, stopping_criteria=StoppingCriteriaList(criteria))
 
     def _stream(self, number: int, value: Any) -> None:
         self._send(Streamed(number, value), number)
@@ -194,7 +197,8 @@ class ModelRunner:
             ends, turn = all_reduce(self.model.mesh.model, torch.tensor(flags, dtype=torch.float32)).tolist()
             if turn:
                 assert batch is not None
-                batch.take_turn()
+                with self._adapter.paused():
+                    batch.take_turn()
             ended = bool(ends)
             return torch.full((len(input_ids),), bool(ends), device=input_ids.device)
 
@@ -204,7 +208,8 @@ class ModelRunner:
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = (_to_device(given, self.device) for given in (args, kwargs))
         if not self.model.is_pipeline_parallelized():
-            return self.model(*args, **kwargs)
+            with self._adapter.of_call(kwargs):
+                return self.model(*args, **kwargs)
         from torch import Tensor
 
         rows = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]

@@ -101,7 +101,7 @@ RMS_NORMS = _names("""
     emu3.Emu3RMSNorm exaone4_5.Exaone4_5_RMSNorm granite4_vision.Granite4VisionTextRMSNorm
     granite_docling.GraniteDoclingTextRMSNorm hunyuan_vl.HunYuanVLRMSNorm idefics2.Idefics2RMSNorm
     lfm3_vl.Lfm3VlVisionRMSNorm mistral4.Mistral4RMSNorm ovis2.Ovis2RMSNorm pix2struct.Pix2StructLayerNorm
-    qianfan_ocr.QianfanOCRVisionRMSNorm
+    chameleon.ChameleonRMSNorm qianfan_ocr.QianfanOCRVisionRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
@@ -147,7 +147,7 @@ GATED_MLPS = _names("""
     dinov3_vit.DINOv3ViTGatedMLP mllama.MllamaTextMLP paddleocr_vl.PaddleOCRMLP
     deepseek_ocr2.DeepseekOcr2TextMLP deepseek_ocr2.DeepseekOcr2VisionMLP emu3.Emu3MLP
     granite4_vision.Granite4VisionTextMLP granite_docling.GraniteDoclingTextMLP hunyuan_vl.HunYuanVLMLP
-    mistral4.Mistral4MLP muse_glimmer.MuseGlimmerTextMLP ovis2.Ovis2MLP ovis2.Ovis2VisionMLP
+    chameleon.ChameleonMLP mistral4.Mistral4MLP muse_glimmer.MuseGlimmerTextMLP ovis2.Ovis2MLP ovis2.Ovis2VisionMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -160,7 +160,7 @@ NEOX_MLPS = _names("""
 """)
 """Copies of GPTNeoXMLP."""
 GPT2_MLPS = _names("""
-    gpt2.GPT2MLP gpt_bigcode.GPTBigCodeMLP gpt_neo.GPTNeoMLP
+    gpt2.GPT2MLP gpt_bigcode.GPTBigCodeMLP gpt_neo.GPTNeoMLP imagegpt.ImageGPTMLP
 """)
 """Copies of GPT2MLP."""
 GPTJ_MLPS = _names("""
@@ -179,7 +179,7 @@ BERT_INTERMEDIATES = _names("""
     xmod.XmodIntermediate
     data2vec.Data2VecVisionIntermediate dpt.DPTViTIntermediate swinv2.Swinv2Intermediate videomae.VideoMAEIntermediate
     yolos.YolosIntermediate
-    sew_d.SEWDIntermediate
+    mobilevit.MobileViTIntermediate sew_d.SEWDIntermediate
     blip_2.Blip2QFormerIntermediate donut.DonutSwinIntermediate git.GitIntermediate
     instructblip.InstructBlipQFormerIntermediate instructblipvideo.InstructBlipVideoQFormerIntermediate
 """)
@@ -344,6 +344,7 @@ CALL_EAGER_ATTENTION = _names("""
     hunyuan_vl.HunYuanVLVisionAttention janus.JanusVisionAttention lfm3_vl.Lfm3VlVisionAttention
     metaclip_2.MetaClip2Attention minicpm_ocr.MiniCPMOcrVisionAttention minicpmv4_6.MiniCPMV4_6VisionAttention
     minicpmv4_7.MiniCPMV4_7VisionAttention mistral4.Mistral4Attention muse_glimmer.MuseGlimmerTextAttention
+    chameleon.ChameleonAttention moss_transcribe_diarize.MossTranscribeDiarizeAudioAttention
     muse_glimmer.MuseGlimmerVisionAttention ovis2.Ovis2VisionAttention pix2struct.Pix2StructTextAttention
     pix2struct.Pix2StructVisionAttention video_llama_3.VideoLlama3VisionAttention
 """)
@@ -398,7 +399,7 @@ ROTARY_ATTENTIONS = {
 ROTARY_LEFT_UNFUSED = _names("""
     afmoe.AfmoeAttention apertus.ApertusAttention apertus1p5.Apertus1p5TextAttention axk1.AXK1Attention axk2.AXK2Indexer
     beam.BeamAttention
-    bitnet.BitNetAttention
+    bitnet.BitNetAttention chameleon.ChameleonAttention
     blt.BltSelfAttention cohere_compass.CohereCompassAttention dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention
     deepseek_v32.DeepseekV32Indexer
     diffllama.DiffLlamaAttention doge.DogeAttention dory.DoryAttention falcon.FalconAttention

@@ -36,6 +36,8 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
         lengths = _halved(mask.sum(-1), 1) // 2
     elif kind == "glmasr_encoder":  # a convolution, and a projector of four positions
         lengths = _halved(mask.sum(-1), 1) // 4
+    elif kind == "moss_transcribe_diarize_audio":  # a convolution, and a projector of whole groups of positions
+        lengths = (_halved(mask.sum(-1), 1) + config.audio_merge_size - 1) // config.audio_merge_size
     elif kind == "omniasr_audio":  # convolutions without padding
         lengths = mask.sum(-1)
         for kernel, stride in zip(encoder.conv_kernel, encoder.conv_stride, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -52,9 +53,9 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
         else:
             unnamed.append(name)
     for name, buffer in model.named_buffers():
-        if _shards_buffer(entries, name):
-            used.add(name)
-            layouts[name] = entries[name].layout(name.rpartition(".")[2], tuple(buffer.shape), n)
+        if buffer.dim() and (key := _entry_of_buffer(entries, name)) is not None:
+            used.add(key)
+            layouts[name] = entries[key].layout(name.rpartition(".")[2], tuple(buffer.shape), n)
     optional = tuple(name for part in plan.with_towers() for name in part.optional)
     unused = [key for key in entries if key not in used and not key.endswith(optional)]
     unused = [key for key in unused if not _is_of_no_parameters(_find(model, key), entries[key])]
@@ -126,14 +127,17 @@ def modules_with_tensors_of_heads(model: nn.Module, plan: Plan, prefix: str) -> 
         if isinstance(module, nn.Module)
         and (
             any(True for _ in module.parameters(recurse=False))
-            or any(_shards_buffer(entries, f"{key}.{leaf}") for leaf, _ in module.named_buffers(recurse=False))
+            or any(_entry_of_buffer(entries, f"{key}.{leaf}") for leaf, _ in module.named_buffers(recurse=False))
         )
     ]
 
 
-def _shards_buffer(entries: Entries, name: str) -> bool:
-    """Whether a buffer is sharded: it has an entry under its full name. Other buffers are replicated."""
-    return isinstance(entries.get(name), ColumnParallel)
+def _entry_of_buffer(entries: Entries, name: str) -> str | None:
+    """Return the name of the entry that shards a buffer: its own, or that of its module. Others are replicated."""
+    module = name.rpartition(".")[0]
+    if isinstance(entries.get(name), ColumnParallel):
+        return name
+    return module if module in entries and entries[module].shards_buffers else None
 
 
 def set_local_sizes(module: nn.Module) -> None:
@@ -146,6 +150,10 @@ def set_local_sizes(module: nn.Module) -> None:
         module.nx, module.nf = module.weight.shape
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = module.weight.shape
+    elif isinstance(module, nn.Conv2d):
+        module.out_channels, module.in_channels = len(module.weight), module.weight.shape[1] * module.groups
+    elif isinstance(module, _BatchNorm):
+        module.num_features = len(module.weight)
 
 
 def entries_of_blocks(model: nn.Module, plan: Plan, prefix: str) -> dict[str, Replicated]:

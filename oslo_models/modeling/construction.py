@@ -28,6 +28,7 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group
 from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects, require_equal
 from oslo_models.distributed.rng import kept_random_state, synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.modeling.adapters.own_adapter import find_own_adapter
 from oslo_models.modeling.attention_choice import AttentionChoice
 from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.memory_check import bytes_on_rank, check_memory
@@ -54,6 +55,8 @@ def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kw
     make = _from_config if method == "from_config_with_parallel" else _from_pretrained
     model, info = make(cls, source, arguments, kwargs, world, f"{cls.__name__}.{method}")
     start(model, arguments, are_random=info is None, selects_attention=kwargs.get("attn_implementation") is None)
+    if info is not None and (own_adapter := info.pop("own_adapter")) is not None:
+        model.load_adapter(own_adapter)
     return (model, info) if kwargs.get("output_loading_info") else model
 
 
@@ -143,6 +146,7 @@ def _from_pretrained(
         check_unused(cls, config, options, OF_DEPLOYMENT)
         old_vocab = getattr(config.get_text_config(), "vocab_size", None)
         arguments.check_config(cls, config)
+        own_adapter = find_own_adapter(config, name, arguments, kwargs)
         quantization = take_quantization(config)
         check_combination(quantization, on_the_fly, arguments.dequantize)
     mesh, init_seed = join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
@@ -209,7 +213,7 @@ def _from_pretrained(
     freeze_packed(model)
     model.config.name_or_path = model.name_or_path = str(name)
     require_equal(mesh.tp, {"tied weights": sorted(model.all_tied_weights_keys)}, "checkpoints")
-    return model, info
+    return model, {**info, "own_adapter": own_adapter}
 
 
 def device_map(device: torch.device) -> dict[str, torch.device] | None:

@@ -29,6 +29,7 @@ from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
 from oslo_models.modeling.context_parallel import check_attention_implementation, divides_prompts
 from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.token_division import check_wrappers
+from oslo_models.modeling.window_encoding import WindowEncoding
 from oslo_models.pipeline.stage import Stage
 
 
@@ -346,7 +347,8 @@ def with_synchronized_rng(generate: Any) -> Any:
         if streamer is not None:
             kwargs["streamer"] = streamer
         with model.generating():
-            if model.pipeline is not None and model.config.is_encoder_decoder and "encoder_outputs" not in kwargs:
+            encodes = model.config.is_encoder_decoder and not isinstance(model, WindowEncoding)
+            if model.pipeline is not None and encodes and "encoder_outputs" not in kwargs:
                 kwargs["encoder_outputs"] = model.pipeline.encode(args, kwargs)
             if model.pipeline is not None:
                 kwargs = model.pipeline.encode_media(kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -98,12 +99,17 @@ _BY_FANS = {
     *("SiglipAttention", "SiglipMLP", "Siglip2Attention", "Siglip2MLP"),
     *("Wav2Vec2BertSelfAttention", "Wav2Vec2ConformerSelfAttention"),
 }
-"""Layers of transformers that draw the weights of their linear layers by the numbers of inputs and outputs."""
+"""Layers whose weights some architectures draw by the numbers of inputs and outputs."""
 
 
 def modules_initialized_by_fans(model: nn.Module) -> list[str]:
     """Return the names of modules with random weights whose scale depends on their full size."""
-    return [name for name, module in model.named_modules() if type(module).__name__ in _BY_FANS]
+    named = model.named_modules()
+    return [name for name, module in named if type(module).__name__ in _BY_FANS or _is_sharded_convolution(module)]
+
+
+def _is_sharded_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d) and hasattr(module, "layouts")
 
 
 @torch.no_grad()
@@ -142,9 +148,11 @@ def initialize_whole(
     before = [generator.get_state() for generator in generators]
     try:
         _set(module, full, full_attributes)
+        of_names = SeededByName(module, {}, seed, rank_in, lambda leaf: root(f"{name}.{leaf}"))
         for generator in generators:
             generator.manual_seed(stable_hash(seed, root(f"{name}.{first}")))
-        _initializer(model, name)._init_weights(module)
+        with of_names if _is_sharded_convolution(module) else nullcontext():  # as on one rank
+            _initializer(model, name)._init_weights(module)
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)

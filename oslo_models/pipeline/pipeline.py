@@ -295,6 +295,9 @@ class Pipeline:
         """
         if "output_router_logits" in self._signature.parameters:
             batch["output_router_logits"] = False  # router logits only matter for the loss
+        if self.model.config.is_encoder_decoder and batch.get("encoder_outputs") is None:
+            # a forward beside those of the loop, such as Whisper's for the language of a sound
+            batch["encoder_outputs"] = self.encode((), batch)
         number = len(self.stage.stacks) - 1
         stack = self.stage.stacks[number]
         requested = batch.get("logits_to_keep")
@@ -409,10 +412,12 @@ def check_schedule(model: ShardedModel, has_deepspeed: bool) -> None:
 def _count_words(config: Any) -> int:
     """Return the number of tokens that have logits.
 
-    A padded head (Inkling) has more rows. A pruned head (Apertus 1.5) has fewer rows than the embedding.
+    A padded head (Inkling) has more rows. A pruned head (Apertus 1.5) has fewer rows than the embedding, and that of
+    ImageGPT lacks the token of the start.
     """
     text = config.get_text_config(decoder=True)  # PaliGemma has another number beside it
     vocab: int = getattr(text, "vocab_size", None) or config.vocab_size
+    vocab -= text.model_type == "imagegpt"
     return min(vocab, *(getattr(config, name, None) or vocab for name in ("unpadded_vocab_size", "output_vocab_size")))
 
 

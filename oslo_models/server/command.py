@@ -34,9 +34,9 @@ from oslo_models.server.lifecycle import Lifecycle
 from oslo_models.server.log_writer import log_to_stderr
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.signals import RELOAD, Orders
-from oslo_models.server.sounds import HEARING
+from oslo_models.server.sounds import HEARING, missing_package
 from oslo_models.server.supervisor import RestartPolicy, Supervisor
-from oslo_models.server.transcriber import CTC, TRANSCRIBING, WHISPER
+from oslo_models.server.transcriber import CTC, TRANSCRIBING
 
 KEY_VARIABLE = "OSLO_MODELS_API_KEY"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -264,7 +264,7 @@ def _hears(config: Any, args: argparse.Namespace) -> bool:
     """Return whether chats of a model take sounds: with ``--sounds``, or if it has no other class.
 
     Raises:
-        ValueError: ``--sounds`` is given for a type without sounds in chats.
+        ValueError: ``--sounds`` is given for a type without sounds in chats, or without a package that it needs.
     """
     if _embeds(config, args) or _transcribes(config, args) or args.sounds is False:
         return False
@@ -272,6 +272,13 @@ def _hears(config: Any, args: argparse.Namespace) -> bool:
         if args.sounds:
             raise ValueError(
                 f"--sounds: chats of {config.model_type!r} take no sounds, only chats of {', '.join(HEARING)}"
+            )
+        return False
+    if package := missing_package(config.model_type):
+        if args.sounds:
+            raise ValueError(
+                f"--sounds: the processor of {config.model_type!r} needs the package {package}: "
+                f"pip install 'oslo-models[speech]', or leave out --sounds to serve texts"
             )
         return False
     return bool(args.sounds) or not _has_class(auto.AutoModelForCausalLM, config)
@@ -321,11 +328,6 @@ def _load(name: str, args: argparse.Namespace, secret: str | None) -> Any:
     """Load and deploy a model."""
     config = _config_of(name)
     kind = _kind(config, args)
-    if config.model_type in WHISPER and _transcribes(config, args) and (args.pipeline_parallel_size or 1) > 1:
-        raise ValueError(
-            f"pipeline_parallel_size={args.pipeline_parallel_size} cannot serve {name}: transcripts cut a sound into "
-            "windows, and stages encode it once; use --tensor-parallel-size"
-        )
     names: tuple[str, ...] = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "prefill_chunk_size")
     names += ("tensor_parallel_shares", "blocks_per_stage", "reuse_prefixes", "threads_per_worker", "dtype")
     names += () if _embeds(config, args) else ("speculative_tokens", "speculative_model")

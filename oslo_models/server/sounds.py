@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +40,26 @@ class Hearing:
 
     Attributes:
         one: it reads at most one sound of a chat.
+        package: the further package that it needs.
     """
 
     one: bool = False
+    package: str = ""
 
 
 HEARING: Mapping[str, Hearing] = {
     "qwen2_audio": Hearing(),
     **dict.fromkeys(("audioflamingo3", "musicflamingo", "glmasr", "qwen3_asr"), Hearing(one=True)),
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), Hearing(package="torchaudio")),
+    "fun_asr_nano": Hearing(one=True, package="torchaudio"),
 }
 """Model types whose chats take sounds."""
+
+
+def missing_package(model_type: str) -> str:
+    """Return the package that the processor of a type in `HEARING` needs and that is not installed, or ""."""
+    package = HEARING[model_type].package
+    return package if package and importlib.util.find_spec(package) is None else ""
 
 
 def hears(processor: Any, config: Any) -> bool:

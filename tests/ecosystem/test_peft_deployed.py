@@ -17,6 +17,8 @@ import oslo_models
 from oslo_models.deploy import EngineError
 
 from support import deployment, zoo
+from support.float64 import lifted_casts
+from support.pool import Pool
 from support.reference import TOLERANCE, reference_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -118,3 +120,51 @@ def test_deployed_model_computes_with_its_active_adapters(
         local = model.cpu()
         for own, expected in zip(answers(local, batch), answers(full, batch), strict=True):
             assert (own - expected).abs().max() <= TOLERANCE
+
+
+def write_with_own_adapter(folder: Path, seed: int) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+    """Save a Granite Speech with its LoRA adapter. Return transformers' model, and prompts with and without sounds."""
+    name = "GraniteSpeechForConditionalGeneration"
+    config = zoo.config("granite_speech", has_lora_adapter=True)
+    full: Any = reference_model(name, config, seed).eval()
+    full.save_pretrained(folder)
+    torch.manual_seed(seed)
+    targets = r".*language_model.*\.(q_proj|down_proj)"
+    adapter = peft.LoraConfig(r=3, lora_alpha=40, target_modules=targets, init_lora_weights=False)
+    peft.get_peft_model(copy.deepcopy(full), adapter).save_pretrained(folder)
+    full.load_adapter(str(folder))
+    batch = zoo.batch(name, config, seed)
+    prompt = {key: value for key, value in batch.items() if key != "labels"}
+    return full, prompt, zoo.text_only(config, prompt)
+
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+def check_own_adapter(folder: Path, prompts: list[dict[str, Tensor]], tokens: list[Tensor], logits: Tensor) -> None:
+    cls = oslo_models.GraniteSpeechForConditionalGeneration
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size=2: .* has a LoRA adapter"):
+        cls.from_pretrained_with_parallel(folder, 1, 2)
+    model = cls.from_pretrained_with_parallel(folder, 2, dtype=torch.float64).eval()
+    with lifted_casts(), torch.no_grad():
+        assert (model(**prompts[0]).logits - logits).abs().max() <= TOLERANCE
+        for prompt, expected in zip(prompts, tokens, strict=True):
+            assert torch.equal(model.generate(**prompt, **GREEDY), expected)
+
+
+def test_adapter_of_a_checkpoint_is_on_for_sounds(pool: Pool, forked: None, tmp_path: Path, seed: int) -> None:
+    """A deployed model computes texts without it, also in the running batch beside a call with sounds."""
+    full, heard, text = write_with_own_adapter(tmp_path, seed)
+    with lifted_casts(), torch.no_grad():
+        logits = [full(**heard).logits]
+        full.disable_adapters()
+        logits.append(full(**heard).logits)
+        tokens = [full.generate(**each, **GREEDY) for each in (heard, text)]
+    assert (logits[0] - logits[1]).abs().max() > 1e-3
+    pool.run(2, check_own_adapter, tmp_path, [heard, text], tokens, logits[0])
+    options = {"tensor_parallel_size": 2, "dtype": torch.float64, "deploy": True}
+    cls = oslo_models.GraniteSpeechForConditionalGeneration
+    with cls.from_pretrained_with_parallel(tmp_path, **options) as model, ThreadPoolExecutor(4) as others:
+        calls = [others.submit(model.generate, **each, **GREEDY) for each in (heard, text, heard, text)]
+        for call, expected in zip(calls, tokens * 2, strict=True):
+            assert torch.equal(call.result(), expected)

@@ -125,7 +125,7 @@ def test_ranks_are_limited_by_the_heads_of_the_tower() -> None:
 @pytest.mark.parametrize(
     ("part", "model_type", "message"),
     [
-        ("vision_config", "efficientnet", "AutoModel has no class for 'efficientnet'"),
+        ("vision_config", "dinat", "AutoModel has no class for 'dinat'"),
         ("text_config", "jetmoe", "JetMoeModel is not supported as a part of .*, since it has attention_groups"),
         ("text_config", "mamba", "MambaModel is not supported .* since it has attention with all heads"),
     ],

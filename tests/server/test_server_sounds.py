@@ -20,7 +20,7 @@ pytest.importorskip("uvicorn")
 from oslo_models.cli.main import make_parser
 from oslo_models.server import sounds
 from oslo_models.server.app import application
-from oslo_models.server.command import _kind
+from oslo_models.server.command import _hears, _kind
 from oslo_models.server.images import ImageLimits
 from oslo_models.server.media_chats import MediaChats
 from oslo_models.server.sound_files import SoundFile
@@ -47,7 +47,13 @@ from support.sounds import (
     words,
 )
 
-TYPES = ("qwen2_audio", "audioflamingo3", "musicflamingo", "glmasr", "qwen3_asr")
+TYPES = [
+    pytest.param(
+        kind,
+        marks=pytest.mark.skipif(bool(sounds.missing_package(kind)), reason=f"needs {HEARING[kind].package}"),
+    )
+    for kind in HEARING
+]
 
 
 def local_model(model_type: str) -> Recording:
@@ -187,7 +193,7 @@ def check_tokens(name: str, config: Any, weights: Any, inputs: dict[str, Any], e
         assert not differences("logits", model(**inputs).logits, expected[1], TOLERANCE)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_audio", "audioflamingo3", "qwen3_asr"])
+@pytest.mark.parametrize("model_type", [each for each in TYPES if each.values[0] not in ("musicflamingo", "glmasr")])
 def test_ranks_answer_as_one_process(pool: Pool, model_type: str) -> None:
     """The tokens and arguments of a chat have the same answer on two ranks, in float64."""
     config, processor = hearing_config(model_type), hearing_processor(model_type)
@@ -206,10 +212,20 @@ def sound(data: bytes, kind: str = "wav") -> dict[str, Any]:
     return {"sound": base64.b64encode(data).decode(), "format": kind}
 
 
-@pytest.mark.parametrize("model_type", HEARING)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_types_that_take_sounds_have_a_class(model_type: str) -> None:
     config, args = zoo.config(model_type), make_parser().parse_args(["serve", "model"])
     assert _kind(config, args).class_for(config).__name__ == zoo.main_head(model_type)
+
+
+def test_types_that_need_a_package_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sounds.importlib.util, "find_spec", lambda name: None)
+    parse = make_parser().parse_args
+    for kind in ("granite_speech", "fun_asr_nano"):
+        with pytest.raises(ValueError, match=r"'.*' needs the package torchaudio: pip install 'oslo-models\[speech\]'"):
+            _hears(zoo.config(kind), parse(["serve", "model", "--sounds"]))
+        assert not _hears(zoo.config(kind), parse(["serve", "model"]))
+    assert _hears(zoo.config("qwen2_audio"), parse(["serve", "model"]))
 
 
 # Text -----------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import math
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from oslo_models.cli.main import make_parser
 from oslo_models.deploy.cancellation import CallCancelled
 from oslo_models.deploy.model_runner import ModelRunner
 from oslo_models.server.app import application
-from oslo_models.server.command import _kind, _load, _transcribes
+from oslo_models.server.command import _kind, _transcribes
 from oslo_models.server.errors import RequestError
 from oslo_models.server.forms import read_form
 from oslo_models.server.sound_files import SoundFile
@@ -32,6 +33,7 @@ from oslo_models.server.transcripts import Segment, Transcript, TranscriptionReq
 from support import zoo
 from support.float64 import lifted_casts
 from support.http_server import LocalModel, StubModel, call, connect, listening, post_bytes, post_json, read_answer
+from support.pipelines import model_on_stages
 from support.pool import Pool
 from support.reference import parallel_model
 from support.served import serving
@@ -173,7 +175,8 @@ def whisper_calls(model: Any, inputs: tuple[dict[str, Any], ...]) -> list[Any]:
     """Return the results of the calls that transcripts make, for a short and a long sound."""
     options = {"temperature": 0.0, "return_dict_in_generate": False, "return_timestamps": True}
     set_whisper_generation(model.generation_config)
-    found = []
+    first = {"input_features": inputs[0]["input_features"], "force_unique_generate_call": True, "max_new_tokens": 1}
+    found = [model.generate(**first, return_dict_in_generate=True).sequences.tolist()]  # the language
     for each in inputs:
         for task in ("transcribe", "translate"):
             found.append(model.generate(**each, **options, task=task).tolist())
@@ -185,30 +188,43 @@ def whisper_calls(model: Any, inputs: tuple[dict[str, Any], ...]) -> list[Any]:
     return found
 
 
-def check_whisper(config: Any, weights: Any, inputs: tuple[dict[str, Any], ...], expected: list[Any]) -> None:
-    model = parallel_model("WhisperForConditionalGeneration", config, weights, 2).eval()
+def check_whisper(
+    stages: int, config: Any, weights: Any, inputs: tuple[dict[str, Any], ...], expected: list[Any]
+) -> None:
+    name = "WhisperForConditionalGeneration"
+    make = parallel_model if stages == 1 else partial(model_on_stages, pp=stages)
+    model = make(name, config, weights, 2 // stages).eval()
     with lifted_casts(), torch.no_grad():
         assert whisper_calls(model, inputs) == expected
 
 
-def test_ranks_transcribe_as_one_process(pool: Pool, whisper: Any) -> None:
-    """Long sounds too: each rank seeks the same windows."""
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_transcribe_as_one_process(pool: Pool, whisper: Any, stages: int) -> None:
+    """Long sounds too: each rank seeks the same windows, and stages encode each of them together."""
     model, processor = whisper
     inputs = (features_of(processor, SHORT), features_of(processor, LONG))
     with lifted_casts(), torch.no_grad():
         expected = whisper_calls(model, inputs)
-    pool.run(2, check_whisper, model.config, model.state_dict(), inputs, expected)
+    pool.run(2, check_whisper, stages, model.config, model.state_dict(), inputs, expected)
 
 
-@pytest.mark.parametrize("model_type", ["whisper", "wav2vec2", "moonshine"])
-def test_command_serves_transcripts(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("whisper", "--tensor-parallel-size"),
+        ("whisper", "--pipeline-parallel-size"),
+        ("wav2vec2", "--tensor-parallel-size"),
+        ("moonshine", "--tensor-parallel-size"),
+    ],
+)
+def test_command_serves_transcripts(model_type: str, sizes: str, tmp_path: Path) -> None:
     model, processor = transcribing_model(model_type)
     app = application(LocalModel(model), processor, "model")  # before it is saved, which writes its dtype as a text
     save_transcribing_model(model, processor, tmp_path)
     fields: list[list[tuple[str, str]]] = [[]]
     if model_type == "whisper":
         fields += [[("response_format", "verbose_json")], [("language", "de"), ("prompt", "w7")]]
-    with serving(tmp_path, "--tensor-parallel-size", 2, "--dtype", "float64") as running:
+    with serving(tmp_path, sizes, 2, "--dtype", "float64") as running:
         url = running.says(" at http").split(" at ")[1].strip()
         for samples in (SHORT, LONG):
             for each in fields:
@@ -496,11 +512,3 @@ def test_types_that_transcribe_have_a_class(model_type: str) -> None:
     config.architectures = heads
     assert _transcribes(config, args)
     assert [_kind(config, args).class_for(config).__name__] == heads
-
-
-def test_whisper_is_not_served_on_stages(tmp_path: Path) -> None:
-    model, _ = transcribing_model("whisper")
-    model.save_pretrained(tmp_path)
-    args = make_parser().parse_args(["serve", str(tmp_path), "--pipeline-parallel-size", "2"])
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size=2 cannot serve .* use --tensor-parallel-size"):
-        _load(str(tmp_path), args, None)

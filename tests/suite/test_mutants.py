@@ -27,6 +27,7 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
 from oslo_models.layers import (
     blockwise_attention,
+    channels,
     context_attention,
     context_mixers,
     context_parts,
@@ -623,6 +624,18 @@ def norms_of_own_channels(patch: Patch) -> None:
     patch.setattr(convnextv2, "reduce_from", lambda axis, x: x)
 
 
+def channels_without_sum(patch: Patch) -> None:
+    patch.setattr(channels, "reduce_from", lambda axis, x: x)
+
+
+def images_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(channels, "copy_to", lambda axis, x: x)
+
+
+def convolutions_drawn_by_their_local_sizes(patch: Patch) -> None:
+    patch.setattr(init, "_is_sharded_convolution", lambda module: False)
+
+
 def buffers_computed_from_local_heads(patch: Patch) -> None:
     patch.setattr(base.ParallelModel, "_initialized_whole", lambda self: [])
 
@@ -1027,6 +1040,8 @@ MUTANTS: dict[str, list[Caught]] = {
                 (gates_read_other_heads, "wavlm"),
                 (hidden_states_without_sum_of_gradients, "wavlm"),
                 (norms_of_own_channels, "convnextv2"),
+                (channels_without_sum, "mobilevit"),
+                (images_without_sum_of_gradients, "poolformer"),
                 (parameters_of_all_heads_without_sum_of_gradients, "got_ocr2"),
             )
         ],
@@ -1034,6 +1049,11 @@ MUTANTS: dict[str, list[Caught]] = {
             buffers_computed_from_local_heads,
             "test_initial_weights_do_not_depend_on_the_parallel_sizes",
             {"variant": "minimax"},
+        ),
+        (
+            convolutions_drawn_by_their_local_sizes,
+            "test_initial_weights_do_not_depend_on_the_parallel_sizes",
+            {"variant": "resnet"},
         ),
         (
             blocks_numbered_on_each_stage,

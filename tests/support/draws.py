@@ -278,6 +278,36 @@ def _fit_convolutions(values: Values, draw: random.Random) -> None:
         values[key] = [draw.randint(least, most) for _ in range(values["num_stages"])]
 
 
+def _fit_mobile_blocks(values: Values, draw: random.Random) -> None:
+    values["in_channels"], values["out_channels"] = [32, 8], [8, draw.choice((8, 16))]
+    values["expand_ratios"] = [draw.randint(1, 4) for _ in range(2)]
+    values["num_block_repeats"], values["hidden_dim"] = [draw.randint(1, 2) for _ in range(2)], 1280
+
+
+def _fit_mobilevit(values: Values, draw: random.Random) -> None:
+    values["hidden_sizes"] = [values["num_attention_heads"] * draw.randint(3, 6) for _ in range(3)]
+    values["neck_hidden_sizes"] = [draw.randint(5, 11) for _ in range(7)]
+
+
+def _fit_mobilevitv2(values: Values, draw: random.Random) -> None:
+    values["n_attn_blocks"] = [draw.randint(1, 2) for _ in range(3)]
+    values["width_multiplier"] = draw.choice((0.2, 0.25))
+
+
+def _fit_pooling(values: Values, draw: random.Random) -> None:
+    values["depths"] = [draw.randint(1, 2) for _ in range(2)]
+    values["hidden_sizes"] = [draw.randint(5, 11) for _ in range(2)]
+
+
+def _fit_residual(values: Values, draw: random.Random) -> None:
+    values["depths"] = [draw.randint(1, 2) for _ in range(2)]
+    values["hidden_sizes"] = [8 * draw.randint(2, 4) for _ in range(2)]  # divided by four inside, and into groups
+
+
+def _fit_swiftformer(values: Values, draw: random.Random) -> None:
+    values["depths"], values["embed_dims"] = [2, 1, draw.randint(1, 2)], [draw.randint(5, 11) for _ in range(3)]
+
+
 def _fit_segformer(values: Values, draw: random.Random) -> None:
     count = values["num_encoder_blocks"] = draw.randint(1, 3)
     heads = values["num_attention_heads"] = [draw.randint(1, 4) for _ in range(count)]
@@ -498,6 +528,12 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "convbert": _fit_convbert,
     **dict.fromkeys(("convnext", "convnextv2"), _fit_convolutions),
     "cvt": _fit_cvt,
+    "efficientnet": _fit_mobile_blocks,
+    "mobilevit": _fit_mobilevit,
+    "mobilevitv2": _fit_mobilevitv2,
+    "poolformer": _fit_pooling,
+    **dict.fromkeys(("bit", "regnet", "resnet"), _fit_residual),
+    "swiftformer": _fit_swiftformer,
     "data2vec-vision": _fit_data2vec_vision,
     "deepseek_v2": _fit_latent_attention,
     "deepseek_v3": _fit_latent_attention,

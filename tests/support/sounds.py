@@ -146,6 +146,10 @@ def hearing_config(model_type: str) -> Any:
     config.get_text_config().max_position_embeddings = 512
     if model_type == "qwen3_asr":
         config.audio_config.n_window = 50
+    elif model_type.startswith("granite_speech"):
+        config.encoder_config.input_dim = 2 * 4  # two frames of `hearing_processor`
+    elif model_type == "fun_asr_nano":
+        config.audio_config.num_mel_bins = 4  # the least that torchaudio takes
     else:
         config.audio_config.max_source_positions = 50 * WINDOW
     config.dtype = torch.float64
@@ -157,7 +161,16 @@ def hearing_processor(model_type: str) -> Any:
     import transformers
 
     config = hearing_config(model_type)
-    size, bins = config.get_text_config().vocab_size, config.audio_config.num_mel_bins
+    size = config.get_text_config().vocab_size
+    if model_type.startswith("granite_speech"):
+        extractor = transformers.GraniteSpeechFeatureExtractor(
+            n_mels=4, projector_window_size=config.window_size, projector_downsample_rate=config.downsample_rate
+        )
+        return transformers.GraniteSpeechProcessor(extractor, words(size, {"<sound>": 98}), "<sound>", TEMPLATE)
+    bins = config.audio_config.num_mel_bins
+    if model_type == "fun_asr_nano":
+        extractor = transformers.FunAsrNanoFeatureExtractor(bins, num_frames_lfr=config.audio_config.num_stacked_frames)
+        return transformers.FunAsrNanoProcessor(extractor, words(size, {"<sound>": 98}), TEMPLATE, "<sound>")
     if model_type == "qwen2_audio":  # with its own template
         tokens = words(size, {"<|AUDIO|>": 98, "<|audio_bos|>": 97, "<|audio_eos|>": 96})
         return transformers.Qwen2AudioProcessor(mel(bins), tokens)

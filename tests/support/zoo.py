@@ -785,10 +785,63 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"embed_dim": [8, 12, 24], "num_heads": [1, 3, 6], "depth": [1, 2, 3], "mlp_ratio": [2.0, 1.5, 1.0]},
         **{"problem_type": "single_label_classification"},
     },
+    "efficientnet": {
+        **{
+            "image_size": 32,
+            "in_channels": [32, 8],
+            "out_channels": [8, 16],
+            "kernel_sizes": [3, 5],
+            "strides": [1, 2],
+        },
+        **{"num_block_repeats": [1, 2], "expand_ratios": [1, 3], "width_coefficient": 1.0, "depth_coefficient": 1.0},
+        **{"hidden_dim": 1280, "problem_type": "single_label_classification"},
+    },
+    "bit": {
+        **{"image_size": 32, "embedding_size": 6, "hidden_sizes": [16, 24], "depths": [2, 1], "num_groups": 2},
+        **{"layer_type": "bottleneck", "problem_type": "single_label_classification"},
+    },
+    "imagegpt": {**_GPT2, "problem_type": "single_label_classification"},
+    "mobilevit": {
+        **{"image_size": 64, "hidden_sizes": [18, 24, 12], "neck_hidden_sizes": [6, 7, 8, 9, 10, 11, 13]},
+        **{"num_attention_heads": 3, "expand_ratio": 1.5, "aspp_out_channels": 7, "atrous_rates": [1, 2, 3]},
+        "problem_type": "single_label_classification",
+    },
+    "mobilevitv2": {
+        **{"image_size": 64, "n_attn_blocks": [1, 2, 1], "base_attn_unit_dims": [128, 192, 128]},
+        **{"width_multiplier": 0.2, "aspp_out_channels": 7, "atrous_rates": [1, 2, 3]},
+        "problem_type": "single_label_classification",
+    },
+    "poolformer": {
+        **{"image_size": 32, "num_encoder_blocks": 2, "depths": [1, 2], "hidden_sizes": [9, 10], "mlp_ratio": 2.5},
+        **{"patch_sizes": [7, 3], "strides": [4, 2], "padding": [2, 1], "layer_scale_init_value": 0.7},
+        "problem_type": "single_label_classification",
+    },
+    "regnet": {
+        **{"image_size": 32, "embedding_size": 6, "hidden_sizes": [12, 20], "depths": [2, 1], "groups_width": 4},
+        "problem_type": "single_label_classification",
+    },
+    "resnet": {
+        **{"image_size": 32, "embedding_size": 6, "hidden_sizes": [12, 20], "depths": [2, 1]},
+        "problem_type": "single_label_classification",
+    },
+    "swiftformer": {
+        **{"image_size": 64, "depths": [2, 1, 2], "embed_dims": [8, 9, 10], "mlp_ratio": 3},
+        **{"downsamples": [True, True, True], "layer_scale_init_value": 0.7},
+        "problem_type": "single_label_classification",
+    },
     "focalnet": {
         **{"image_size": 24, "patch_size": 4, "embed_dim": 10, "depths": [2, 1], "focal_levels": [2, 1]},
         **{"focal_windows": [3, 3], "mlp_ratio": 2.0, "drop_path_rate": 0.0, "encoder_stride": 8},
         **{"use_layerscale": True, "layerscale_value": 0.7, "problem_type": "single_label_classification"},
+    },
+    "chameleon": {
+        **{**_UNTIED, "image_token_id": 98},  # as in `vocabulary_map`
+        "vq_config": {
+            **{"num_embeddings": 8, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "num_res_blocks": 1},
+            **{"channel_multiplier": [1, 1, 1, 1], "resolution": 16},
+        },
+        # codes of images are named by letters for digits
+        "vocabulary_map": {"<image>": 98, **{f"IMGIMG{letter}.": 80 + i for i, letter in enumerate("ABCDEFGH")}},
     },
     "emu3": {
         "text_config": {**_UNTIED, **TOKENS, "model_type": "emu3_text_model", "attention_dropout": 0.0},
@@ -1236,6 +1289,10 @@ MORE |= {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_HEARING},
         "audio_config": {**_EAR_BY_LAYER, "model_type": "voxtral_encoder"},
     },
+    "moss_transcribe_diarize": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_HEARING, "audio_merge_size": 2},
+        "audio_config": {**_EAR_BY_LAYER, "model_type": "moss_transcribe_diarize_audio"},
+    },
     "qwen2_audio": {
         **{"text_config": {**_UNTIED, **TOKENS, "model_type": "qwen2"}, "audio_token_index": 98, "pad_token_id": 0},
         "audio_config": {**_EAR, "model_type": "qwen2_audio_encoder"},
@@ -1404,6 +1461,9 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "bamba-one-group": ("bamba", {**_KV, **_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [0]}),
     # other configurations of types in `MORE`, with other sharding
+    "bit-preactivation": ("bit", {**MORE["bit"], "layer_type": "preactivation"}),
+    "resnet-basic": ("resnet", {**MORE["resnet"], "layer_type": "basic"}),
+    "regnet-plain": ("regnet", {**MORE["regnet"], "layer_type": "x"}),
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
     "deepseek_v3-full-query": ("deepseek_v3", {**_LATENT, "q_lora_rank": None}),
     "deberta-v2-plain": ("deberta-v2", {**_BERT, **_RELATIVE}),
@@ -1482,6 +1542,8 @@ LEFT_OUT: dict[str, set[str]] = {
     "instructblip": {"InstructBlipModel", "InstructBlipQFormerModel"},
     "instructblipvideo": {"InstructBlipVideoModel", "InstructBlipVideoQFormerModel"},
     "focalnet": {"FocalNetBackbone"},
+    "bit": {"BitBackbone"},
+    "resnet": {"ResNetBackbone"},
     "hiera": {"HieraBackbone", "HieraForPreTraining"},
     "pvt_v2": {"PvtV2Backbone"},
     "janus": {"JanusVQVAE"},
@@ -1505,6 +1567,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "video_llama_3": {"VideoLlama3VisionModel"},
     "cosmos3_edge": {"Cosmos3EdgeTextModel"},
     "muse_glimmer": {"MuseGlimmerTextModel"},
+    "chameleon": {"ChameleonVQVAE"},
     "emu3": {"Emu3ForCausalLM", "Emu3TextModel", "Emu3VQVAE"},
     "inkling2_loop_text": {"Inkling2LoopForConditionalGeneration", "Inkling2LoopModel"},
     "blt": {"BltPatcher"},  # a submodel of the other classes
@@ -1547,6 +1610,8 @@ SLOW_TESTS_ONLY = {
     *("cohere_compass", "deepseek_vl_hybrid", "exaone4_5", "gemma4_unified", "granite4_vision", "hunyuan_vl"),
     *("hyperclovax_vision_v2", "idefics2", "janus", "lfm3_vl", "llava_next_video", "minimax_m3_vl", "qianfan_ocr"),
     *("granite_docling", "instructblip", "instructblipvideo", "mistral4"),
+    *("efficientnet", "mobilevit", "mobilevitv2", "poolformer", "regnet"),
+    *("bit", "imagegpt", "swiftformer", "resnet-basic", "regnet-plain", "bit-preactivation"),
     *("donut-swin", "focalnet", "fuyu", "hiera", "metaclip_2", "pvt", "pvt_v2", "vision-encoder-decoder"),
     *("florence2", "git", "pix2struct", "video_llama_3", "blip-2"),
     *("depth_anything", "dpt", "gemma4", "mllama", "swin", "swinv2", "videomae", "vit_mae"),
@@ -1558,12 +1623,12 @@ SLOW_TESTS_ONLY = {
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
     *("rwkv", "xlstm", "apertus1p5_text", "dory", "lara_mini", "inkling2_loop_text", "hy_v4_vl_text", "hy_v4_vl"),
-    *("muse_glimmer", "cosmos3_edge", "cvt", "deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7"),
+    *("muse_glimmer", "cosmos3_edge", "chameleon", "cvt", "deepseek_ocr2", "emu3", "minicpm_ocr", "minicpmv4_7"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
     *("audioflamingo3", "canary", "cohere_asr", "fun_asr_nano", "glmasr", "granite_speech5_ctc", "granite_speech_plus"),
-    *("lasr_ctc", "musicflamingo", "omniasr", "qwen2_audio", "sew-d"),
+    *("lasr_ctc", "moss_transcribe_diarize", "musicflamingo", "omniasr", "qwen2_audio", "sew-d"),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
@@ -1630,6 +1695,7 @@ def lm_heads(variant: str) -> list[str]:
         "EncoderDecoderModel",
         "TokenForGeneration",
         "SequenceForGeneration",
+        "ForCausalImageModeling",
     )
     named = [name for name in heads(variant) if name.endswith(endings) and not name.startswith(("VideoMAE", "ViTMAE"))]
     return [name for name in named if "sampled_negative_indices" not in parameters_of_forward(name)]  # no audio
@@ -1720,6 +1786,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     )
     length = (38 if hasattr(config, "image_grid_pinpoints") else longer) if sees or hears else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
+    vocab -= name.startswith("ImageGPT")  # its head lacks the token of the start
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
         vocab = min(vocab, getattr(config, smaller, None) or vocab)
     choices = (2,) if name.endswith(("MultipleChoice", "DoubleHeadsModel")) else ()
@@ -1790,6 +1857,9 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         given |= _regions(name, config, shape, given.get("labels"), generator, dtype)
     if sees:
         given |= _images(name, config, ids, generator, dtype)
+    if name == "ChameleonForConditionalGeneration":  # it predicts no codes of images
+        codes = [token for text, token in config.vocabulary_map.items() if text.startswith("IMG")]
+        given["labels"] = given["labels"].masked_fill(torch.isin(given["labels"], torch.tensor(codes)), -100)
     if hears:
         given |= _sounds(config, ids, generator, dtype)
     return given
@@ -1884,6 +1954,7 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
 
 FRAMES = {
     **dict.fromkeys(("audioflamingo3_encoder", "qwen2_audio_encoder", "voxtral_encoder"), (16, 16, 12, 8)),
+    "moss_transcribe_diarize_audio": (16, 16, 12, 8),
     "fun_asr_nano_encoder": (4, 4, 3, 2),
     "glmasr_encoder": (32, 32, 28, 20),
     "omniasr_audio": (50, 50, 40, 30),
