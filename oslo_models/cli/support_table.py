@@ -14,12 +14,9 @@ from oslo_models import registry
 from oslo_models.cli.option_effects import Effect, effects
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.layers.entries import (
-    ColumnChannels,
     ColumnParallel,
-    LocalChannels,
     Plan,
     Replicated,
-    RowChannels,
     VocabParallel,
 )
 
@@ -153,7 +150,7 @@ def _without_option(reason: str) -> str:
 def _tensor_parallel(plan: Plan) -> str:
     """Return the sharded dimension of the blocks. It limits the number of ranks."""
     entries = [entry for kind in plan.kinds_of_blocks() for entry in kind.values()]
-    convolves = any(isinstance(entry, (ColumnChannels, RowChannels)) for entry in entries)
+    convolves = any(isinstance(entry, ColumnParallel) and entry.channels for entry in entries)
     if plan.max_ranks() is not None and not (convolves and all(map(_is_of_channels, entries))):
         return "heads"
     if convolves or any(entry.is_recurrent for entry in entries):
@@ -162,7 +159,7 @@ def _tensor_parallel(plan: Plan) -> str:
 
 
 def _is_of_channels(entry: Replicated) -> bool:
-    return not isinstance(entry, ColumnParallel) or isinstance(entry, (ColumnChannels, LocalChannels, RowChannels))
+    return not isinstance(entry, ColumnParallel) or entry.channels
 
 
 WITHOUT_DEFAULT: Mapping[str, Any] = {

@@ -296,6 +296,18 @@ CONTRACTS: tuple[Contract, ...] = (
         "self input",
         True,
     ),
+    _contract("torch.nn.modules.batchnorm._BatchNorm.forward", "layers.channels.LocalBatchNorm", "self input"),
+    _contract(
+        "torch.nn.modules.conv.Conv2d.forward",
+        "layers.channels.ColumnParallelConvolution layers.channels.RowParallelConvolution "
+        "models.bit.GatheredConvolution models.poolformer.ConvolutionBeforeDrops",
+        "self input",
+    ),
+    _contract(
+        "torch.nn.modules.conv.Conv2d._conv_forward",
+        "layers.channels.RowParallelConvolution",
+        "self input weight bias",
+    ),
     _contract(
         "torch.nn.modules.sparse.Embedding.forward",
         "layers.vocab_parallel.VocabParallelEmbedding layers.gathered.SummedEmbeddingLayer "

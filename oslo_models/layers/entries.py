@@ -1,6 +1,6 @@
 """The plan and the entries that architectures share, for one import. Each entry stands beside its layer."""
 
-from oslo_models.layers.channels import ColumnChannels, GatheredChannels, LocalChannels, RowChannels
+from oslo_models.layers import channels  # noqa: F401  convolutions with the entries of linear layers
 from oslo_models.layers.experts import Experts
 from oslo_models.layers.linear import ColumnParallel, InnerRowParallel, RowParallel
 from oslo_models.layers.local_attributes import LocalAttributes
@@ -13,22 +13,18 @@ from oslo_models.sharding.pipeline_rules import PipelineRules
 from oslo_models.sharding.plan import Plan
 
 __all__ = [
-    "ColumnChannels",
     "ColumnParallel",
     "Entries",
     "Experts",
-    "GatheredChannels",
     "GroupWidthNorm",
     "HeadNorm",
     "InnerRowParallel",
     "LocalAttributes",
-    "LocalChannels",
     "LocalValue",
     "Norm",
     "PipelineRules",
     "Plan",
     "Replicated",
-    "RowChannels",
     "RowParallel",
     "SharedOutput",
     "StateSpace",

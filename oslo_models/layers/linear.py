@@ -41,6 +41,7 @@ class ColumnParallel(Replicated):
         parts: number of matrices of equal size that the weight concatenates. Read only without splits.
         transposed: the weight is stored ``[in, out]`` (``Conv1D``) rather than ``[out, in]`` (``nn.Linear``).
         dim: sharded dimension of a bare parameter or a buffer.
+        channels: the layer is a convolution or a batch norm, and its channels are sharded (`layers.channels`).
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
@@ -49,14 +50,23 @@ class ColumnParallel(Replicated):
     parts: int = 1
     transposed: bool = False
     dim: int = 0
+    channels: bool = False
 
-    def __init__(self, *splits: EvenSplit, parts: int = 1, transposed: bool = False, dim: int = 0) -> None:
+    def __init__(
+        self, *splits: EvenSplit, parts: int = 1, transposed: bool = False, dim: int = 0, channels: bool = False
+    ) -> None:
         object.__setattr__(self, "splits", splits)
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "transposed", transposed)
         object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "channels", channels)
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        if self.channels and shape[0] < n:
+            raise ValueError(
+                f"a convolution with {shape[0]} channels cannot be sharded over tensor_parallel_size={n} ranks, since "
+                f"some ranks would have none: use at most {shape[0]}"
+            )
         return self._sharded(shape, len(shape) - 1 if self.transposed else self.dim, n)
 
     def max_ranks(self) -> int | None:
@@ -79,7 +89,8 @@ class RowParallel(ColumnParallel):
     """
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return Layout(shape) if leaf == "bias" else self._sharded(shape, 0 if self.transposed else len(shape) - 1, n)
+        dim = 0 if self.transposed else 1 if self.channels else len(shape) - 1
+        return Layout(shape) if leaf == "bias" else self._sharded(shape, dim, n)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -137,7 +136,8 @@ def _entry_of_buffer(entries: Entries, name: str) -> str | None:
     module = name.rpartition(".")[0]
     if isinstance(entries.get(name), ColumnParallel):
         return name
-    return module if module in entries and entries[module].shards_buffers else None
+    entry = entries.get(module)
+    return module if isinstance(entry, ColumnParallel) and entry.channels else None
 
 
 def set_local_sizes(module: nn.Module) -> None:
@@ -152,7 +152,7 @@ def set_local_sizes(module: nn.Module) -> None:
         module.num_embeddings, module.embedding_dim = module.weight.shape
     elif isinstance(module, nn.Conv2d):
         module.out_channels, module.in_channels = len(module.weight), module.weight.shape[1] * module.groups
-    elif isinstance(module, _BatchNorm):
+    elif isinstance(module, nn.BatchNorm2d):
         module.num_features = len(module.weight)
 
 

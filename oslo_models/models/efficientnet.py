@@ -6,7 +6,7 @@ from typing import Any
 from transformers import EfficientNetConfig
 from transformers.models.efficientnet import modeling_efficientnet as hf
 
-from oslo_models.layers.entries import ColumnChannels, Entries, LocalChannels, Plan, Replicated, RowChannels
+from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER
 from oslo_models.models.resnet import SMALLER
@@ -19,13 +19,13 @@ class EfficientNetParallel(ParallelModel):
     def block() -> Entries:
         """Return the plan of a block with expanded channels."""
         return {
-            "expansion.expand_conv": ColumnChannels(),
-            "expansion.expand_bn": LocalChannels(),
-            "depthwise_conv.depthwise_conv": LocalChannels(),
-            "depthwise_conv.depthwise_norm": LocalChannels(),
-            "squeeze_excite.reduce": RowChannels(),
-            "squeeze_excite.expand": ColumnChannels(),
-            "projection.project_conv": RowChannels(),
+            "expansion.expand_conv": ColumnParallel(channels=True),
+            "expansion.expand_bn": ColumnParallel(channels=True),
+            "depthwise_conv.depthwise_conv": ColumnParallel(channels=True),
+            "depthwise_conv.depthwise_norm": ColumnParallel(channels=True),
+            "squeeze_excite.reduce": RowParallel(channels=True),
+            "squeeze_excite.expand": ColumnParallel(channels=True),
+            "projection.project_conv": RowParallel(channels=True),
             "projection.project_bn": Replicated(),
         }
 

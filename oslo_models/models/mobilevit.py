@@ -10,7 +10,6 @@ from oslo_models.layers.entries import (
     ColumnParallel,
     Entries,
     LocalAttributes,
-    LocalChannels,
     Norm,
     Plan,
     Replicated,
@@ -28,7 +27,7 @@ def inverted_residual(prefix: str = "") -> Entries:
     """Return the plan of a block with a depthwise convolution of expanded channels."""
     return {
         **sharded_pair(f"{prefix}expand_1x1", f"{prefix}reduce_1x1"),
-        **{f"{prefix}conv_3x3.{part}": LocalChannels() for part in ("convolution", "normalization")},
+        **{f"{prefix}conv_3x3.{part}": ColumnParallel(channels=True) for part in ("convolution", "normalization")},
     }
 
 

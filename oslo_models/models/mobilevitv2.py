@@ -5,7 +5,7 @@ from typing import Any
 from transformers import MobileViTV2Config
 from transformers.models.mobilevitv2 import modeling_mobilevitv2 as hf
 
-from oslo_models.layers.entries import ColumnChannels, Entries, Norm, Plan, Replicated, RowChannels
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER
 from oslo_models.models.mobilevit import downsampling, inverted_residual
@@ -22,8 +22,8 @@ class MobileViTV2Parallel(ParallelModel):
             "layernorm_before": Norm(),
             "attention": Replicated(),
             "layernorm_after": Norm(),
-            "ffn.conv1.convolution": ColumnChannels(),
-            "ffn.conv2.convolution": RowChannels(),
+            "ffn.conv1.convolution": ColumnParallel(channels=True),
+            "ffn.conv2.convolution": RowParallel(channels=True),
         }
         around = ("conv_kxk", "conv_1x1", "conv_projection")
         return Plan(

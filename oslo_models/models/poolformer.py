@@ -2,13 +2,30 @@
 
 from typing import Any
 
+from torch import Tensor, nn
 from transformers import PoolFormerConfig
 from transformers.models.poolformer import modeling_poolformer as hf
 
-from oslo_models.layers.entries import ColumnChannels, Entries, Norm, Plan, Replicated, RowChannels
+from oslo_models.distributed.autograd_collectives import copy_to
+from oslo_models.distributed.sharded_tensor import layer_context
+from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
+from oslo_models.layers.kinds import ShardedModule, shards
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER
 from oslo_models.models.resnet import SMALLER
+
+
+class SharedDrops(ColumnParallel):
+    """Sharded output channels, before a layer that drops whole rows: all ranks draw the same numbers."""
+
+
+@shards(SharedDrops, nn.Conv2d)
+class ConvolutionBeforeDrops(ShardedModule, nn.Conv2d):
+    """``nn.Conv2d`` with sharded output channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with layer_context(self.weight):
+            return super().forward(copy_to(self.tp, x))
 
 
 class PoolFormerParallel(ParallelModel):
@@ -20,8 +37,8 @@ class PoolFormerParallel(ParallelModel):
         block: Entries = {
             "before_norm": Norm(),
             "after_norm": Norm(),
-            "output.conv1": ColumnChannels(drops_rows=True),
-            "output.conv2": RowChannels(),
+            "output.conv1": SharedDrops(channels=True),
+            "output.conv2": RowParallel(channels=True),
             **dict.fromkeys(scales, Replicated()),
         }
         stages = range(config.num_encoder_blocks)

@@ -10,8 +10,9 @@ from transformers import RegNetConfig
 from transformers import initialization as init
 from transformers.models.regnet import modeling_regnet as hf
 
-from oslo_models.layers.entries import Entries, GatheredChannels, Replicated
+from oslo_models.layers.entries import Entries, Replicated
 from oslo_models.modeling.heads import CLASSIFIER
+from oslo_models.models.bit import GatheredChannels
 from oslo_models.models.resnet import ResNetParallel
 
 
@@ -28,7 +29,7 @@ class RegNetParallel(ResNetParallel):
     def block(cls, config: Any) -> Entries:
         gate, last = config.layer_type == "y", f"layer.{2 + (config.layer_type == 'y')}"
         return {
-            **{f"{name}.convolution": GatheredChannels() for name in ("layer.0", last)},
+            **{f"{name}.convolution": GatheredChannels(channels=True) for name in ("layer.0", last)},
             **{f"{name}.normalization": Replicated() for name in ("layer.0", last)},
             **dict.fromkeys(("layer.1", "layer.2") if gate else ("layer.1",), Replicated()),
         }

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from transformers import ResNetConfig
 from transformers.models.resnet import modeling_resnet as hf
 
-from oslo_models.layers.entries import ColumnChannels, Entries, LocalChannels, Plan, Replicated, RowChannels
+from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER
 
@@ -16,9 +16,9 @@ SMALLER = "images become smaller between its blocks"
 def sharded_pair(first: str, last: str) -> Entries:
     """Return the entries of two convolutions with a sharded activation between them, each with its batch norm."""
     return {
-        f"{first}.convolution": ColumnChannels(),
-        f"{first}.normalization": LocalChannels(),
-        f"{last}.convolution": RowChannels(),
+        f"{first}.convolution": ColumnParallel(channels=True),
+        f"{first}.normalization": ColumnParallel(channels=True),
+        f"{last}.convolution": RowParallel(channels=True),
         f"{last}.normalization": Replicated(),
     }
 

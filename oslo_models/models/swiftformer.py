@@ -7,7 +7,7 @@ from typing import Any
 from transformers import SwiftFormerConfig
 from transformers.models.swiftformer import modeling_swiftformer as hf
 
-from oslo_models.layers.entries import ColumnChannels, Entries, Plan, Replicated, RowChannels
+from oslo_models.layers.entries import ColumnParallel, Entries, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.models.resnet import SMALLER
 
@@ -21,8 +21,8 @@ class SwiftFormerParallel(ParallelModel):
         whole = ("depth_wise_conv", "norm", "layer_scale")
         return {
             **{f"{prefix}{name}": Replicated() for name in whole},
-            f"{prefix}point_wise_conv1": ColumnChannels(),
-            f"{prefix}point_wise_conv2": RowChannels(),
+            f"{prefix}point_wise_conv1": ColumnParallel(channels=True),
+            f"{prefix}point_wise_conv2": RowParallel(channels=True),
         }
 
     @classmethod
@@ -32,7 +32,11 @@ class SwiftFormerParallel(ParallelModel):
             **cls.convolutions("local_representation."),
             "attn": Replicated(),
             "attn.w_g": Replicated(),
-            **{"linear.norm1": Replicated(), "linear.fc1": ColumnChannels(), "linear.fc2": RowChannels()},
+            **{
+                "linear.norm1": Replicated(),
+                "linear.fc1": ColumnParallel(channels=True),
+                "linear.fc2": RowParallel(channels=True),
+            },
             **dict.fromkeys(scales, Replicated()),
         }
         embed: dict[str, Replicated] = {"patch_embed": Replicated()}

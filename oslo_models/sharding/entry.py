@@ -21,14 +21,12 @@ class Replicated:
         stacks_experts: whether the parameters stack experts, which expert parallelism divides.
         embeds_tokens: whether the module embeds the tokens of the vocabulary.
         is_recurrent: whether the module computes a recurrence over positions.
-        shards_buffers: whether the entry describes the buffers of the module, too.
     """
 
     has_parameters: ClassVar[bool] = True
     stacks_experts: ClassVar[bool] = False
     embeds_tokens: ClassVar[bool] = False
     is_recurrent: ClassVar[bool] = False
-    shards_buffers: ClassVar[bool] = False
 
     def covers_submodules(self) -> bool:
         """Return whether the entry also describes the parameters of submodules."""

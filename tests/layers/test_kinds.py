@@ -78,7 +78,9 @@ def test_entry_without_a_layer_changes_nothing_and_unknown_layers_of_torch_are_r
     module = nn.ReLU()
     shard_module(module, Replicated(), context("act"))
     assert vars(module).keys() == vars(nn.ReLU()).keys() and type(module) is nn.ReLU
-    with pytest.raises(ValueError, match="conv is a Conv1d; ColumnParallel knows Conv1D, Embedding, Linear"):
+    with pytest.raises(
+        ValueError, match="conv is a Conv1d; ColumnParallel knows BatchNorm2d, Conv1D, Conv2d, Embedding"
+    ):
         shard_module(nn.Conv1d(2, 2, 1), ColumnParallel(), context("conv"))
 
 

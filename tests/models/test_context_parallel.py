@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -197,7 +196,7 @@ def test_all_types_with_experts_are_drawn() -> None:
     found, listed = {kind for kind in TYPES if has_experts(kind)}, {kind for kind in WITH_EXPERTS if kind in TYPES}
     assert found <= listed
     # older releases of transformers have the experts of Aria as single modules
-    are_stacked = Version(transformers.__version__) >= Version("5.24")
+    are_stacked = [*map(int, transformers.__version__.split(".")[:2])] >= [5, 24]
     assert listed - found <= (set() if are_stacked else {"aria", "aria_text"})
 
 

@@ -60,6 +60,7 @@ from oslo_models.models import (
     gpt2,
     granite_speech,
     minimax,
+    poolformer,
     switch_transformers,
     wavlm,
     zaya,
@@ -629,7 +630,7 @@ def channels_without_sum(patch: Patch) -> None:
 
 
 def images_without_sum_of_gradients(patch: Patch) -> None:
-    patch.setattr(channels, "copy_to", lambda axis, x: x)
+    patch.setattr(poolformer, "copy_to", lambda axis, x: x)
 
 
 def convolutions_drawn_by_their_local_sizes(patch: Patch) -> None:
