@@ -7,7 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data, deploying, fuse_check, fusing, long_sequences, measure, serving, token_profile, vision
+from benchmarks import (
+    data,
+    deploying,
+    fuse_check,
+    fusing,
+    grpo,
+    long_sequences,
+    measure,
+    serving,
+    token_profile,
+    vision,
+)
 from benchmarks.definitions import Peer, Result
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
@@ -131,6 +142,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-100m-repeating": (
         "LlamaForCausalLM",
         {**_llama(768, 2048, 12, 12)[1], "tie_word_embeddings": True, "initializer_range": 0.005},
+    ),
+    # its first layer alone has about 70 % of its tokens
+    "granite-88m": (
+        "GraniteForCausalLM",
+        {**_llama(768, 2048, 12, 12)[1], "vocab_size": 4096, "residual_multiplier": 0.06, "embedding_multiplier": 12.0},
     ),
     "llama-20m": _llama(256, 688, 4, 8),
     "llama-1gb": _llama(1024, 2816, 16, 16),
@@ -326,7 +342,7 @@ CASES = {
             *("schedules", "Four stages of slept work, 16 micro-batches", measure.idle_time, ""),
             peers=(TORCH_1F1B, "torch-interleaved-zb-pp4", *OUR_SCHEDULES),
             baseline=TORCH_1F1B,
-            options={"seconds": 0.1, "number": 16, "timed": 3},
+            options={"seconds": 0.25, "number": 16, "timed": 2},
             smoke={"seconds": 0.005, "number": 8, "timed": 1},
         ),
         Case(
@@ -352,8 +368,8 @@ CASES = {
             *("llama-20m-context-2gb", "Llama 20M, train a row within 2 GB a rank", measure.longest_row, "llama-20m"),
             peers=(OURS_ALONE, OURS_OVER_CONTEXT, ULYSSES),
             baseline=OURS_ALONE,
-            options={"first": 2048, "increment": 256, "megabytes": 2000.0},
-            smoke={"first": 16, "increment": 2032, "megabytes": 2000.0},
+            options={"first": 2048, "increment": 256, "most": 16384, "megabytes": 2000.0},
+            smoke={"first": 16, "increment": 2032, "most": 2048, "megabytes": 2000.0},
         ),
         Case(
             *("llama-20m-context-prompt-4096", "Llama 20M, a prompt of 4,096 tokens", measure.first_token),
@@ -377,6 +393,13 @@ CASES = {
             options={"prompts": 4, "group": 8, "prompt": 64, "new": 256, "mean": 128, "timed": 1},
             smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
         ),
+        Case(
+            *("llama-100m-grpo", "Llama 100M, GRPO, 2 groups of 8 completions", grpo.take_steps, "llama-100m"),
+            peers=(ALONE, "transformers-batch", OURS, OUR_BATCH),
+            baseline=ALONE,
+            options={"prompts": 2, "group": 8, "prompt": 64, "new": 256, "mean": 128, "timed": 1},
+            smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
+        ),
         *(
             Case(
                 *(f"{model}-drafts-{prompts}", f"{label}, {prompts} repeating prompts", measure.draft, model),
@@ -386,6 +409,17 @@ CASES = {
                 smoke={"prompts": 2, "passage": 4, "repeats": 2, "new": 8, "timed": 1},
             )
             for model, label in (("llama-100m", "Llama 100M"), ("llama-100m-repeating", "Llama 100M that repeats"))
+            for prompts in (1, 8)
+        ),
+        *(
+            Case(
+                *(f"granite-88m-drafts-{prompts}", f"Granite 88M, {prompts} prompts, drafts of its first layer"),
+                *(measure.draft, "granite-88m", (ALONE, LOOKUP, OUR_BATCH, OUR_DRAFTS)),
+                baseline=ALONE,
+                options={"prompts": prompts, "passage": 32, "repeats": 1, "new": 96, "drafted": 4, "timed": 3}
+                | {"layers": 1},
+                smoke={"prompts": 2, "passage": 4, "new": 8, "timed": 1},
+            )
             for prompts in (1, 8)
         ),
         Case(

@@ -24,6 +24,7 @@ UNITS = {
     "generation": "tokens/s",
     "rollouts": "tokens/s",
     "drafts": "tokens/s",
+    "right drafts": "%",
     "training step": "s",
     "training": "tokens/s",
     "idle time": "%",

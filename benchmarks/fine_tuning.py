@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.grpo import tokenizer_of_words
 from benchmarks.launch import COMMON
 from benchmarks.records import stamp, write_rows
 from oslo_models.starting import python_module
@@ -41,13 +42,8 @@ PROGRAMS = {
 def write_files(folder: Path, sizes: dict[str, Any]) -> None:
     """Write a random model with a tokenizer of words, and rows."""
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = {"<end>": 0, **{f"w{number}": number for number in range(1, sizes["vocab_size"])}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-    wrapped.save_pretrained(folder / "model")
+    tokenizer_of_words(sizes["vocab_size"]).save_pretrained(folder / "model")
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(folder / "model")
     rows = folder / "rows"
     rows.mkdir()

@@ -109,35 +109,45 @@ def draft(
     new: int,
     drafted: int,
     timed: int,
+    layers: int = 0,
 ) -> Result:
     """Greedy answers to prompts that repeat a passage: the median of ``timed`` runs after a warm-up run.
 
-    A peer with a name that ends in ``-lookup`` or ``-drafts`` drafts tokens by prompt lookup. transformers does so for
-    one prompt at a time, and the running batch for all prompts at once.
+    A peer with a name that ends in ``-lookup`` or ``-drafts`` drafts tokens by prompt lookup, or by the first layers of
+    the model. transformers does so for one prompt at a time, and the running batch for all prompts at once.
 
     Args:
         passage: tokens of the repeated passage.
         drafted: maximum drafted tokens of a step.
+        layers: layers of the model that drafts tokens; 0 for prompt lookup.
     """
     import torch
+    import transformers
+
+    import oslo_models
 
     model = peer.load(cls, checkpoint).eval()
     ids = tokens(model, prompts, passage).clamp(min=1).repeat(1, repeats)
     options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    draft_model: Any = None
+    drafts: dict[str, Any] = {"prompt_lookup_num_tokens": drafted}
+    if layers:
+        zoo = oslo_models if hasattr(model, "mesh") else transformers
+        draft_model = getattr(zoo, cls).from_pretrained(checkpoint, num_hidden_layers=layers).eval()
+        draft_model.generation_config.update(num_assistant_tokens=drafted, num_assistant_tokens_schedule="constant")
+        drafts = {"assistant_model": draft_model}
 
     def complete() -> list[list[int]]:
-        if peer.name.endswith(("-batch", "-drafts")):
-            count = drafted if peer.name.endswith("-drafts") else None
-            outputs = model.generate_batch(ids.tolist(), **options, speculative_tokens=count)
-            return [each.generated_tokens for each in outputs.values()]
+        if peer.name.endswith("-batch"):
+            return [each.generated_tokens for each in model.generate_batch(ids.tolist(), **options).values()]
+        if peer.name.endswith("-drafts"):
+            given = {"speculative_tokens": drafted, "speculative_model": draft_model}
+            return [each.generated_tokens for each in model.generate_batch(ids.tolist(), **options, **given).values()]
         if not peer.name.endswith("-lookup"):
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             found: list[list[int]] = out[:, ids.shape[1] :].tolist()
             return found
-        each = [
-            model.generate(row, attention_mask=torch.ones_like(row), prompt_lookup_num_tokens=drafted, **options)
-            for row in ids.split(1)
-        ]
+        each = [model.generate(row, attention_mask=torch.ones_like(row), **drafts, **options) for row in ids.split(1)]
         return [out[0, ids.shape[1] :].tolist() for out in each]
 
     rates, answers = [], list[list[int]]()
@@ -145,7 +155,14 @@ def draft(
         start = time.perf_counter()
         answers = complete()
         rates.append(prompts * new / (time.perf_counter() - start))
-    return Result({"drafts": statistics.median(rates[1:])}, [token for answer in answers for token in answer])
+    found = {"drafts": statistics.median(rates[1:])}
+    if draft_model is not None:
+        text_BL = torch.cat((ids, torch.tensor(answers)), 1)
+        with torch.no_grad():
+            logits_BLV = draft_model(text_BL[:, :-1]).logits
+        is_right_BL = logits_BLV.argmax(-1) == text_BL[:, 1:]
+        found["right drafts"] = 100 * is_right_BL[:, -new:].float().mean().item()
+    return Result(found, [token for answer in answers for token in answer])
 
 
 def serve(
@@ -268,7 +285,7 @@ def train_divided(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: 
 
 
 def longest_row(
-    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, first: int, increment: int, megabytes: float
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, first: int, increment: int, most: int, megabytes: float
 ) -> Result:
     """Tokens of the longest row whose training step keeps the peak of every rank within a limit.
 
@@ -277,6 +294,7 @@ def longest_row(
     Args:
         first: tokens of the first row, at most.
         increment: tokens by which rows grow.
+        most: tokens of the last row, at most.
         megabytes: limit of anonymous memory.
     """
     import torch
@@ -284,7 +302,7 @@ def longest_row(
 
     model, step, memory = _trainer_after_tiny(peer, peer.load, cls, checkpoint, tiny, 1)
     fitting, length = 0, first
-    while length <= model.config.max_position_embeddings:
+    while length <= most:
         with memory.watched():
             step(tokens(model, 1, length))
         peak = torch.tensor(memory.growth["peak anonymous memory"])

@@ -87,7 +87,7 @@ def initialize(
             arguments = replace(arguments, plan=DerivedFromConfig(type(model), inputs))
         cls = zoo_class(model, plan=arguments.plan)
         arguments.check_config(cls, model.config)
-        check_sections(sections, model, arguments.tensor_parallel_size)
+        check_sections(sections, model, arguments)
         check_tp_mapping(tp_mapping, model)
         refuse_layers_of_libraries(model)
         check_not_quantized(
@@ -109,17 +109,12 @@ def _arguments(section: Mapping[str, Any]) -> Arguments:
     """Return the arguments in the section on parallelism."""
     if unknown := [f"{PARALLELISM}.{key}" for key in section.keys() - set(_KEYS)]:
         raise ValueError(f"config has unknown keys {sorted(unknown)}; {PARALLELISM} may have {_KEYS}")
-    if section.get("sequence_parallel"):
-        raise ValueError(
-            f"{PARALLELISM}.sequence_parallel must be false for a model that exists already: load it with "
-            "from_pretrained_with_parallel(..., sequence_parallel=True)"
-        )
     enable = section.get("enable", True)
     if not isinstance(enable, bool):
         raise ValueError(f"{PARALLELISM}.enable must be true or false, got {enable!r}")
     sizes = (
         *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
-        *("tensor_parallel_shares", "blocks_per_stage", "schedule"),
+        *("context_parallel_size", "sequence_parallel", "tensor_parallel_shares", "blocks_per_stage", "schedule"),
     )
     left_out = ("enable", *(() if enable else sizes))
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})
@@ -209,7 +204,7 @@ def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> N
     broadcast_weights(model, mesh)
     model.__class__, model._full_class = cls, full_class
     with local_torch_dtype(model.dtype, cls.__name__):
-        model._shard(mesh, arguments.blocks_per_stage)
+        model._shard(mesh, arguments.blocks_per_stage, arguments.sequence_parallel)
     full_names: dict[str, str] = {} if model.stage is None else model.stage.full_names
     parts: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     for name, param in parts.items():  # keep the objects that an optimizer may refer to

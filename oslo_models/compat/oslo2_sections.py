@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.collectives import all_gather
 from oslo_models.distributed.mesh import Axis
 from oslo_models.modeling.internals import ParallelModelInternals
+from oslo_models.modeling.training import enable_checkpointing
 from oslo_models.sharding.layout import even_ranges
 
 PARALLELISM, CHECKPOINTING, FUSION = "model_parallelism", "activation_checkpointing", "kernel_fusion"
@@ -53,18 +55,25 @@ def read_sections(config: Mapping[str, Any] | str | Path) -> dict[str, Mapping[s
 
 
 def check_sections(
-    sections: Mapping[str, Mapping[str, Any]], model: ParallelModelInternals, tensor_parallel_size: int
+    sections: Mapping[str, Mapping[str, Any]], model: ParallelModelInternals, arguments: Arguments
 ) -> None:
-    """Raise ``ValueError`` if a section cannot be applied to this model at this size."""
+    """Raise ``ValueError`` if a section cannot be applied to this model with these arguments."""
     options = sections.get(CHECKPOINTING)
     if options is not None:
         if not model.supports_gradient_checkpointing:
             raise ValueError(f"{CHECKPOINTING}: {type(model).__name__} does not support it")
         partitioned = options.get("partitioned_checkpointing", False)
-        if partitioned and tensor_parallel_size == 1:
+        if partitioned and arguments.tensor_parallel_size == 1:
             raise ValueError("partitioned_checkpointing needs a tensor_parallel_size of at least 2")
+        if partitioned and arguments.sequence_parallel:
+            raise ValueError(
+                "partitioned_checkpointing cannot be used together with sequence_parallel, with which each rank keeps "
+                "its tokens of the block inputs already: leave it out"
+            )
         if options.get("contiguous_checkpointing", False) and not partitioned:
             raise ValueError("contiguous_checkpointing needs partitioned_checkpointing")
+    if FUSION in sections and (option := arguments.token_division) is not None:
+        raise ValueError(f"{FUSION} does not support {option}: leave one of them out")
     kernels = sections.get(FUSION, {}).get("custom_cuda_kernels") or []
     if "FusedRMSNorm" in kernels and not any("RMSNorm" in name or "T5LayerNorm" in name for name in _layers(model)):
         raise ValueError(f"custom_cuda_kernels has 'FusedRMSNorm', but a {type(model).__name__} has no RMS norm")
@@ -78,7 +87,7 @@ def apply_sections(sections: Mapping[str, Mapping[str, Any]], model: ParallelMod
     """Apply the sections to this rank's part of a model."""
     if (options := sections.get(CHECKPOINTING)) is not None:
         offloads = options.get("cpu_checkpointing", False)
-        model.activation_checkpointing_enable(offload=offloads and model.device.type != "cpu")
+        enable_checkpointing(model, offload=offloads and model.device.type != "cpu")
         if options.get("partitioned_checkpointing", False):
             partitioned = _PartitionedCheckpoint(model.mesh.tp, offloads)
             model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=partitioned)

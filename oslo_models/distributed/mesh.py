@@ -31,7 +31,7 @@ from oslo_models.distributed.store_barrier import SLOW_TIMEOUT, store_barrier
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.distributed.watchdog import TIMEOUT, Watchdog, waiting, watchdog_of_world
 from oslo_models.sharding.layout import Layout
-from oslo_models.sharding.shares import rank_count, shares_of
+from oslo_models.sharding.shares import NestedRanks, rank_count, shares_of
 
 NOT_PICKLABLE = (
     "a parallel model cannot be pickled: its process groups exist on these ranks only. Instead of the model, save its "
@@ -54,7 +54,8 @@ class Axis:
             together) or ``"world"``.
         rank: the position of this process on the axis.
         ranks: the global ranks on the axis, in order.
-        size: the number of ranks, as `WeightedRanks` if they have shares. Other axes made from this one have none.
+        size: the number of ranks, as `WeightedRanks` if they have shares, and as `NestedRanks` of two axes. Other axes
+            made from this one have a plain number.
         group: their process group; ``None`` when no process group is running.
         timeout: seconds to wait for the other ranks in one collective.
         watchdog: tracks the status of the other ranks; ``None`` without a process group.
@@ -180,6 +181,7 @@ class ParallelMesh:
         self._created: list[Axis] = []
         self._alone: Axis | None = None
         self._dp_cp_mesh: DeviceMesh | None = None
+        self._tp_cp: Axis | None = None
         self.destroyed = False
         self.world = world_axis(timeout)
         world_size = self.world.size
@@ -263,6 +265,23 @@ class ParallelMesh:
             assert group is not None
             self._dp_cp_mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("dp_cp",))
         return self._dp_cp_mesh
+
+    @property
+    def tp_cp(self) -> Axis:
+        """The ranks that hold the shards of a layer, if the ranks of the cp axis divide each tensor-parallel shard.
+
+        The first access is a collective of all ranks, since it may create a process group.
+        """
+        if self.tp.size == 1:
+            return self.cp
+        if self._tp_cp is None:
+            if self.pp.size == 1:
+                self._created.append(replace(self.model, name="tp_cp"))
+            else:
+                self._joint_axis("tp_cp", self.tp, self.cp)
+            self._tp_cp = self._created[-1]
+            object.__setattr__(self._tp_cp, "size", NestedRanks(self.tp.size, self.cp.size))
+        return self._tp_cp
 
     @property
     def has_experts_over_replicas(self) -> bool:

@@ -27,7 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from oslo_models.distributed.autograd_collectives import copy_to, gather_from, gather_to, reduce_scatter_from
+from oslo_models.distributed.autograd_collectives import (
+    copy_to,
+    gather_from,
+    gather_to,
+    reduce_from,
+    reduce_scatter_from,
+)
 from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import default_generator, stable_hash
@@ -103,6 +109,7 @@ class ContextParts(TokenDivision):
     """Divides hidden states over the ranks of the cp axis, through all blocks of a stack.
 
     Attributes:
+        tp: axis of the ranks that shard the layers.
         device: device of the model.
         draws: whether the model draws random numbers in blocks.
         prepare: called with each module of a block before it runs. Adapters may have replaced modules.
@@ -110,9 +117,9 @@ class ContextParts(TokenDivision):
         is_inside: whether a block with divided hidden states is running.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, draws: bool) -> None:
+    def __init__(self, axis: Axis, tp: Axis, device: torch.device, draws: bool) -> None:
         super().__init__(axis, f"context_parallel_size={axis.size}")
-        self.device, self.draws = device, draws
+        self.tp, self.device, self.draws = tp, device, draws
         self.prepare: Callable[[nn.Module], None] = lambda module: None
         self.averaged: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
         self.is_inside = False
@@ -218,14 +225,14 @@ class ContextParts(TokenDivision):
     # Mixers -----------------------------------------------------------------------------------------------------------
 
     def divide_sum(self, product: Tensor, bias: Tensor | None) -> ContextPart:
-        """Return this rank's tokens of a sum over the ranks, in a block.
+        """Return this rank's tokens of a sum over the ranks and their tensor-parallel ranks, in a block.
 
         Args:
             product: the product of local features, ``[rows, tokens, out]``.
             bias: the bias of the layer, ``[out]``.
         """
         length = product.shape[TOKENS]
-        local = reduce_scatter_from(self.axis, product, TOKENS, self._sizes(length))
+        local = reduce_from(self.tp, reduce_scatter_from(self.axis, product, TOKENS, self._sizes(length)))
         return self.part(local if bias is None else local + bias.to(local.dtype), length)
 
     # Encoders ---------------------------------------------------------------------------------------------------------

@@ -193,8 +193,15 @@ def become(module: nn.Module, layer: type[nn.Module], replaced: type[nn.Module] 
     Args:
         replaced: class of the modules that ``layer`` replaces as a whole.
     """
+    vars(module).setdefault("_own_class", type(module))
     module.__class__ = layer if type(module) is replaced else _joined(layer, type(module))  # type: ignore[arg-type]
     return module
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `become`."""
+    cls: type[nn.Module] = vars(module).get("_own_class", type(module))
+    return cls
 
 
 @cache

@@ -49,7 +49,7 @@ def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: Par
     Raises:
         ValueError: the attention implementation does not compute parts; or the mixers of blocks cannot be divided.
     """
-    parts = ContextParts(mesh.cp, mesh.device, uses_dropout(model))
+    parts = ContextParts(mesh.cp, mesh.tp, mesh.device, uses_dropout(model))
     check_attention_implementation(model, parts)
     entries = named_entries(model, plan, prefix, head)
     _divide_mixers(model, entries, mesh, parts)
@@ -66,7 +66,7 @@ def divide_context(model: Any, plan: Plan, prefix: str, head: Entries, mesh: Par
     def prepare(module: nn.Module) -> None:
         is_tokenwise = isinstance(module, ShardedModule) or type(module).__name__ in TOKENWISE
         is_tokenwise = is_tokenwise or bool(vars(module).get("_computes_single_tokens"))
-        if is_tokenwise and not isinstance(module, LocalTokensModule):
+        if is_tokenwise and not isinstance(module, (DividedMixer, LocalTokensModule)):
             become(module, LocalTokensModule).context_parts = parts
 
     parts.prepare = prepare
@@ -81,12 +81,7 @@ def _divide_mixers(model: Any, entries: Entries, mesh: ParallelMesh, parts: Cont
         entry = entries.get(name)
         if not isinstance(entry, LocalAttributes) or not entry.convolution or not hasattr(module, entry.convolution):
             continue
-        if mesh.tp.size > 1:
-            raise ValueError(
-                f"{parts.option} divides the heads or channels of each {type(module).__name__}, and "
-                f"tensor_parallel_size={mesh.tp.size} too, which is not supported together: leave one of them out"
-            )
-        division = MixerDivision(module, name, entries, mesh, parts)
+        division = MixerDivision(module, name, entries, model.layouts, mesh, parts)
         become(module, DividedMixer).division = division
 
 

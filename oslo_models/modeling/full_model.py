@@ -21,7 +21,7 @@ from oslo_models.modeling.quantizing import check_not_quantized
 def is_full(model: object) -> bool:
     """Whether this process holds all weights: a transformers model, or a parallel model of sizes 1."""
     mesh = getattr(model, "mesh", None)
-    return mesh is None or mesh.weights.size == 1
+    return mesh is None or (mesh.weights.size == 1 and not mesh.has_experts_over_replicas)
 
 
 def remove_parallel_state(model: ParallelModelInternals) -> None:

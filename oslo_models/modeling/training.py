@@ -37,6 +37,17 @@ from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
 
 
+def enable_checkpointing(model: Any, kwargs: dict[str, Any] | None = None, **options: Any) -> None:
+    """Compute blocks again in the backward pass, by the method of the installed transformers.
+
+    Args:
+        kwargs: arguments of ``torch.utils.checkpoint.checkpoint``; by default, it is not reentrant.
+        options: ``every_n_layers``, ``offload``.
+    """
+    renamed = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.24
+    (renamed or model.gradient_checkpointing_enable)(kwargs or {"use_reentrant": False}, **options)
+
+
 class TrainableModel(PreTrainedModel):
     """The methods of `ParallelModel` for training."""
 

@@ -19,6 +19,7 @@ from oslo_models.config.arguments import Arguments
 from oslo_models.config.sources import checking
 from oslo_models.distributed.mesh import ParallelMesh, check_size
 from oslo_models.modeling.meta_device import meta_device
+from oslo_models.modeling.training import enable_checkpointing
 from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.planning.fake_rank import fake_rank
 from oslo_models.planning.meta_run import (
@@ -257,9 +258,7 @@ def _adapt(job: Job, model: Any) -> Any:
         if job.task != "full":
             model.enable_input_require_grads()
         again = partial(_contexts_of_checkpoint, job.device_type)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # the newer name came with transformers 5.24
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": again})
+        enable_checkpointing(model, {"use_reentrant": False, "context_fn": again})
     return model
 
 

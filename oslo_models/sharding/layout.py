@@ -12,9 +12,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from oslo_models.sharding.shares import NestedRanks, rank_count, share_groups, share_ranges, shares_of
 from oslo_models.sharding.shares import Range as Range
 from oslo_models.sharding.shares import even_ranges as even_ranges
-from oslo_models.sharding.shares import rank_count, share_groups, share_ranges, shares_of
 
 Index = tuple[slice, ...]
 
@@ -141,6 +141,8 @@ class GroupedHeads:
 
     def head_ranges(self, n: int) -> tuple[tuple[Range, Range], ...]:
         """Return, for each rank, its range of query heads and its range of key-value heads."""
+        if isinstance(n, NestedRanks):
+            return n.in_order([self._divided(*held, n.inner) for held in self.head_ranges(n.outer)])
         if n <= self.kv_heads:
             kv = share_ranges(self.kv_heads, n)
             return tuple(((a * self.group, b * self.group), (a, b)) for a, b in kv)
@@ -150,6 +152,12 @@ class GroupedHeads:
             for a, b in share_ranges(self.group, rank_count(last - first, shares[first:last])):
                 pairs.append(((kv_head * self.group + a, kv_head * self.group + b), (kv_head, kv_head + 1)))
         return tuple(pairs)
+
+    def _divided(self, query: Range, kv: Range, n: int) -> tuple[tuple[Range, Range], ...]:
+        """Divide the heads of a rank over ``n`` ranks."""
+        (q, q_stop), (k, k_stop) = query, kv
+        local = replace(self, query_heads=q_stop - q, kv_heads=k_stop - k).head_ranges(n)
+        return tuple(((q + a, q + b), (k + c, k + d)) for (a, b), (c, d) in local)
 
     def local_ratio(self, n: int, rank: int) -> int:
         """Return the query heads per key-value head on ``rank`` (``num_key_value_groups`` of an attention module)."""

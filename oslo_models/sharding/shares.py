@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import Self
 
 Range = tuple[int, int]
 """A half-open interval ``[start, stop)`` of indices."""
+T = TypeVar("T")
 
 
 class WeightedRanks(int):
@@ -31,6 +32,32 @@ class WeightedRanks(int):
 
     def __reduce__(self) -> Any:
         return WeightedRanks, (self.shares,)
+
+
+class NestedRanks(int):
+    """Number of ranks that divide each layer twice: outer ranks divide the layer, and inner ranks divide each shard.
+
+    Behaves as the integer everywhere else. As in the mesh, the number of a rank is ``inner_rank * outer + outer_rank``.
+
+    Attributes:
+        outer: number of outer ranks.
+        inner: number of inner ranks.
+    """
+
+    outer: int
+    inner: int
+
+    def __new__(cls, outer: int, inner: int) -> Self:
+        ranks = super().__new__(cls, outer * inner)
+        ranks.outer, ranks.inner = outer, inner
+        return ranks
+
+    def __reduce__(self) -> Any:
+        return NestedRanks, (self.outer, self.inner)
+
+    def in_order(self, parts: Sequence[Sequence[T]]) -> tuple[T, ...]:
+        """Return the parts of all ranks from the parts of the inner ranks of each outer rank."""
+        return tuple(own[inner] for inner in range(self.inner) for own in parts)
 
 
 def rank_count(n: int, shares: Sequence[int] | None) -> int:
@@ -56,6 +83,10 @@ def share_ranges(count: int, n: int) -> tuple[Range, ...]:
     Sizes are rounded by largest remainders, and the first of equal remainders is rounded up. Each rank gets an item if
     there are enough of them.
     """
+    if isinstance(n, NestedRanks):
+        held = share_ranges(count, n.outer)
+        parts = [[(first + a, first + b) for a, b in even_ranges(last - first, n.inner)] for first, last in held]
+        return n.in_order(parts)
     shares = shares_of(n)
     if not shares:
         return even_ranges(count, n)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,15 +15,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import oslo_models
 from oslo_models.compat import oslo2_sections
 
-from support import zoo
+from support import token_counts, zoo
 from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import TOLERANCE, full_gradients, reference_model, shard_differences
+from support.token_divisions import counting_exchanges, is_divided
 
 CHECKPOINTING = ("partitioned_checkpointing", "contiguous_checkpointing", "cpu_checkpointing")
 
 
-def check_checkpointed_step(variant: str, seed: int, partitioned: bool) -> tuple[int, int]:
+def check_checkpointed_step(
+    variant: str, seed: int, partitioned: bool, sizes: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[int, int]:
     """Check gradients against one process; return the numbers of partitioned hidden states and of blocks."""
     name = zoo.lm_head(variant)
     model = reference_model(name, zoo.config(variant), seed)
@@ -31,27 +36,47 @@ def check_checkpointed_step(variant: str, seed: int, partitioned: bool) -> tuple
     expected = full_gradients(model)
     other: Any = reference_model(name, zoo.config(variant), seed).eval()
     section = {"enable": True, **(dict.fromkeys(CHECKPOINTING, True) if partitioned else {})}
-    config = {"model_parallelism": {"tensor_parallel_size": 2}, "activation_checkpointing": section}
+    config = {"model_parallelism": {"tensor_parallel_size": 2, **sizes}, "activation_checkpointing": section}
     keep = oslo2_sections._PartitionedCheckpoint._keep
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(oslo2_sections._PartitionedCheckpoint, "_keep", lambda *a: kept.append(keep(*a)) or kept[-1])
         oslo_models.initialize(other, config)
         assert other.training
-        with lifted_casts():
+        with lifted_casts(), counting_exchanges() as exchanges, token_counts.counting() as counts:
             other(**batch).loss.backward()
     own = {key: param.grad for key, param in other.named_parameters(remove_duplicate=False)}
     lines = shard_differences(other, "gradient of", own, expected, TOLERANCE)
     assert not lines, "\n".join(lines)
-    assert all(own.numel() == sizes[other.mesh.tp.rank] < shape.numel() for own, shape, _, sizes in kept)
+    assert all(own.numel() == parts[other.mesh.tp.rank] < shape.numel() for own, shape, _, parts in kept)
+    assert bool(exchanges["exchange"]) == ("context_parallel_size" in sizes)
+    assert is_divided(counts) == ("sequence_parallel" in sizes)
     return len(kept), sum(isinstance(module, GradientCheckpointingLayer) for module in other.modules())
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize(("variant", "partitioned"), [("gpt2", True), ("gpt2", False), ("bart", True)])
 def test_activation_checkpointing_gives_the_gradients_of_one_process(
     pool: Pool, variant: str, partitioned: bool, seed: int
 ) -> None:
     for kept, blocks in pool.run(2, check_checkpointed_step, variant, seed, partitioned):
         assert blocks > 1 and kept == (blocks if partitioned else 0)
+
+
+@pytest.mark.stacks
+@pytest.mark.parametrize(
+    ("partitioned", "sizes"),
+    [
+        (False, {"sequence_parallel": True}),
+        (False, {"context_parallel_size": 2, "tensor_parallel_size": 1}),
+        (True, {"context_parallel_size": 2}),
+    ],
+)
+def test_divided_tokens_give_the_gradients_of_one_process(
+    pool: Pool, partitioned: bool, sizes: dict[str, Any], seed: int
+) -> None:
+    ranks = 4 if partitioned else 2
+    for kept, blocks in pool.run(ranks, check_checkpointed_step, "gpt2", seed, partitioned, sizes):
+        assert kept == (blocks if partitioned else 0)
 
 
 def test_kernel_fusion_fuses(seed: int) -> None:

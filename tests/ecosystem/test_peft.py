@@ -506,10 +506,14 @@ def test_adapters_train_with_context_parallelism(pool: Pool, seed: int, tp: int,
 
 
 @pytest.mark.parametrize(
-    "variant", ["lfm2", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("bamba", "qwen3_5_text"))]
+    ("variant", "tp"),
+    [
+        ("lfm2", 1),
+        *(pytest.param(*each, marks=pytest.mark.zoo) for each in (("bamba", 1), ("qwen3_5_text", 1), ("bamba", 2))),
+    ],
 )
-def test_adapters_of_mixers_train_with_context_parallelism(pool: Pool, seed: int, variant: str) -> None:
-    check_context(pool, seed, 1, 1, variant, "all linear")
+def test_adapters_of_mixers_train_with_context_parallelism(pool: Pool, seed: int, variant: str, tp: int) -> None:
+    check_context(pool, seed, tp, 1, variant, "all linear")
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,24 @@ def test_training_with_context_parallelism_equals_one_process(
 
 
 @pytest.mark.parametrize(
+    ("variant", "tp", "dp"),
+    [("lfm2", 1, 1), *(pytest.param(*each, marks=pytest.mark.zoo) for each in (("qwen3_next", 1, 2), ("bamba", 2, 1)))],
+)
+def test_training_of_mixers_with_context_parallelism_equals_one_process(
+    pool: Pool, variant: str, tp: int, dp: int, tmp_path: Path, seed: int
+) -> None:
+    """Ranks compute some of the channels of short convolutions, or of the heads of recurrences."""
+    config = pipelines.config(variant)
+    rows = trainers.text_rows(config, seed, 40)
+    args = {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, **TRAINED}
+    total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * dp})
+    run = trainers.reference_run(zoo.lm_head(variant), config, seed, rows, total, transformers.Trainer)
+    options = {"context_parallel_size": 2}
+    for lines in pool.run(2 * tp * dp, train, run, tp, 1, args, rows, options, env=True):
+        assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
     ("tp", "dp", "ep"),
     [(1, 1, 2), *(pytest.param(*sizes, marks=pytest.mark.zoo) for sizes in ((2, 1, 2), (1, 2, 2), (1, 2, 4)))],
 )

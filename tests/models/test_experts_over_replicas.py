@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from oslo_models import registry
+from oslo_models import registry, tensor_parallel
 from oslo_models.checkpoint import CheckpointError
 from oslo_models.distributed import autograd_collectives
 from oslo_models.distributed.sharded_tensor import local_tensor
@@ -223,6 +223,8 @@ def refuse_wrappers() -> None:
         model.matrix_optimizer(torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match=r"expert_parallel_size=3 divides the experts over groups of 3 replicas"):
         cls.from_config_with_parallel(zoo.config("mixtral"), expert_parallel_size=3)
+    with pytest.raises(RuntimeError, match="this MixtralForCausalLM is already sharded"):
+        tensor_parallel(model, ["cpu"] * 2)
     with pytest.raises(ValueError, match="over several replicas, and a deployed model has one"):
         cls.from_config_with_parallel(zoo.config("mixtral"), expert_parallel_size=2, deploy=True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from oslo_models import registry
 from oslo_models.distributed.collectives import all_reduce
+from oslo_models.modeling.training import enable_checkpointing
 
 from support import zoo
+from support.checkpointing import checkpoint_selectively
 from support.drawn_steps import shortened
 from support.dropout_masks import RATE
 from support.float64 import lifted_casts
@@ -56,6 +62,11 @@ MIXERS = [
 def constructed(division: str, config: Any, **options: Any) -> Any:
     cls: Any = registry.find("LlamaForCausalLM")
     return cls.from_config_with_parallel(config, seed=0, **sizes_of(division, 2), **options)
+
+
+def sharded_with(division: str) -> tuple[dict[str, Any], int]:
+    """Return options beside the number of ranks that divide tokens, and the number of all ranks."""
+    return ({"tensor_parallel_size": 2}, 4) if division == CONTEXT else ({"tensor_parallel_shares": [2, 1]}, 2)
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -107,28 +118,39 @@ def test_parameters_after_five_steps_match_transformers(pool: Pool, division: st
     pool.run(2, check_training, division, step, batches, (full_parameters(model), losses), {})
 
 
-def test_parameters_with_sharded_layers_match_transformers(pool: Pool, division: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    "variant", ["llama-untied", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("bamba", "lfm2", "mamba"))]
+)
+def test_parameters_with_sharded_layers_match_transformers(pool: Pool, division: str, variant: str, seed: int) -> None:
     """Context parallelism beside tensor parallelism. Unequal shares of sequence parallelism."""
-    name, config = "LlamaForCausalLM", zoo.config("llama-untied")
+    name, config = zoo.lm_head(variant), zoo.config(variant)
     model = reference_model(name, config, seed)
     step = Step(name, config, {}, full_parameters(model), {}, torch.zeros(()), {})
     batches = [zoo.batch(name, config, seed + number) for number in range(5)]
     losses = take_steps(model, make_optimizer("AdamW", model.parameters()), batches)
-    options = {"tensor_parallel_size": 2} if division == CONTEXT else {"tensor_parallel_shares": [2, 1]}
-    ranks = 4 if division == CONTEXT else 2
+    options, ranks = sharded_with(division)
     pool.run(ranks, check_training, division, step, batches, (full_parameters(model), losses), options)
 
 
-def check_checkpointing(division: str, step: Step) -> None:
+CHECKPOINTING: dict[str, Callable[[Any], object]] = {
+    "plain": lambda model: None,
+    "reentrant": lambda model: enable_checkpointing(model, {"use_reentrant": True}),
+    "not reentrant": enable_checkpointing,
+    "every other block": lambda model: enable_checkpointing(model, every_n_layers=2),
+    "without products": lambda model: checkpoint_selectively(model, "products"),
+    "without collectives": lambda model: checkpoint_selectively(model, "collectives"),
+}
+
+
+def check_checkpointing(division: str, step: Step, options: dict[str, Any]) -> None:
     """Loss, gradients and random states are equal with and without recomputation.
 
     In float32: the mode that lifts casts is not active while the backward pass recomputes.
     """
     results = {}
-    for mode in ("plain", "reentrant", "not reentrant"):
-        model = divided_model(division, step, 2, torch.float32)
-        if mode != "plain":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": mode == "reentrant"})
+    for mode, checkpoint_blocks in CHECKPOINTING.items():
+        model = divided_model(division, step, 2, torch.float32, **options)
+        checkpoint_blocks(model)
         torch.manual_seed(5)
         with counting(division) as counts:
             loss = model(**step.batch).loss
@@ -153,7 +175,20 @@ def test_step_with_checkpointing_equals_one_without(pool: Pool, division: str, v
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE, use_cache=False)
     weights = full_parameters(reference_model(name, config, seed, torch.float32))
     batch = zoo.batch(name, config, seed, torch.float32)
-    pool.run(2, check_checkpointing, division, Step(name, config, batch, weights, {}, torch.zeros(()), {}))
+    pool.run(2, check_checkpointing, division, Step(name, config, batch, weights, {}, torch.zeros(()), {}), {})
+
+
+@pytest.mark.parametrize(
+    "variant", ["lfm2", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("bamba", "mamba"))]
+)
+def test_sharded_step_with_checkpointing_equals_one_without(pool: Pool, division: str, variant: str, seed: int) -> None:
+    """Mixers divided over the ranks of both axes, or over ranks with unequal shares. With dropout."""
+    name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE, use_cache=False)
+    weights = full_parameters(reference_model(name, config, seed, torch.float32))
+    batch = zoo.batch(name, config, seed, torch.float32)
+    step = Step(name, config, batch, weights, {}, torch.zeros(()), {})
+    options, ranks = sharded_with(division)
+    pool.run(ranks, check_checkpointing, division, step, options)
 
 
 # FSDP2 ----------------------------------------------------------------------------------------------------------------
@@ -214,14 +249,31 @@ def check_fully_sharded(
     options = {"tensor_parallel_size": tp} if division == CONTEXT else {}
     model = divided_model(division, training.step, n, **options)
     freeze(model, training.frozen)
-    wrapped, dp = fully_sharded(model, over, blocks), model.mesh.dp
-    optimizer, lines = make_optimizer("AdamW", wrapped.parameters()), list[str]()
+    wrapped = fully_sharded(model, over, blocks)
+    lines = training_differences(division, model, wrapped, make_optimizer("AdamW", wrapped.parameters()), training)
+    assert all(isinstance(param.data, DTensor) for param in model.parameters())
+    assert not lines, "\n".join(lines)
+
+
+def check_partitioned_optimizer(division: str, training: Training) -> None:
+    """DDP, and an optimizer that updates some of the parameters on each replica."""
+    model = divided_model(division, training.step, 2)
+    group, optimizer = model.mpu.get_data_parallel_group(), make_optimizer("AdamW", model.parameters())
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key in ("lr", "eps")}
+    zero = ZeroRedundancyOptimizer(model.parameters(), type(optimizer), process_group=group, **options)
+    lines = training_differences(division, model, DistributedDataParallel(model, process_group=group), zero, training)
+    assert 0 < len(zero.optim.param_groups[0]["params"]) < len([*model.parameters()])
+    assert not lines, "\n".join(lines)
+
+
+def training_differences(division: str, model: Any, wrapped: Any, optimizer: Any, training: Training) -> list[str]:
+    """Train, and return a line for each difference from one process."""
+    dp, lines = model.mesh.dp, list[str]()
     for number, batches in enumerate(training.batches):
         own, loss = batches[dp.rank :: dp.size], torch.zeros((), dtype=torch.float64)
         optimizer.zero_grad()
         for batch in own:
-            wrapped.set_requires_gradient_sync(batch is own[-1])
-            with lifted_casts(), counting(division) as counts:
+            with lifted_casts(), counting(division) as counts, accumulating(wrapped, batch is own[-1]):
                 part = wrapped(**batch).loss / len(own)
                 part.backward()
             assert is_divided(counts)
@@ -233,10 +285,16 @@ def check_fully_sharded(
         optimizer.step()
         lines += differences("loss", all_reduce(dp, loss) / dp.size, training.losses[number], TOLERANCE)
         lines += differences("norm", norm, training.norms[number], TOLERANCE)
-    sharded = dict(model.named_parameters(remove_duplicate=False))
-    assert all(isinstance(param.data, DTensor) for param in sharded.values())
-    lines += shard_differences(model, "trained", sharded, training.trained, TOLERANCE)
-    assert not lines, "\n".join(lines)
+    own_parameters = dict(model.named_parameters(remove_duplicate=False))
+    return lines + shard_differences(model, "trained", own_parameters, training.trained, TOLERANCE)
+
+
+def accumulating(wrapped: Any, is_last: bool) -> AbstractContextManager[Any]:
+    """Context of a backward pass whose gradients are reduced over replicas after the last batch only."""
+    if isinstance(wrapped, DistributedDataParallel):
+        return nullcontext() if is_last else wrapped.no_sync()
+    wrapped.set_requires_gradient_sync(is_last)
+    return nullcontext()
 
 
 @pytest.mark.parametrize("over", [REPLICAS, COPIES])
@@ -253,6 +311,13 @@ def test_fully_sharded_training_matches_transformers(
 ) -> None:
     """Tied and untied weights, left padding, accumulated and clipped gradients."""
     pool.run(4, check_fully_sharded, division, reference_training(variant, seed), over)
+
+
+@pytest.mark.parametrize("variant", ["llama", pytest.param("t5", marks=pytest.mark.zoo)])
+def test_training_of_replicas_with_a_partitioned_optimizer_matches_transformers(
+    pool: Pool, division: str, variant: str, seed: int
+) -> None:
+    pool.run(4, check_partitioned_optimizer, division, reference_training(variant, seed))
 
 
 @pytest.mark.stacks
@@ -275,10 +340,11 @@ def test_fully_sharded_training_in_other_ways_matches_transformers(
 
 
 @pytest.mark.parametrize("over", [REPLICAS, COPIES])
+@pytest.mark.parametrize("variant", ["llama", pytest.param("bamba", marks=pytest.mark.zoo)])
 def test_fully_sharded_weights_of_sharded_layers_match_transformers(
-    pool: Pool, division: str, over: str, seed: int
+    pool: Pool, division: str, variant: str, over: str, seed: int
 ) -> None:
-    pool.run(4, check_fully_sharded, division, reference_training("llama", seed), over, 2, 2)
+    pool.run(4, check_fully_sharded, division, reference_training(variant, seed), over, 2, 2)
 
 
 def check_fully_sharded_checkpointing(division: str, step: Step, over: str) -> None:

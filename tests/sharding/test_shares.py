@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from oslo_models.sharding.layout import EvenSplit, ExpertWidth, GroupedHeads
 from oslo_models.sharding.shares import (
+    NestedRanks,
     WeightedRanks,
     apportion,
     even_ranges,
@@ -64,6 +65,32 @@ def test_ranks_that_replicate_a_key_value_head_have_equal_loads() -> None:
     large_first, large_last = (heads.head_ranges(rank_count(3, given)) for given in ([2, 1, 1], [1, 1, 2]))
     assert large_first == (((0, 4), (0, 1)), ((4, 6), (1, 2)), ((6, 8), (1, 2)))
     assert large_last == (((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 8), (1, 2)))
+
+
+def test_ranks_divide_the_units_of_ranks() -> None:
+    """Three and two of five units, over two ranks each. The outer rank changes fastest."""
+    n = NestedRanks(2, 2)
+    assert (n, hash(n), [1] * n) == (4, hash(4), [1, 1, 1, 1])
+    assert EvenSplit(5, 10).ranges(n) == ((0, 20), (30, 40), (20, 30), (40, 50))
+    assert EvenSplit(8).ranges(NestedRanks(2, 3))[::2] == ((0, 2), (2, 3), (3, 4))
+    again = pickle.loads(pickle.dumps(n))
+    assert EvenSplit(5, 10).ranges(again) == EvenSplit(5, 10).ranges(copy.deepcopy(n)) == EvenSplit(5, 10).ranges(n)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
+def test_heads_that_ranks_divide_twice_keep_their_key_value_head(
+    outer: int, inner: int, groups: int, group: int
+) -> None:
+    """Each query head is on one rank, together with its key-value head, as far as there are enough heads."""
+    heads, n = GroupedHeads(groups * group, groups, 1), NestedRanks(outer, inner)
+    if outer > heads.query_heads:
+        return
+    held = []
+    for (q, q_stop), (kv, kv_stop) in heads.head_ranges(n):
+        held += range(q, q_stop)
+        assert (q_stop - q) % (kv_stop - kv) == 0
+        assert all(kv <= head // group < kv_stop for head in range(q, q_stop))
+    assert sorted(held) == [*range(heads.query_heads)]
 
 
 @given(st.data())

@@ -491,6 +491,21 @@ def rows_of_other_heads_in_the_backward_pass(patch: Patch) -> None:
     patch.setattr(context_mixers, "WeightSource", lambda whole, shard: right(whole.flip(0), shard))
 
 
+def gradients_of_shared_weights_of_mixers_of_one_shard(patch: Patch) -> None:
+    """Tensor-parallel ranks apply one norm to different heads."""
+    patch.setattr(context_mixers.MixerDivision, "_is_shared", lambda self, path: False)
+
+
+def gradients_of_inputs_of_mixers_of_one_shard(patch: Patch) -> None:
+    """Hidden states get the gradients of the heads of one tensor-parallel rank."""
+    patch.setattr(context_mixers.MixerDivision, "entered", lambda self, hidden: hidden)
+
+
+def outputs_of_mixers_of_one_shard(patch: Patch) -> None:
+    """The output projection adds up the products of the ranks that divide tokens only."""
+    patch.setattr(context_parts, "reduce_from", lambda axis, x: x)
+
+
 CONTEXT_PARALLEL = (
     context_gradients_not_summed,
     context_gradients_summed_twice,
@@ -954,6 +969,18 @@ MUTANTS: dict[str, list[Caught]] = {
             for mutant, variant in (
                 (gradients_of_shared_weights_of_mixers_summed_twice, "qwen3_next"),
                 (rows_of_other_heads_in_the_backward_pass, "qwen3_5_text"),
+            )
+        ],
+        *[
+            (
+                mutant,
+                "test_heads_of_mixers_divided_twice_match_transformers",
+                {"variant": variant, "heads": heads, "sizes": (2, 2)},
+            )
+            for mutant, variant, heads in (
+                (gradients_of_shared_weights_of_mixers_of_one_shard, "qwen3_5_text", "rules"),
+                (gradients_of_inputs_of_mixers_of_one_shard, "bamba", "two groups"),
+                (outputs_of_mixers_of_one_shard, "bamba", "two groups"),
             )
         ],
         (norms_of_all_ranks_of_a_batch, "test_gradient_norms_count_each_weight_once", {"tp": 1}),

@@ -30,17 +30,25 @@ def shortened(batch: dict[str, Any], length: int) -> dict[str, Any]:
     return {key: of(value) for key, value in batch.items()}
 
 
+def _fit_rules(config: Any, n: int) -> None:
+    """Give gated delta rules enough key heads for ``n`` ranks, which they do not divide evenly."""
+    text = config.get_text_config()
+    if getattr(text, "linear_num_key_heads", n) < n:
+        text.linear_num_key_heads, text.linear_num_value_heads = n + 1, 2 * (n + 1)
+
+
 def drawn_step(
     name: str, model_type: str, seed: int, n: int, length: int | None, folder: Path | None = None
 ) -> tuple[Step, dict[str, Any], str]:
     """Return the step of transformers' class with a drawn configuration that it can run, and that has enough heads.
 
     Args:
-        n: tensor-parallel or context-parallel ranks.
+        n: tensor-parallel or context-parallel ranks, or both together.
         length: tokens of a row, if the batch is of text.
         folder: where to save the model, for pipeline stages. The batch then has rows for micro-batches.
     """
     for drawn in draws.draws(name, model_type, seed):
+        _fit_rules(drawn.config, n)
         plan = registry.find(name).plan(drawn.config)  # type: ignore[attr-defined]
         if plan.single_rank_reason or (plan.max_ranks() or n) < n:
             continue
