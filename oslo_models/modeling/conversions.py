@@ -346,11 +346,12 @@ def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> Checkpoint
         if reader.tensors.keys() >= {*there} and name not in reader.tensors:
             parts[name] = there
     reader = with_concatenations(reader, parts)
-    chunks, paired = {}, {}
-    for name, own in chunked_names(conversions, shapes).items():
+    chunks: dict[str, dict[str, int]] = {}
+    paired: dict[str, int] = {}
+    for name, halves in chunked_names(conversions, shapes).items():
         if (saved := rename(name)) in reader.tensors:
-            chunks[saved] = {rename(part): shapes[part][0] for part in own}
-            paired |= {rename(part): half for part, half in own.items() if half}
+            chunks[saved] = {rename(part): shapes[part][0] for part in halves}
+            paired |= {rename(part): half for part, half in halves.items() if half}
     reader = with_pairs(with_chunks(reader, chunks), paired)
     alternating = {
         name: saved
