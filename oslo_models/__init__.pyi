@@ -562,6 +562,9 @@ from oslo_models.models.janus import JanusVisionModel as JanusVisionModel
 from oslo_models.models.jetmoe import JetMoeForCausalLM as JetMoeForCausalLM
 from oslo_models.models.jetmoe import JetMoeForSequenceClassification as JetMoeForSequenceClassification
 from oslo_models.models.jetmoe import JetMoeModel as JetMoeModel
+from oslo_models.models.kimi_k25 import Kimi_K25ForConditionalGeneration as Kimi_K25ForConditionalGeneration
+from oslo_models.models.kimi_k25 import Kimi_K25Model as Kimi_K25Model
+from oslo_models.models.kimi_k25 import Kimi_K25VisionModel as Kimi_K25VisionModel
 from oslo_models.models.kimi_linear import KimiLinearForCausalLM as KimiLinearForCausalLM
 from oslo_models.models.kimi_linear import KimiLinearModel as KimiLinearModel
 from oslo_models.models.kolibri1 import Kolibri1ForCausalLM as Kolibri1ForCausalLM
@@ -1368,6 +1371,8 @@ from transformers import JanusConfig as JanusConfig
 from transformers import JanusVisionConfig as JanusVisionConfig
 from transformers import JetMoeConfig as JetMoeConfig
 from transformers import KimiLinearConfig as KimiLinearConfig
+from transformers import Kimi_K25Config as Kimi_K25Config
+from transformers import Kimi_K25VisionConfig as Kimi_K25VisionConfig
 from transformers import Kolibri1Config as Kolibri1Config
 from transformers import LEDConfig as LEDConfig
 from transformers import LagunaConfig as LagunaConfig
@@ -1744,6 +1749,7 @@ from transformers.models.jais2.modeling_jais2 import Jais2PreTrainedModel as Jai
 from transformers.models.jamba.modeling_jamba import JambaPreTrainedModel as JambaPreTrainedModel
 from transformers.models.janus.modeling_janus import JanusPreTrainedModel as JanusPreTrainedModel
 from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel as JetMoePreTrainedModel
+from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25PreTrainedModel as Kimi_K25PreTrainedModel
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearPreTrainedModel as KimiLinearPreTrainedModel
 from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1PreTrainedModel as Kolibri1PreTrainedModel
 from transformers.models.laguna.modeling_laguna import LagunaPreTrainedModel as LagunaPreTrainedModel

@@ -179,6 +179,7 @@ _ALL = {
     "jamba": "Jamba",
     "janus": "Janus",
     "jetmoe": "JetMoe",
+    "kimi_k25": "Kimi_K25",
     "kimi_linear": "KimiLinear",
     "kolibri1": "Kolibri1",
     "laguna": "Laguna",
@@ -368,6 +369,7 @@ NO_SEQUENCE_PARALLEL = {
             *("PaddleOCRVisionTransformer", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel", "Qwen3_5VisionModel"),
             *("Qwen3_5MoeVisionModel", "Qwen4ExpVisionModel", "CohereCompassVisionModel", "Cosmos3EdgeVisionModel"),
             *("Exaone4_5_VisionModel", "Lfm3VlVisionModel", "MuseGlimmerVisionModel", "Qwen3ASREncoder"),
+            "Kimi_K25VisionModel",
         ),
         "its hidden states have no dimension of rows",
     ),
@@ -385,7 +387,8 @@ _HEADS = """
     glm4_moe_lite glm4v glm4v_moe glm_moe_dsa glm_ocr glmasr got_ocr2 gpt2 gpt_bigcode gpt_neox gptj granite
     granite4_vision granite_docling granite_speech granite_speech_plus granitemoe granitemoeshared helium hrm_text
     hubert hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3 ijepa
-    internvl jais2 janus kolibri1 laguna layoutlm lighton_ocr llama llava llava_next llava_next_video llava_onevision
+    internvl jais2 janus kimi_k25 kolibri1 laguna layoutlm lighton_ocr llama llava llava_next llava_next_video
+    llava_onevision
     longcat_flash m2m_100 marian mbart mellum metaclip_2 minicpm3 minimax_m2 ministral ministral3 mistral mistral3
     mistral4 mixtral mobilebert modernbert modernbert-decoder moonshine mt5 muse_glimmer musicflamingo nanochat
     nemotron olmo olmo2 olmo3 olmoe omniasr omniasr_ctc opt ovis2 paddleocr_vl paligemma pegasus persimmon phi phi3
@@ -430,7 +433,7 @@ NO_CONTEXT_PARALLEL = dict.fromkeys(
         *("CohereCompassVisionModel", "Cosmos3EdgeVisionModel", "Exaone4_5_VisionModel", "Glm4vVisionModel"),
         *("Glm4vMoeVisionModel", "GlmOcrVisionModel", "MuseGlimmerVisionModel", "PaddleOCRVisionModel"),
         *("PaddleOCRVisionTransformer", "Qwen3ASREncoder", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel"),
-        *("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel"),
+        *("Qwen3_5VisionModel", "Qwen3_5MoeVisionModel", "Kimi_K25VisionModel"),
     ),
     "its hidden states have no dimension of rows",
 )

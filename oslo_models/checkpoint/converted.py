@@ -137,6 +137,21 @@ class _Interleaved:
 
 
 @dataclass(frozen=True)
+class _Paired:
+    """Tensor whose heads are stored in rotary pairs of rows: the first of each half, the second of each half, ..."""
+
+    source: str
+    half: int
+
+    def copy(self, reader: CheckpointReader, wanted: Index, out: Tensor) -> None:
+        rows, *others = wanted
+        head = 2 * self.half
+        first, last = rows.start // head * head, -(-rows.stop // head) * head
+        heads = reader.read_region(self.source, (slice(first, last), *others)).unflatten(0, (-1, self.half, 2))
+        out.copy_(heads.transpose(1, 2).flatten(0, 2)[rows.start - first : rows.stop - first])
+
+
+@dataclass(frozen=True)
 class _Transposed:
     """Stacked matrices that are stored transposed."""
 
@@ -256,6 +271,19 @@ def with_halves(reader: CheckpointReader, interleaved: Mapping[str, str]) -> Che
             )
         made[name] = stored.shape, stored.dtype, _Interleaved(source)
     return _with(reader, made, set(interleaved.values()))
+
+
+def with_pairs(reader: CheckpointReader, halves: Mapping[str, int]) -> CheckpointReader:
+    """Replace tensors whose heads are stored in rotary pairs of rows by tensors with the halves of each head in turn.
+
+    Args:
+        halves: half of the rows of a head, by the name of the tensor.
+    """
+    made: Made = {}
+    for name, half in halves.items():
+        stored = reader.tensors[name]
+        made[name] = tuple(stored.shape), stored.dtype, _Paired(name, half)
+    return _with(reader, made, set())
 
 
 def with_transposes(reader: CheckpointReader, transposed: Mapping[str, str]) -> CheckpointReader:

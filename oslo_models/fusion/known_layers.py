@@ -344,6 +344,7 @@ CALL_EAGER_ATTENTION = _names("""
     hunyuan_vl.HunYuanVLVisionAttention janus.JanusVisionAttention lfm3_vl.Lfm3VlVisionAttention
     metaclip_2.MetaClip2Attention minicpm_ocr.MiniCPMOcrVisionAttention minicpmv4_6.MiniCPMV4_6VisionAttention
     minicpmv4_7.MiniCPMV4_7VisionAttention mistral4.Mistral4Attention muse_glimmer.MuseGlimmerTextAttention
+    kimi_k25.Kimi_K25VisionAttention
     chameleon.ChameleonAttention moss_transcribe_diarize.MossTranscribeDiarizeAudioAttention
     muse_glimmer.MuseGlimmerVisionAttention ovis2.Ovis2VisionAttention pix2struct.Pix2StructTextAttention
     pix2struct.Pix2StructVisionAttention video_llama_3.VideoLlama3VisionAttention

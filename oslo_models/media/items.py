@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -287,6 +288,8 @@ def _tokens_of_grids(kind: Kind, grid: Tensor, batch: Mapping[str, Any], config:
     if hasattr(tower, "max_image_size"):  # HunYuan has a token after each line of patches, and may have two around them
         lines, length = (grid[:, 1:] // merged).unbind(-1)
         return grid[:, 0] * lines * (length + 1) + 2 * hasattr(config, "im_newline_id")
+    if area := getattr(tower, "merge_kernel_size", None):  # Kimi K2.5 takes the mean of all frames
+        return grid[:, 1:].prod(-1) // prod(area)
     merged = batch.get(f"{kind.name}_merge_sizes", merged)  # VideoLLaMA 3
     return grid.prod(-1) // merged**2
 

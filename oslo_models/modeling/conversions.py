@@ -33,11 +33,27 @@ from oslo_models.checkpoint.converted import (
     with_concatenations,
     with_halves,
     with_merges,
+    with_pairs,
     with_stacks,
     with_transposes,
 )
 from oslo_models.modeling.original_class import original_class
 from oslo_models.pipeline.sharded_model import ShardedModel
+
+
+def conversion_mapping(model: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """Return transformers' renamings and conversions of a model, so that each name is renamed by itself.
+
+    transformers renames the later names of a group, such as the second norm of Kimi K2.5, only after the first.
+    """
+    found = []
+    for each in get_model_conversion_mapping(model, *args, **kwargs):
+        if type(each).__name__ == "GroupWeightRename":  # the later names first, since they become the earlier ones
+            pairs = zip(each._original_source_patterns, each._original_target_patterns, strict=True)
+            found += [WeightRenaming(source, target) for source, target in reversed([*pairs])]
+        else:
+            found.append(each)
+    return found
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,7 @@ class Conversions:
     @classmethod
     def of(cls, model: ShardedModel) -> Conversions:
         """Return the conversions of a model, or of a stage of it."""
-        found = get_model_conversion_mapping(model, add_legacy=False)
+        found = conversion_mapping(model, add_legacy=False)
         kept = [each for each in found if not isinstance(each, PrefixChange) and not transposes_experts(each)]
         return cls(kept, model.config, [each for each in found if transposes_experts(each)])
 
@@ -146,34 +162,52 @@ def _concatenates(converter: WeightConverter) -> bool:
     return known and operations[0].dim == 0
 
 
-def chunked_names(conversions: Conversions, names: Iterable[str]) -> dict[str, list[str]]:
+def chunked_names(conversions: Conversions, shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, int]]:
     """Map each checkpoint tensor that transformers splits into several to the model's names of these parts.
+
+    A part has a number: half of the rows of a head if the checkpoint holds the rows of a head in rotary pairs, else 0.
 
     Args:
         conversions: the conversions of the model, or of a stage of it.
-        names: the names of tensors in the full model.
+        shapes: the shapes of the full tensors, by their names in the full model.
     """
     found, converters = {}, conversions.converters(_chunks)
-    names = set(names) if converters else set()
+    names = set(shapes) if converters else set()
     for name in sorted(names):
         for converter in converters:
             first, *others = converter.target_patterns
             parts = [name, *(name.replace(first, other, 1) for other in others)]
             is_first = first in name and _target_pattern(name, converter) == _reversed(converter).source_patterns[0]
             if is_first and names.issuperset(parts):
-                marks = {part: torch.arange(1) for part in parts}
-                (saved,) = conversions.revert(marks)
-                found[str(saved)] = parts
+                empty = {part: torch.empty(tuple(shapes[part]), device="meta") for part in parts}
+                (saved,) = conversions.revert(empty)
+                found[str(saved)] = {
+                    part: _half_of_pairs(converter, target, shapes[part][0], conversions.config)
+                    for part, target in zip(parts, converter.target_patterns, strict=True)
+                }
     return found
+
+
+def _half_of_pairs(converter: WeightConverter, target: str, rows: int, config: Any) -> int:
+    """Return half of the rows of a head, or 0 if transformers does not permute the rows of this part."""
+    for operation in converter.operations:
+        if type(operation).__name__ == _PERMUTE and any(name in target for name in operation.permute_layer_names):
+            heads: int = getattr(config, operation.subconfig_key).num_attention_heads
+            return rows // heads // 2
+    return 0
+
+
+_PERMUTE = "PermuteForRope"
 
 
 def _chunks(converter: WeightConverter) -> bool:
     """Whether a conversion splits a tensor along its first dimension.
 
     ``Chunk`` makes parts of equal size. ``Split``, since transformers 5.24, makes parts of the sizes in the model.
+    Kimi K2.5 permutes the rows of some parts, too.
     """
     operations = [type(operation).__name__ for operation in converter.operations]
-    known = operations in (["Chunk"], ["Split"]) and len(converter.target_patterns) > 1
+    known = operations in (["Chunk"], ["Split"], ["Chunk", _PERMUTE]) and len(converter.target_patterns) > 1
     return known and converter.operations[0].dim == 0 and len(converter.source_patterns) == 1
 
 
@@ -312,12 +346,13 @@ def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> Checkpoint
         if reader.tensors.keys() >= {*there} and name not in reader.tensors:
             parts[name] = there
     reader = with_concatenations(reader, parts)
-    chunks = {
-        saved: {rename(part): shapes[part][0] for part in own}
-        for name, own in chunked_names(conversions, shapes).items()
-        if (saved := rename(name)) in reader.tensors
-    }
-    reader = with_chunks(reader, chunks)
+    chunks: dict[str, dict[str, int]] = {}
+    paired: dict[str, int] = {}
+    for name, halves in chunked_names(conversions, shapes).items():
+        if (saved := rename(name)) in reader.tensors:
+            chunks[saved] = {rename(part): shapes[part][0] for part in halves}
+            paired |= {rename(part): half for part, half in halves.items() if half}
+    reader = with_pairs(with_chunks(reader, chunks), paired)
     alternating = {
         name: saved
         for name, source in interleaved_names(conversions, shapes).items()
@@ -344,7 +379,7 @@ def _names_in(reader: CheckpointReader, model: ShardedModel) -> Callable[[str], 
     # Most types convert no tensors and ask for no name.
     @cache
     def renamings() -> list[WeightRenaming]:
-        return [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+        return [entry for entry in conversion_mapping(model) if isinstance(entry, WeightRenaming)]
 
     def renamed(name: str) -> str:
         target = str(rename_source_key(name, renamings(), [])[0])

@@ -56,9 +56,9 @@ def _parts(
     stacks, joined = expert_pieces(conversions, shapes), concatenated_parts(conversions, shapes)
     alternating, merged = interleaved_names(conversions, layouts), merged_parts(conversions, shapes)
     padded, inside = padded_names(conversions, layouts), set[str]()
-    for saved, chunks in chunked_names(conversions, layouts).items():
+    for saved, chunks in chunked_names(conversions, shapes).items():
         if len({layouts[chunk].dim for chunk in chunks}) == 1:  # else they stay separate, which transformers also loads
-            yield saved, _Joined(tuple(chunks)), _together(layouts, chunks)
+            yield saved, _Joined(chunks), _together(layouts, [*chunks])
             inside.update(chunks)
     for name in names:
         layout = layouts[name]
@@ -114,12 +114,21 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Concatenation of several tensors."""
+    """Concatenation of several tensors.
 
-    names: tuple[str, ...]
+    Attributes:
+        halves: by the name of each tensor, half of the rows of a head if they are saved in rotary pairs, else 0.
+    """
+
+    halves: Mapping[str, int]
 
     def of(self, tensors: _LatestTensors) -> Tensor:
-        return torch.cat([tensors[name] for name in self.names])
+        return torch.cat([_in_pairs(tensors[name], half) for name, half in self.halves.items()])
+
+
+def _in_pairs(x: Tensor, half: int) -> Tensor:
+    """Return rows of whole heads with the rows of each rotary pair side by side."""
+    return x.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2) if half else x
 
 
 @dataclass(frozen=True)

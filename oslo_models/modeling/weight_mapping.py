@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
@@ -22,7 +21,13 @@ from oslo_models.config.sources import checking
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of, plan_over
-from oslo_models.modeling.conversions import is_renaming, is_unpadding, stacking_reader, transposes_experts
+from oslo_models.modeling.conversions import (
+    conversion_mapping,
+    is_renaming,
+    is_unpadding,
+    stacking_reader,
+    transposes_experts,
+)
 from oslo_models.modeling.meta_device import meta_device
 from oslo_models.modeling.original_class import original_class
 from oslo_models.sharding.layout import EvenSplit, Layout
@@ -116,7 +121,7 @@ class WeightMapping:
         self, sources: Iterable[str], key_mapping: dict[str, str] | None
     ) -> Iterator[tuple[str, str, WeightConverter | None]]:
         """Yield the pairs of `target_names`, each with transformers' conversion from tensor to parameter, if any."""
-        mapping = get_model_conversion_mapping(self.model, key_mapping)
+        mapping = conversion_mapping(self.model, key_mapping)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         prefixes = dict.fromkeys((self.model.base_model_prefix, original_class(type(self.model)).base_model_prefix))

@@ -103,7 +103,7 @@ def test_patterns_need_not_end_in_weight(tmp_path: Path, monkeypatch: pytest.Mon
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     converter = WeightConverter(parts, one, [Concatenate(0)]) if is_joined else WeightConverter(one, parts, [Chunk(0)])
     for module in (weight_mapping, conversions):
-        monkeypatch.setattr(module, "get_model_conversion_mapping", lambda *args, **kwargs: [converter])
+        monkeypatch.setattr(module, "conversion_mapping", lambda *args, **kwargs: [converter])
     loaded = own.from_pretrained_with_parallel(tmp_path).state_dict()
     assert all(torch.equal(value, loaded[key]) for key, value in full.state_dict().items())
     longer = f"model.layers.0.{one if is_joined else parts[0]}_scale"
@@ -118,7 +118,7 @@ def test_conversions_without_a_reader_are_refused_by_name(tmp_path: Path, monkey
     rows, columns = load_file(tmp_path / "model.safetensors")[f"model.layers.0.{square}"].shape
     assert rows == columns
     found = [WeightConverter(square, square, [Transpose(0, 1)])]
-    monkeypatch.setattr(weight_mapping, "get_model_conversion_mapping", lambda *args, **kwargs: found)
+    monkeypatch.setattr(weight_mapping, "conversion_mapping", lambda *args, **kwargs: found)
     with pytest.raises(
         CheckpointError, match=r"computes model\.layers\.0\.self_attn\.o_proj\.weight from .* by Transpose"
     ):

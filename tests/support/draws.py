@@ -585,7 +585,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _fit_rotary_grid),
     **dict.fromkeys(("paddleocr_vl_vision", "exaone4_5_vision", "lfm3_vl_vision"), _fit_rotary_grid),
-    **dict.fromkeys(("cohere_compass_vision",), _fit_rotary_grid),
+    **dict.fromkeys(("cohere_compass_vision", "kimi_k25_vision"), _fit_rotary_grid),
     **dict.fromkeys(("video_llama_3_vision", "muse_glimmer_vision"), _fit_rotary_grid),
     "minimax_m3_vl_vision": _fit_rotary_volume,
     "qwen4_exp_text": _fit_qwen4,
@@ -695,6 +695,9 @@ def _configured(
         values["vision_config"]["out_hidden_size"] = values["text_config"]["hidden_size"]
     if model_type == "florence2":
         values["vision_config"]["projection_dim"] = values["text_config"]["d_model"]
+    if model_type == "kimi_k25":
+        values["projection_hidden_size"] = values["vision_config"]["hidden_size"]
+        values["text_config"]["q_lora_rank"] = 10  # transformers saves other queries as if they were of the tower
     if model_type == "muse_glimmer":
         values["out_hidden_size"] = 4 * values["vision_config"]["hidden_size"]
     if model_type in ("blip-2", "instructblip") and "word_embed_proj_dim" in values["text_config"]:

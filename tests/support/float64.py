@@ -22,6 +22,7 @@ _CASTS = {
     F.log_softmax,
     F.cross_entropy,  # DETR's has weights
     torch.zeros_like,  # Inkling 2 sums the outputs of experts into it
+    Tensor.new_zeros,  # Kimi K2.5 sums the frames of a video into it
     *(
         getattr(owner, name)
         for owner in (torch, Tensor)

@@ -13,7 +13,7 @@ from support import zoo
 
 BY_PATCH = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "exaone4_5"),
-    *("hyperclovax_vision_v2", "lfm3_vl", "minimax_m3_vl"),
+    *("hyperclovax_vision_v2", "kimi_k25", "lfm3_vl", "minimax_m3_vl"),
 )
 BY_IMAGE = {"llava_next_video": (10, 2), "llava_onevision": (10, 3), "video_llava": (4, 10)}
 """Types with tokens of tiles or frames: the tokens of an image, and of a video of two frames."""
@@ -40,6 +40,8 @@ def batch_of(model_type: str, name: str, config: Any, seed: int) -> dict[str, Te
                 sizes = [BY_IMAGE[model_type][kind == "video"]]
             else:  # models from Qwen3-VL on have the time between frames
                 sizes = [4] * count if model_type.startswith("qwen3") else [4 * count]
+            if model_type == "kimi_k25":  # takes the mean of the frames
+                sizes = [4]
             for size in sizes:
                 ids[row, at : at + size], types[row, at : at + size] = token[kind], 1 + (kind == "video")
                 at += size + 1
@@ -52,13 +54,14 @@ def batch_of(model_type: str, name: str, config: Any, seed: int) -> dict[str, Te
         given |= {"image_sizes": torch.tensor([[16, 16]])} if tiles else {}
         return {**given, "pixel_values": images, "pixel_values_videos": videos}
     tower = config.vision_config
-    width = 3 * tower.temporal_patch_size * tower.patch_size**2
+    side = tower.patch_size
+    shape = (3, side, side) if model_type == "kimi_k25" else (3 * tower.temporal_patch_size * side**2,)
     for kind, values, grid in (
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
     ):
         given[grid] = torch.tensor([[count, 4, 4] for count in frames[kind]])
-        given[values] = torch.randn(16 * sum(frames[kind]), width, generator=generator, dtype=torch.float64)
+        given[values] = torch.randn(16 * sum(frames[kind]), *shape, generator=generator, dtype=torch.float64)
     known = zoo.parameters_of_forward(name)
     return {**given, "mm_token_type_ids": types} if "mm_token_type_ids" in known else given
 

@@ -762,6 +762,13 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 3], "mlp_ratios": [2, 3]},
         "problem_type": "single_label_classification",
     },
+    "kimi_k25": {
+        "text_config": {**_LATENT, **TOKENS, "model_type": "deepseek_v3"},
+        "vision_config": {
+            **{**_BERT, "model_type": "kimi_k25_vision", "patch_size": 4, "pos_emb_height": 3, "pos_emb_width": 3},
+        },
+        **{**_SEEING, "video_token_id": 96, "vision_start_token_id": 97, "projection_hidden_size": 24},
+    },
     "muse_glimmer": {
         "text_config": {
             **{**_LLAMA, **TOKENS, **_WINDOW, "model_type": "muse_glimmer_text", "layer_rope_theta": [100.0, 0]},
@@ -1619,6 +1626,7 @@ SLOW_TESTS_ONLY = {
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
+    "kimi_k25",
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
