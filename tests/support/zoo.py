@@ -1726,7 +1726,8 @@ def heads(variant: str) -> list[str]:
     """Return the names of all classes of the architecture."""
     model_type, _ = {**VARIANTS, **ODD}.get(variant, (variant, {}))
     if model_type not in registry.ARCHITECTURES:  # the decoder of a model of text and images
-        model_type = configuration_auto.model_type_to_module_name(model_type)
+        module = configuration_auto.model_type_to_module_name(model_type)
+        model_type = module if module in registry.ARCHITECTURES else f"{module}_thinker"
     return list(registry.model_classes(model_type))
 
 
