@@ -864,6 +864,9 @@ from oslo_models.models.qwen2 import Qwen2ForQuestionAnswering as Qwen2ForQuesti
 from oslo_models.models.qwen2 import Qwen2ForSequenceClassification as Qwen2ForSequenceClassification
 from oslo_models.models.qwen2 import Qwen2ForTokenClassification as Qwen2ForTokenClassification
 from oslo_models.models.qwen2 import Qwen2Model as Qwen2Model
+from oslo_models.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerForConditionalGeneration as Qwen2_5OmniThinkerForConditionalGeneration
+from oslo_models.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerModel as Qwen2_5OmniThinkerModel
+from oslo_models.models.qwen2_5_omni_thinker import Qwen2_5OmniThinkerTextModel as Qwen2_5OmniThinkerTextModel
 from oslo_models.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as Qwen2_5_VLForConditionalGeneration
 from oslo_models.models.qwen2_5_vl import Qwen2_5_VLModel as Qwen2_5_VLModel
 from oslo_models.models.qwen2_5_vl import Qwen2_5_VLTextModel as Qwen2_5_VLTextModel
@@ -910,6 +913,9 @@ from oslo_models.models.qwen3_next import Qwen3NextForQuestionAnswering as Qwen3
 from oslo_models.models.qwen3_next import Qwen3NextForSequenceClassification as Qwen3NextForSequenceClassification
 from oslo_models.models.qwen3_next import Qwen3NextForTokenClassification as Qwen3NextForTokenClassification
 from oslo_models.models.qwen3_next import Qwen3NextModel as Qwen3NextModel
+from oslo_models.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerForConditionalGeneration as Qwen3OmniMoeThinkerForConditionalGeneration
+from oslo_models.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerModel as Qwen3OmniMoeThinkerModel
+from oslo_models.models.qwen3_omni_moe_thinker import Qwen3OmniMoeThinkerTextModel as Qwen3OmniMoeThinkerTextModel
 from oslo_models.models.qwen3_vl import Qwen3VLForConditionalGeneration as Qwen3VLForConditionalGeneration
 from oslo_models.models.qwen3_vl import Qwen3VLModel as Qwen3VLModel
 from oslo_models.models.qwen3_vl import Qwen3VLTextModel as Qwen3VLTextModel
@@ -1487,6 +1493,7 @@ from transformers import Qwen2Config as Qwen2Config
 from transformers import Qwen2MoeConfig as Qwen2MoeConfig
 from transformers import Qwen2VLConfig as Qwen2VLConfig
 from transformers import Qwen2VLTextConfig as Qwen2VLTextConfig
+from transformers import Qwen2_5OmniThinkerConfig as Qwen2_5OmniThinkerConfig
 from transformers import Qwen2_5_VLConfig as Qwen2_5_VLConfig
 from transformers import Qwen2_5_VLTextConfig as Qwen2_5_VLTextConfig
 from transformers import Qwen3ASRConfig as Qwen3ASRConfig
@@ -1494,6 +1501,7 @@ from transformers import Qwen3ASREncoderConfig as Qwen3ASREncoderConfig
 from transformers import Qwen3Config as Qwen3Config
 from transformers import Qwen3MoeConfig as Qwen3MoeConfig
 from transformers import Qwen3NextConfig as Qwen3NextConfig
+from transformers import Qwen3OmniMoeThinkerConfig as Qwen3OmniMoeThinkerConfig
 from transformers import Qwen3VLConfig as Qwen3VLConfig
 from transformers import Qwen3VLMoeConfig as Qwen3VLMoeConfig
 from transformers import Qwen3VLMoeTextConfig as Qwen3VLMoeTextConfig

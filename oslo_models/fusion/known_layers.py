@@ -101,7 +101,10 @@ RMS_NORMS = _names("""
     emu3.Emu3RMSNorm exaone4_5.Exaone4_5_RMSNorm granite4_vision.Granite4VisionTextRMSNorm
     granite_docling.GraniteDoclingTextRMSNorm hunyuan_vl.HunYuanVLRMSNorm idefics2.Idefics2RMSNorm
     lfm3_vl.Lfm3VlVisionRMSNorm mistral4.Mistral4RMSNorm ovis2.Ovis2RMSNorm pix2struct.Pix2StructLayerNorm
-    chameleon.ChameleonRMSNorm qianfan_ocr.QianfanOCRVisionRMSNorm
+    chameleon.ChameleonRMSNorm qianfan_ocr.QianfanOCRVisionRMSNorm qwen2_5_omni.Qwen2_5OmniRMSNorm
+    qwen3_omni_moe.Qwen3OmniMoeCode2WavRMSNorm
+    qwen3_omni_moe.Qwen3OmniMoeRMSNorm qwen3_omni_moe.Qwen3OmniMoeTextRMSNorm
+    qwen3_omni_moe.Qwen3OmniMoeThinkerTextRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
@@ -148,6 +151,8 @@ GATED_MLPS = _names("""
     deepseek_ocr2.DeepseekOcr2TextMLP deepseek_ocr2.DeepseekOcr2VisionMLP emu3.Emu3MLP
     granite4_vision.Granite4VisionTextMLP granite_docling.GraniteDoclingTextMLP hunyuan_vl.HunYuanVLMLP
     chameleon.ChameleonMLP mistral4.Mistral4MLP muse_glimmer.MuseGlimmerTextMLP ovis2.Ovis2MLP ovis2.Ovis2VisionMLP
+    qwen3_omni_moe.Qwen3OmniMoeCode2WavMlp qwen3_omni_moe.Qwen3OmniMoeMLP
+    qwen3_omni_moe.Qwen3OmniMoeTalkerTextMLP qwen3_omni_moe.Qwen3OmniMoeThinkerTextMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -202,7 +207,9 @@ LLAMA_BLOCKS = _names("""
     qwen3_moe.Qwen3MoeDecoderLayer qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer seed_oss.SeedOssDecoderLayer
     smollm3.SmolLM3DecoderLayer
     solar_open.SolarOpenDecoderLayer starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
-    qwen2_5_vl.Qwen2_5_VLDecoderLayer qwen2_vl.Qwen2VLDecoderLayer
+    qwen2_5_omni.Qwen2_5OmniDecoderLayer qwen2_5_vl.Qwen2_5_VLDecoderLayer qwen2_vl.Qwen2VLDecoderLayer
+    qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorDecoderLayer qwen3_omni_moe.Qwen3OmniMoeTalkerDecoderLayer
+    qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer
     glm4v_moe.Glm4vMoeTextDecoderLayer
     paddleocr_vl.PaddleOCRDecoderLayer
     moonshine.MoonshineEncoderLayer
@@ -334,7 +341,11 @@ CALL_EAGER_ATTENTION = _names("""
     glmasr.GlmAsrAttention
     granite_speech5.GraniteSpeech5EncoderAttention lasr.LasrEncoderAttention moonshine.MoonshineAttention
     omniasr.OmniASRAttention parakeet.ParakeetEncoderAttention qwen2_audio.Qwen2AudioAttention
-    qwen3_asr.Qwen3ASRAudioAttention voxtral.VoxtralAttention
+    qwen2_5_omni.Qwen2_5OmniAttention qwen2_5_omni.Qwen2_5OmniAudioAttention
+    qwen2_5_omni.Qwen2_5OmniVisionAttention qwen3_asr.Qwen3ASRAudioAttention
+    qwen3_omni_moe.Qwen3OmniMoeAudioAttention qwen3_omni_moe.Qwen3OmniMoeCode2WavAttention
+    qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorAttention qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention
+    qwen3_omni_moe.Qwen3OmniMoeVisionAttention voxtral.VoxtralAttention
     cosmos3_edge.Cosmos3EdgeTextAttention cosmos3_edge.Cosmos3EdgeVisionAttention
     deepseek_ocr2.DeepseekOcr2TextAttention deepseek_ocr2.DeepseekOcr2VisionAttention emu3.Emu3Attention
     emu3.Emu3VQVAEAttentionBlock exaone4_5.Exaone4_5_Attention exaone4_5.Exaone4_5_VisionAttention
@@ -389,6 +400,8 @@ ROTARY_ATTENTIONS = {
     """),
     "qwen3.Qwen3Attention": _names("""
         dots1.Dots1Attention mellum.MellumAttention qwen3.Qwen3Attention qwen3_moe.Qwen3MoeAttention
+        qwen3_omni_moe.Qwen3OmniMoeCode2WavAttention qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorAttention
+        qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention
     """),
     "seed_oss.SeedOssAttention": _names("seed_oss.SeedOssAttention"),
     "smollm3.SmolLM3Attention": _names("smollm3.SmolLM3Attention"),
@@ -421,5 +434,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     mllama.MllamaTextSelfAttention paddleocr_vl.PaddleOCRAttention
     lasr.LasrEncoderAttention
     mistral4.Mistral4Attention muse_glimmer.MuseGlimmerTextAttention
+    qwen2_5_omni.DiTAttention qwen2_5_omni.Qwen2_5OmniAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""

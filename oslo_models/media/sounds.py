@@ -32,7 +32,12 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
             )
         chunks = mask.unflatten(-1, (-1, 2 * encoder.n_window)).sum(-1)
         lengths = _halved(chunks, 3).sum(-1)
-    elif kind in ("audioflamingo3_encoder", "qwen2_audio_encoder"):  # a convolution, and an average of two positions
+    elif kind == "qwen3_omni_moe_audio_encoder":  # the same, without padding to whole chunks
+        size = 2 * encoder.n_window
+        whole, rest = mask.sum(-1) // size, mask.sum(-1) % size
+        lengths = whole * ((size + 7) // 8) + _halved(rest, 3)
+    elif kind in ("audioflamingo3_encoder", "qwen2_5_omni_audio_encoder", "qwen2_audio_encoder"):
+        # a convolution, and an average of two positions
         lengths = _halved(mask.sum(-1), 1) // 2
     elif kind == "glmasr_encoder":  # a convolution, and a projector of four positions
         lengths = _halved(mask.sum(-1), 1) // 4

@@ -17,11 +17,13 @@ class QwenEncoderParallel(ParallelModel):
     """Sharding plan of the encoders of image patches in Qwen's models.
 
     Attributes:
+        qkv: the projections of attention, or the one that joins them.
         mlp: the entries of the MLP of a block.
         positions: the modules beside the embedding of patches.
         mergers: the modules that merge neighbouring patches.
     """
 
+    qkv: ClassVar[tuple[str, ...]] = ("qkv",)
     mlp: ClassVar[Entries] = {"mlp.fc1": ColumnParallel(), "mlp.fc2": RowParallel()}
     positions: ClassVar[Entries] = {}
     mergers: ClassVar[Entries] = {"merger": Replicated()}
@@ -33,7 +35,7 @@ class QwenEncoderParallel(ParallelModel):
         block = {
             "norm1": Norm(),
             "attn": LocalAttributes({"num_heads": heads.local_count}),
-            "attn.qkv": ColumnParallel(heads, heads, heads),
+            **{f"attn.{name}": ColumnParallel(*[heads] * (3 // len(cls.qkv))) for name in cls.qkv},
             "attn.proj": RowParallel(heads),
             "norm2": Norm(),
             **cls.mlp,

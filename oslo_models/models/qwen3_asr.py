@@ -8,10 +8,16 @@ from oslo_models.models.voxtral import VoxtralParallel
 from oslo_models.models.whisper import WhisperEncoderParallel
 
 
-class Qwen3ASREncoder(WhisperEncoderParallel, hf.Qwen3ASREncoder):
+class Qwen3ASREncoderParallel(WhisperEncoderParallel):
+    """Sharding plan of the encoders of sounds in Qwen3-ASR and Qwen3-Omni."""
+
     audio_layers = ("conv2d1", "conv2d2", "conv2d3", "conv_out")
     final_norm = "ln_post"
     reason = "the chunks of all sounds are one row"
+
+
+class Qwen3ASREncoder(Qwen3ASREncoderParallel, hf.Qwen3ASREncoder):
+    pass
 
 
 class Qwen3ASRModel(VoxtralParallel, hf.Qwen3ASRModel):

@@ -55,11 +55,13 @@ class WhisperEncoderParallel(ParallelModel):
     Attributes:
         audio_layers: the modules that embed the audio.
         final_norm: the norm after the blocks.
+        projectors: the modules after this norm.
         reason: see `PipelineRules.single_stage_reason`.
     """
 
     audio_layers: ClassVar[tuple[str, ...]] = WhisperParallel.audio_layers
     final_norm: ClassVar[str] = "layer_norm"
+    projectors: ClassVar[tuple[str, ...]] = ()
     reason: ClassVar[str] = "none of its modules outputs the embedded audio"
 
     @classmethod
@@ -67,7 +69,7 @@ class WhisperEncoderParallel(ParallelModel):
         return Plan(
             embed=dict.fromkeys(cls.audio_layers, Replicated()),
             blocks={"layers": WhisperParallel.block(heads_of(config), "self_attn")},
-            head={cls.final_norm: Norm()},
+            head={cls.final_norm: Norm(), **dict.fromkeys(cls.projectors, Replicated())},
         ).with_rules(single_stage_reason=cls.reason)
 
 

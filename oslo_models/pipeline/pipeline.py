@@ -273,7 +273,8 @@ class Pipeline:
         """
         base, encoded, failure = self.model.base_model, {}, None
         runs_before = getattr(self.model, "_supports_mm_encoder_outputs", None)
-        given = [kind for kind in KINDS if kwargs.get(kind.values) is not None]
+        # transformers encodes sounds in the first step
+        given = [kind for kind in KINDS if kind.modality != "audio" and kwargs.get(kind.values) is not None]
         if not self.stage.towers or not given or runs_before is None or not runs_before():
             return self.without_pixels(kwargs)
         if self.stage.index == 0:
@@ -284,7 +285,8 @@ class Pipeline:
                 if failure is None:
                     encoded[kind.modality], failure = _catch(partial(encode, **own, return_dict=True))
         self._broadcast_from(torch.zeros(1, dtype=self.model.dtype, device=self.mesh.device), 0, failure)
-        rest = {name: value for name, value in kwargs.items() if name not in PIXELS}
+        encoded_pixels = [name for kind in given for name in (kind.values, *kind.pixels)]
+        rest = {name: value for name, value in self.without_pixels(kwargs).items() if name not in encoded_pixels}
         return {**rest, "mm_encoder_outputs": encoded} if encoded else rest
 
     @torch.no_grad()

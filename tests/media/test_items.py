@@ -147,6 +147,13 @@ def hearing(kind: str | None, **sizes: Any) -> Any:
             [300, 100, 99, 101, 8, 9],
             [39, 13, 13, 14, 1, 2],
         ),
+        (hearing("qwen2_5_omni_audio_encoder"), "feature_attention_mask", [3000, 1, 0, 7, 8], [750, 0, 0, 2, 2]),
+        (
+            hearing("qwen3_omni_moe_audio_encoder", n_window=50),
+            "feature_attention_mask",
+            [300, 100, 99, 101, 8, 9],
+            [39, 13, 13, 14, 1, 2],
+        ),
         (hearing("fun_asr_nano_encoder"), "input_features_mask", [4, 0, 7], [4, 0, 7]),
         (hearing(None), "input_features_mask", [4, 0, 7], [4, 0, 7]),
     ],

@@ -474,7 +474,9 @@ def test_base_classes_of_transformers_are_exported() -> None:
             classes.pop(name_of_part, None)
         assert all(issubclass(cls, base) for cls in classes.values())
         assert name not in registry.model_classes(model_type)
-    assert without == ["encoder-decoder", "minimax_m3_vl", "speech-encoder-decoder", "vision-encoder-decoder"]
+    expected = ["encoder-decoder", "minimax_m3_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"]
+    expected += ["speech-encoder-decoder", "vision-encoder-decoder"]
+    assert without == [model_type for model_type in expected if model_type in registry.ARCHITECTURES]
 
 
 def test_names_that_oslo_1_exported_are_there() -> None:

@@ -586,6 +586,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _fit_rotary_grid),
     **dict.fromkeys(("paddleocr_vl_vision", "exaone4_5_vision", "lfm3_vl_vision"), _fit_rotary_grid),
     **dict.fromkeys(("cohere_compass_vision", "kimi_k25_vision"), _fit_rotary_grid),
+    **dict.fromkeys(("qwen2_5_omni_vision_encoder", "qwen3_omni_moe_vision_encoder"), _fit_rotary_grid),
     **dict.fromkeys(("video_llama_3_vision", "muse_glimmer_vision"), _fit_rotary_grid),
     "minimax_m3_vl_vision": _fit_rotary_volume,
     "qwen4_exp_text": _fit_qwen4,
@@ -708,7 +709,7 @@ def _configured(
         values["vision_config"]["hidden_size"] = text["hidden_size"] = text["num_heads"] * text["d_kv"]
     if model_type == "mllama":
         values["vision_config"]["vision_output_dim"] = 2 * values["vision_config"]["hidden_size"]
-    if model_type == "qwen3_asr":
+    if "output_dim" in values.get("audio_config", {}):
         values["audio_config"]["output_dim"] = values["text_config"]["hidden_size"]
     if model_type == "fun_asr_nano":
         width = values["text_config"]["hidden_size"]

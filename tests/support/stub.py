@@ -18,7 +18,10 @@ from oslo_models import registry
 from support import ROOT
 
 STUB = ROOT / "oslo_models" / "__init__.pyi"
-WITHOUT_BASE = ("encoder-decoder", "minimax_m3_vl", "speech-encoder-decoder", "vision-encoder-decoder")
+WITHOUT_BASE = (
+    *("encoder-decoder", "minimax_m3_vl", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "speech-encoder-decoder"),
+    "vision-encoder-decoder",
+)
 """Architectures without a base class of their prefix in transformers."""
 HEADER = '''\
 # ruff: noqa

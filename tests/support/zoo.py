@@ -171,6 +171,7 @@ _BYTES: dict[str, Any] = {**_BERT, "vocab_size": TOKENS["vocab_size"]}
 
 _TOWER: dict[str, Any] = {**_BERT, "image_size": 16, "patch_size": 4}
 _QWEN_SEEING: dict[str, Any] = {"image_token_id": 98, "vision_start_token_id": 97, "pad_token_id": 0}
+_OMNI: dict[str, Any] = {"vision_start_token_id": 97, "audio_start_token_id": 95, "pad_token_id": 0}
 _QWEN_TOWER: dict[str, Any] = {
     **{"depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6, "patch_size": 4, "out_hidden_size": 24},
 }
@@ -1028,12 +1029,36 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         **_QWEN_SEEING,
     },
+    "qwen2_5_omni_thinker": {
+        "text_config": {**_UNTIED, **TOKENS, "model_type": "qwen2_5_omni_text", "rope_parameters": _mrope(1, 1, 0)},
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "qwen2_5_omni_vision_encoder", "window_size": 8},
+            "fullatt_block_indexes": [1],
+        },
+        "audio_config": {**_EAR, "model_type": "qwen2_5_omni_audio_encoder", "n_window": 4, "output_dim": 24},
+        **{**_OMNI, "image_token_index": 98, "audio_token_index": 96},
+    },
     "qwen2_5_vl": {
         "text_config": {**_KV, **TOKENS, "model_type": "qwen2_5_vl_text", "rope_parameters": _mrope(1, 1, 0)},
         "vision_config": {
             **{**_QWEN_TOWER, "model_type": "qwen2_5_vl_vision", "window_size": 8, "fullatt_block_indexes": [1]},
         },
         **_QWEN_SEEING,
+    },
+    "qwen3_omni_moe_thinker": {
+        "text_config": {
+            **{**_LLAMA, **_MIXTURE, **TOKENS, "num_hidden_layers": 3, "model_type": "qwen3_omni_moe_text"},
+            **{"rope_parameters": _mrope(1, 1, 1), "tie_word_embeddings": False},
+        },
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "qwen3_omni_moe_vision_encoder", "num_position_embeddings": 16},
+            "deepstack_visual_indexes": [0],
+        },
+        "audio_config": {
+            **{**_EAR, "model_type": "qwen3_omni_moe_audio_encoder", "max_source_positions": 13, "output_dim": 24},
+            **{"n_window_infer": 100, "downsample_hidden_size": 4},
+        },
+        **{**_OMNI, "image_token_id": 98, "audio_token_id": 96},
     },
     "qwen3_vl": {
         "text_config": {
@@ -1598,6 +1623,17 @@ LEFT_OUT: dict[str, set[str]] = {
     "qwen3_5_moe": {"Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"},
     "qwen4_exp_text": {"Qwen4ExpForConditionalGeneration", "Qwen4ExpModel", "Qwen4ExpVisionModel"},
     "qwen4_exp": {"Qwen4ExpForCausalLM", "Qwen4ExpTextModel"},
+    "qwen2_5_omni_thinker": {  # the parts that speak, and the whole
+        *("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniTalkerForConditionalGeneration"),
+        *("Qwen2_5OmniTalkerModel", "Qwen2_5OmniToken2WavBigVGANModel", "Qwen2_5OmniToken2WavDiTModel"),
+        "Qwen2_5OmniToken2WavModel",
+    },
+    "qwen3_omni_moe_thinker": {
+        *("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeTalkerForConditionalGeneration"),
+        *("Qwen3OmniMoeTalkerModel", "Qwen3OmniMoeTalkerCodePredictorModel", "Qwen3OmniMoeCode2Wav"),
+        *("Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration", "Qwen3OmniMoeCode2WavDecoderBlock"),
+        "Qwen3OmniMoeCode2WavTransformerModel",
+    },
 }
 """Classes that transformers has in the module of a model type and the zoo does not."""
 
@@ -1637,6 +1673,7 @@ SLOW_TESTS_ONLY = {
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
     *("audioflamingo3", "canary", "cohere_asr", "fun_asr_nano", "glmasr", "granite_speech5_ctc", "granite_speech_plus"),
     *("lasr_ctc", "moss_transcribe_diarize", "musicflamingo", "omniasr", "qwen2_audio", "sew-d"),
+    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
@@ -1684,7 +1721,8 @@ def heads(variant: str) -> list[str]:
     """Return the names of all classes of the architecture."""
     model_type, _ = {**VARIANTS, **ODD}.get(variant, (variant, {}))
     if model_type not in registry.ARCHITECTURES:  # the decoder of a model of text and images
-        model_type = configuration_auto.model_type_to_module_name(model_type)
+        module = configuration_auto.model_type_to_module_name(model_type)
+        model_type = module if module in registry.ARCHITECTURES else f"{module}_thinker"
     return list(registry.model_classes(model_type))
 
 
@@ -1788,9 +1826,9 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    hears = bool({"input_features", "input_values"} & known.keys()) and not sees
+    hears = bool({"input_features", "input_values"} & known.keys()) and (not sees or hasattr(config, "audio_config"))
     longer = {"deepseek_ocr2": 445, "florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18}.get(
-        config.model_type, 14
+        config.model_type, 26 if sees and hears else 14
     )
     length = (38 if hasattr(config, "image_grid_pinpoints") else longer) if sees or hears else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
@@ -1869,7 +1907,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         codes = [token for text, token in config.vocabulary_map.items() if text.startswith("IMG")]
         given["labels"] = given["labels"].masked_fill(torch.isin(given["labels"], torch.tensor(codes)), -100)
     if hears:
-        given |= _sounds(config, ids, generator, dtype)
+        given |= _sounds(config, given["input_ids"], generator, dtype)
     return given
 
 
@@ -1893,7 +1931,9 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     each = {"florence2": 5, "emu3": 6, "hunyuan_vl": 8, "hy_v4_vl": 6}.get(config.model_type, 4)
     tokens = iter([*TILED[config.model_type].values()] if config.model_type in TILED else [each] * sum(IMAGES_OF_ROWS))
     around = getattr(config, "visual_indicator_token_ids", ())  # only beside images
-    for indicator in around:
+    starts = [getattr(config, f"{kind}_start_token_id", None) for kind in ("audio", "vision")]
+    among_sounds = starts[0] is not None  # its positions count the tokens before and after each item
+    for indicator in (*around, *(starts if among_sounds else ())):
         ids = ids.masked_fill(ids == indicator, 3)
     for row, images in enumerate(IMAGES_OF_ROWS):
         start = 4
@@ -1903,7 +1943,7 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
                 ids[row, start - 1] = before
             if around:
                 ids[row, start - 1], ids[row, start + count] = around[0], around[1]
-            start += count + 1
+            start += count + 1 + among_sounds
     given = {"input_ids": ids}
     if "image_grid_thw" in (known := parameters_of_forward(name)):
         if "mm_token_type_ids" in known:
@@ -1966,7 +2006,8 @@ FRAMES = {
     "fun_asr_nano_encoder": (4, 4, 3, 2),
     "glmasr_encoder": (32, 32, 28, 20),
     "omniasr_audio": (50, 50, 40, 30),
-    "qwen3_asr_encoder": (100, 32, 20, 16),
+    **dict.fromkeys(("qwen3_asr_encoder", "qwen3_omni_moe_audio_encoder"), (100, 32, 20, 16)),
+    "qwen2_5_omni_audio_encoder": (16, 16, 12, 8),
 }
 """By encoder of sounds: the frames of a batch, and of its sounds without padding. These have 4, 3 and 2 tokens."""
 
@@ -1988,7 +2029,8 @@ def _features(encoder: Any, generator: torch.Generator, dtype: torch.dtype) -> d
     sounds = torch.randn(3, encoder.num_mel_bins, frames, generator=generator, dtype=dtype)
     if kind == "voxtral_encoder":  # reads padding
         return {"input_features": sounds}
-    name = "feature_attention_mask" if kind == "qwen2_audio_encoder" else "input_features_mask"
+    named = kind in ("qwen2_5_omni_audio_encoder", "qwen2_audio_encoder", "qwen3_omni_moe_audio_encoder")
+    name = "feature_attention_mask" if named else "input_features_mask"
     return {"input_features": sounds, name: mask}
 
 
@@ -1996,11 +2038,15 @@ def _sounds(config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.d
     """Return sounds, and the tokens with a placeholder for each of their features."""
     ids, token = ids.masked_fill(ids == config.audio_token_id, 3), config.audio_token_id
     counts = iter((4, 4, 4) if config.model_type == "voxtral" else (4, 3, 2))
+    before = getattr(config, "audio_start_token_id", None)
     for row, sounds in enumerate(IMAGES_OF_ROWS):
-        start = 4
+        images = (ids[row] == getattr(config, "image_token_id", -1)).nonzero()
+        start = int(images.max()) + 3 if len(images) else 4
         for count in islice(counts, sounds):
             ids[row, start : start + count] = token
-            start += count + 1
+            if before is not None:
+                ids[row, start - 1] = before
+            start += count + 1 + (before is not None)
     encoder = config.encoder_config if hasattr(config, "encoder_config") else config.audio_config
     return {"input_ids": ids, **_features(encoder, generator, dtype)}
 
@@ -2065,8 +2111,9 @@ def _captions(name: str, config: Any, generator: torch.Generator, dtype: torch.d
 
 def text_only(config: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a batch of text and images, or of text and sounds, without them."""
-    token = config.image_token_id if hasattr(config, "image_token_id") else config.audio_token_id
-    ids = batch["input_ids"].masked_fill(batch["input_ids"] == token, 3)
+    ids = batch["input_ids"]
+    for token in (getattr(config, name, -1) for name in ("image_token_id", "audio_token_id")):
+        ids = ids.masked_fill(ids == token, 3)
     return {**{key: value for key, value in batch.items() if key not in (*IMAGES, *SOUNDS)}, "input_ids": ids}
 
 
