@@ -101,7 +101,7 @@ def running_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if name != "seed"}
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
 @pytest.mark.parametrize("model_type", JOINING)
 def test_rows_with_images_get_their_own_tokens(
@@ -113,7 +113,7 @@ def test_rows_with_images_get_their_own_tokens(
     compare(pool, model_type, tmp_path, seed, **sizes)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("model_type", JOINING)
 def test_rows_with_images_and_drafts_get_their_own_tokens(
     pool: Pool, tmp_path: Path, seed: int, model_type: str
