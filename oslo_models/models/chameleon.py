@@ -36,3 +36,4 @@ class ChameleonModel(ChameleonParallel, hf.ChameleonModel):
 
 class ChameleonForConditionalGeneration(ChameleonParallel, hf.ChameleonForConditionalGeneration):
     head_plan = LM_HEAD
+    loss_needs_full_logits = True  # those of tokens of images are overwritten

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch import step_runner
-from oslo_models.deploy.running_batch.admission import READ_PADDING, Admission, with_states
+from oslo_models.deploy.running_batch.admission import Admission, reason_against_padding, with_states
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.prefixes import Prefixes
@@ -207,7 +207,7 @@ def checked(
     reference = reference_model(name, config, seed, torch.float64).eval()
     reference.save_pretrained(folder)
     given = requests(random.Random(seed), count)
-    if config.model_type in READ_PADDING:  # padded calls do not join
+    if reason_against_padding(config) is not None:  # padded calls do not join
         given = [{**each, "attention_mask": torch.ones_like(each["attention_mask"])} for each in given]
     with lifted_casts():
         expected = [alone(reference, each) for each in given]

@@ -1776,6 +1776,7 @@ _FAULTS = {
     "doge-experts": (18, "passes a tuple to dropout"),
     "falcon_h1-normed": (23, "generates with the mask of another length"),
     "qwen4_exp": (18, "has no indexed attention"),
+    "kimi_k25-videos": (24, "takes one size of videos only"),
     "qwen4_exp_text": (18, "has no indexed attention"),
     "qwen4_exp_text-plain": (18, "has no indexed attention"),
 }
@@ -1826,7 +1827,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    hears = bool({"input_features", "input_values"} & known.keys()) and (not sees or hasattr(config, "audio_config"))
+    hears = bool({"input_features", "input_values"} & known.keys())
+    hears &= not sees or getattr(config, "audio_config", None) is not None
     longer = {"deepseek_ocr2": 445, "florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18}.get(
         config.model_type, 26 if sees and hears else 14
     )

@@ -71,6 +71,8 @@ READ_PADDING: Mapping[str, str] = {
     "xlstm": "its states include the padding",
 }
 """Decoder types with other tokens for padded rows in transformers, and the reason. Padded calls do not join."""
+_BIASES = ("mamba_proj_bias", "use_bias", "conv_bias", "add_bias_linear")
+"""Options of decoders with states that give the projections before a convolution a bias."""
 _BY_COLUMNS: Mapping[str, str] = {
     "mpt": "its biases count the columns of the cache between two tokens, and drafts leave empty columns",
 }
@@ -217,6 +219,9 @@ def _kind(config: Any) -> str:
 
 def reason_against_padding(config: Any) -> str | None:
     """Return why padded rows of a model have other tokens in transformers; ``None`` if they have equal ones."""
+    text = config.get_text_config(decoder=True)
+    if has_states(config) and any(getattr(text, name, False) for name in _BIASES):
+        return "its convolutions read the biases of padding"
     return READ_PADDING.get(_kind(config))
 
 
