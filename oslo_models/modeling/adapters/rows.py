@@ -111,8 +111,8 @@ def _forward(
         rows: indices of each adapter's rows; ``None``: all of them.
         shape: number of rows and of their positions; ``None`` if all rows have the same adapters.
     """
-    if shape is not None and x.shape[:2] != shape:
-        if x.dim() != 2 or x.shape[0] != shape[0] * (shape[1] or 0):
+    if shape is not None and not (x.dim() > 2 and x.shape[0] == shape[0]):
+        if x.dim() != 2 or x.shape[0] != shape[0] * (shape[1] or 0):  # the tokens of all rows, one after another
             raise RuntimeError(
                 f"a layer with adapters got an input of shape {tuple(x.shape)} for {shape[0]} rows of {shape[1]} "
                 f"positions, so it cannot tell the rows apart. {_WAY_OUT}"
