@@ -286,7 +286,7 @@ def _adapters(model: TransformersModel, method: str, args: tuple[Any, ...]) -> A
     return call_adapters(model, method, args)
 
 
-def _reason_against_adapter_names(model: TransformersModel) -> str | None:
+def _reason_against_adapter_names(model: Any) -> str | None:
     from oslo_models.modeling.adapters.rows import reason_against_rows
 
     return reason_against_rows(model)

@@ -148,7 +148,7 @@ class MixesRows(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, adapter_names: Sequence[str] | None = None, **kwargs: Any) -> Any:
         if adapter_names is None:
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            return super().forward(x, *args, **kwargs)
         if (reason := _reason_of_layer("", self)) is not None:
             raise ValueError(f"adapter_names={list(adapter_names)!r}: a layer with adapters {reason}. {_WAY_OUT}")
         if len(adapter_names) != len(x):
