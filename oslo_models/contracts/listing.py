@@ -269,7 +269,12 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract(
         "peft.peft_model.PeftModel._get_base_model_class", "modeling.adapters.peft_model.ShardedPeftModel", "self"
     ),
-    _contract("peft.tuners.lora.layer.Linear.forward", "modeling.adapters.layers._AddsBeforeSharing", "self x"),
+    _contract(
+        "peft.tuners.lora.layer.Linear.forward",
+        "modeling.adapters.layers._AddsBeforeSharing modeling.adapters.rows.MixesRows",
+        "self x",
+    ),
+    _contract("peft.tuners.lora.layer.Embedding.forward", "modeling.adapters.layers._ParallelLoraEmbedding", "self x"),
     _contract(
         "peft.tuners.lora.layer.ParamWrapper.forward", "modeling.adapters.experts.ParallelParamWrapper", "self x"
     ),

@@ -16,7 +16,9 @@ _OVERRIDING = (("set_adapter",), ("enable_adapters", "disable_adapters"))
 class DeployedAdapters:
     """A mixin of deployed models. Adapters stay unmerged. ``restart`` loads them again.
 
-    A call of ``generate`` uses the adapters that are active when it begins.
+    A call of ``generate`` uses the adapters that are active when it begins, or the ones that its argument
+    ``adapter_names`` gives its rows, as in ``peft``; ``"__base__"`` is the model without adapters. The running batch
+    computes rows with different adapters in one step.
     """
 
     _engine: Any
@@ -56,6 +58,11 @@ class DeployedAdapters:
         """Return the names of the active adapters. Raise ``ValueError`` if none was loaded."""
         names: list[str] = self._engine.call("adapters", ("active_adapters", ()))
         return names
+
+    def reason_against_adapter_names(self) -> str | None:
+        """Return why calls cannot name the adapters of their rows; ``None`` if they can."""
+        reason: str | None = self._engine.call("reason_against_adapter_names")
+        return reason
 
     def _change_adapters(self, method: str, *args: Any) -> None:
         replaced = next((group for group in _OVERRIDING if method in group), ())

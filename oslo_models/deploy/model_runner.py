@@ -166,8 +166,8 @@ class ModelRunner:
         if (decoding := kwargs.pop("decoding", None)) is not None:
             kwargs["custom_generate"] = decoding.method(kwargs.get("streamer"))
         kwargs = _to_device(kwargs, self.device)
-        args = _to_device(request.args, self.device)
-        with self._adapter.of_call(kwargs):
+        args, names = _to_device(request.args, self.device), kwargs.pop("adapter_names", None)
+        with self._adapter.of_call(kwargs, names):
             return self.model.generate(*args, **kwargs, stopping_criteria=StoppingCriteriaList(criteria))
 
     def _stream(self, number: int, value: Any) -> None:
@@ -286,6 +286,12 @@ def _adapters(model: TransformersModel, method: str, args: tuple[Any, ...]) -> A
     return call_adapters(model, method, args)
 
 
+def _reason_against_adapter_names(model: Any) -> str | None:
+    from oslo_models.modeling.adapters.rows import reason_against_rows
+
+    return reason_against_rows(model)
+
+
 def _get_dtype(model: TransformersModel) -> Any:
     return model.dtype
 
@@ -295,6 +301,7 @@ _OF_THE_RANK: dict[str, Callable[..., Any]] = {
     "held_part": held_part,
     "get_dtype": _get_dtype,
     "adapters": _adapters,
+    "reason_against_adapter_names": _reason_against_adapter_names,
 }
 """Requests for one rank's part of the model."""
 

@@ -86,6 +86,8 @@ class Deployment(DeployedAdapters, RemoteModule):
     ) -> Any:
         """As transformers' ``generate``. The tokens are on the CPU. ``cancellation`` ends it from another thread.
 
+        ``adapter_names`` names the adapter of each row, see `DeployedAdapters`.
+
         Raises:
             CallCancelled: ``cancellation`` cancelled the call.
             TimeoutError: no answer within ``timeout`` seconds.

@@ -59,6 +59,7 @@ class BatchGeneratingModel(PreTrainedModel):
         speculative_tokens: int | None = None,
         speculative_model: Any = None,
         common_draws: bool = False,
+        adapter_names: Sequence[str] | None = None,
         streamer: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -86,6 +87,8 @@ class BatchGeneratingModel(PreTrainedModel):
                 4), such as ``LlamaForCausalLM.from_pretrained(name)``. Only the first rank of the last stage calls it.
             common_draws: draw the tokens of all sequences together from torch's default generator, as ``generate`` does
                 for a padded batch of all prompts. Default: a separate generator for each sequence.
+            adapter_names: the LoRA adapter of each prompt, as in ``peft``; ``"__base__"`` for none. Rows with different
+                adapters are computed in one step. Default: the active adapters for all prompts.
             streamer: its ``put(number, token)`` gets each token of sequence ``number``, and ``end(number)`` is called
                 after the last one. It may be set on some ranks only.
             **kwargs: settings of ``generate``, such as ``max_new_tokens``.
@@ -98,8 +101,9 @@ class BatchGeneratingModel(PreTrainedModel):
             ValueError: a prompt is empty or has a token outside the vocabulary; or the model or a setting needs another
                 decoding method; or a sequence would be longer than the model allows; or ``speculative_tokens`` is out
                 of range, or the model cannot have drafted tokens. ``common_draws`` has more sequences than rows of the
-                batch, drafted tokens, or padding that the model reads. The ranks of one replica got different
-                arguments. On every rank.
+                batch, drafted tokens, or padding that the model reads. ``adapter_names`` has an unknown adapter, or the
+                model has adapters other than LoRA of linear layers. The ranks of one replica got different arguments.
+                On every rank.
         """
         if self.mesh is None:
             if num_return_sequences is not None:
@@ -111,15 +115,21 @@ class BatchGeneratingModel(PreTrainedModel):
                     "speculative_tokens and speculative_model need a sharded model; generate of a full model takes "
                     "prompt_lookup_num_tokens and assistant_model"
                 )
+            if adapter_names is not None:
+                raise ValueError(
+                    f"adapter_names={adapter_names!r} needs a sharded model; generate of a PeftModel takes it, too"
+                )
             if common_draws:
                 raise ValueError("common_draws=True needs a sharded model; generate of a full model draws so")
             options = (continuous_batching_config, record_timestamps, progress_bar, *args)
             return super().generate_batch(inputs, generation_config, *options, **kwargs)
         from oslo_models.deploy.running_batch.admission import reason_against_padding
         from oslo_models.deploy.running_batch.offline import limits_of
+        from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 
         with agree(self.mesh.model, "checking the prompts of generate_batch"):
             given, prompts, copies = _checked(self, inputs, generation_config, num_return_sequences, kwargs)
+            adapters = ModelAdapters(self).numbers(adapter_names, len(prompts))
             length = _longest(self, prompts, settings_of(given, self.generation_config))
             if max_batch_size is not None and max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
@@ -143,13 +153,14 @@ class BatchGeneratingModel(PreTrainedModel):
         planned: dict[str, Any] = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
         planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
         planned |= {"speculative_tokens": speculative_tokens, "speculative_model": speculative_model is not None}
-        planned |= {"common_draws": common_draws}
+        planned |= {"common_draws": common_draws, "adapter_names": adapters}
         require_equal(self.mesh.model, planned, "arguments of generate_batch")  # else ranks would plan other steps
         if not prompts:
             return {}
         return _generate(
             self,
             prompts,
+            adapters,
             given,
             (copies, limits),
             keeps_logprobs=keeps_logprobs,
@@ -268,6 +279,7 @@ def _longest(model: Any, prompts: Sequence[list[int]], setting: Callable[[str], 
 def _generate(
     model: Any,
     prompts: Sequence[list[int]],
+    adapters: Sequence[int],
     given: dict[str, Any],
     sizes: tuple[int, BatchLimits],
     keeps_logprobs: bool,
@@ -280,6 +292,7 @@ def _generate(
     """Complete the prompts on this rank.
 
     Args:
+        adapters: of the prompts, see `row_adapters`.
         sizes: sequences for each prompt, limits of the batch.
     """
     from oslo_models.deploy.running_batch.offline import Generated, OfflineBatch, leader_of
@@ -290,7 +303,10 @@ def _generate(
     synchronize(mesh.model, mesh.device)
     draws = CommonDraws(count, default_generator(mesh.device)) if has_common_draws else None
     seeds = [0] * count if has_common_draws else torch.randint(2**63 - 1, (count,), device="cpu").tolist()
-    sequences = [Generated(number, prompts[number // copies], seeds[number]) for number in range(count)]
+    sequences = [
+        Generated(number, prompts[number // copies], seeds[number], adapters[number // copies])
+        for number in range(count)
+    ]
     times: dict[int, list[float]] = {number: [] for number in range(count)}
 
     def on_token(number: int, token: int, ends: bool) -> None:

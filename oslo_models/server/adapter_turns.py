@@ -1,4 +1,4 @@
-"""Lets the calls of one adapter at a time reach the workers, because a step computes with one adapter."""
+"""Lets the calls of one adapter at a time reach the workers, for adapters that a step cannot mix (DoRA, of experts)."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class AnswerGenerator:
     Args:
         model: a deployed model.
         threads: limit of concurrent calls.
-        turns: turns of the model's adapters, if it has adapters.
+        turns: turns of the model's adapters, if a step computes one adapter only.
     """
 
     def __init__(
@@ -82,6 +82,8 @@ class AnswerGenerator:
         arguments = {**inputs, **job.media, **job.settings, **self._padding}
         if job.stop_tokens:
             arguments["eos_token_id"] = [*self.ends, *job.stop_tokens]
+        if job.adapter is not None and self._turns is None:
+            arguments["adapter_names"] = [job.adapter]
         return arguments
 
     def _call(self, job: GenerationJob, cancellation: Cancellation, streamer: Any) -> torch.Tensor:

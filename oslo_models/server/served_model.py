@@ -44,6 +44,14 @@ TASKS = {"generate": "generates text", "embed": "makes embeddings", "transcribe"
 """The tasks of models, with verbs for messages."""
 
 
+def _turns(model: Deployment) -> AdapterTurns | None:
+    """Return the turns of a model's adapters; ``None`` if the rows of a step can have different adapters."""
+    if model.reason_against_adapter_names() is not None:
+        return AdapterTurns(model)
+    model.disable_adapters()  # for requests of the base model; the others name their adapters
+    return None
+
+
 class ServedModel:
     """A deployed model that answers requests.
 
@@ -107,7 +115,7 @@ class ServedModel:
         if adapters and not generates:
             raise ValueError(f"adapters are for models that generate text; {name} {TASKS[self.task]}")
         self._defaults = GenerationDefaults(model.generation_config if generates else None)
-        turns = AdapterTurns(model) if adapters else None
+        turns = _turns(model) if adapters else None
         self.generator = AnswerGenerator(model, tokenizer, places, metrics, turns) if generates else None
         self.embedder = self._embedder(pooling, normalizes) if self.task == "embed" else None
         # Separate threads: the server reports health while it tokenizes texts and while the model computes.

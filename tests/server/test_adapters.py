@@ -71,6 +71,12 @@ def expected(model: Any, prompt: str, most: int) -> list[str]:
     return [tokenizer().decode([token]) for token in new]
 
 
+def texts(body: Any) -> list[str]:
+    """Return the tokens of an answer as `expected` does: the server names the bytes of incomplete characters."""
+    tokens = body["choices"][0]["logprobs"]["tokens"]
+    return ["\ufffd" if token.startswith("bytes:") else token for token in tokens]
+
+
 def ask(url: str, **body: Any) -> tuple[int, Any]:
     data = json.dumps({"temperature": 0, "logprobs": 0, **body}).encode()
     with connect(url, post_bytes(PATH, data)) as connected:
@@ -86,7 +92,7 @@ def check_answers(url: str, models: Mapping[str, Any]) -> None:
         name, prompt, most = request
         status, body = ask(url, model=name, prompt=prompt, max_tokens=most)
         assert status == 200, body
-        return body["model"], body["choices"][0]["logprobs"]["tokens"]
+        return body["model"], texts(body)
 
     with ThreadPoolExecutor(len(asked)) as clients:
         answers = list(clients.map(answer, asked))
@@ -115,7 +121,7 @@ def test_requests_are_computed_with_the_adapter_they_name(models: tuple[Path, Ma
         status, body = ask(url, model="third", prompt="def", max_tokens=2)
         assert status == 404 and all(repr(name) in body["error"]["message"] for name in by_name), body
         status, body = ask(url, prompt=PROMPTS[0], max_tokens=8)
-        assert body["choices"][0]["logprobs"]["tokens"] == expected(by_name[base], PROMPTS[0], 8)
+        assert texts(body) == expected(by_name[base], PROMPTS[0], 8)
 
 
 @pytest.mark.zoo
@@ -135,7 +141,7 @@ def check_restart(running: Running, url: str, models: Mapping[str, Any]) -> None
         while not ended.is_set():
             status, body = ask(url, model=name, prompt=PROMPTS[0], max_tokens=6)
             seen.add(status)
-            assert status == 503 or body["choices"][0]["logprobs"]["tokens"] == right[name], (name, body)
+            assert status == 503 or texts(body) == right[name], (name, body)
 
     with ThreadPoolExecutor(len(models)) as clients:
         running_clients = [clients.submit(client, name) for name in models]

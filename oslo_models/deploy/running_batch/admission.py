@@ -80,6 +80,7 @@ _BY_COLUMNS: Mapping[str, str] = {
 _NOT_SETTINGS = {
     *("input_ids", "inputs", "attention_mask"),
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "decoding"),
+    "adapter_names",
 }
 """Arguments of `generate` that are not in generation configurations."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {

@@ -49,7 +49,7 @@ class BatchLimits:
     def step_bytes(self) -> int:
         """Maximum bytes of an encoded `Step`."""
         # a chunk contains whole images
-        return 8 * ((7 + self.drafted) * self.rows + max(self.chunk, self.length) + 32)
+        return 8 * ((8 + self.drafted) * self.rows + max(self.chunk, self.length) + 32)
 
 
 DEFAULT_LIMITS = BatchLimits()

@@ -20,6 +20,7 @@ from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
 from oslo_models.deploy.running_batch.prompt_images import ImagesError, PromptImages
 from oslo_models.deploy.running_batch.row import Call, Row, prepare
+from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
 from oslo_models.deploy.running_batch.speculation import Drafts, going_on
@@ -31,7 +32,9 @@ from oslo_models.pipeline.sharded_model import ShardedModel
 
 CHANGING = frozenset(("adapters", "fuse", "unfuse"))
 """Methods that change the outputs of the model. They, and all later calls, wait until all rows have ended."""
-UNCHANGING = frozenset(("generate", "forward", "memory", "get_dtype", "reserve_batch", "batch_graphs"))
+UNCHANGING = frozenset(
+    ("generate", "forward", "memory", "get_dtype", "reserve_batch", "batch_graphs", "reason_against_adapter_names")
+)
 """Methods that keep cached keys and values valid."""
 STEP_SECONDS = 0.5
 """CPU time limit for the processors of all rows in one step, such as grammars. Beyond it, the slowest calls end."""
@@ -70,8 +73,8 @@ class RunningBatch:
         draft_model: ShardedModel | None = None,
     ) -> None:
         each = limits_of_groups(limits, stages)
-        self._packed = PackedHead()
-        self.runners = [StepRunner(model, own, keeps_logits=True, packed=self._packed) for own in each]
+        self._packed, self._adapters = PackedHead(), ModelAdapters(model)
+        self.runners = [StepRunner(model, own, True, self._packed, self._adapters) for own in each]
         self._drafts = [Drafts(own.drafted) if draft_model is None else DraftModel(draft_model, own) for own in each]
         self.channel, self.leads, self._slots = channel, leads, SlotGroups(each, self._drafts)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
@@ -126,8 +129,9 @@ class RunningBatch:
         self.channel.publish(Step(self._consumed, pause=True))
 
     def forget_prefixes(self) -> None:
-        """Drop cached settings, former rows and CUDA graphs. Call it on all ranks between the same two steps."""
+        """Drop cached settings, adapters, former rows and CUDA graphs, on all ranks between the same two steps."""
         self._settings.forget()
+        self._adapters.forget()
         for runner in self.runners:
             runner.rows.kept.clear()
             runner.drop_graphs()
@@ -208,7 +212,7 @@ class RunningBatch:
             self._keep_images(request)
             if request.generation_config is not None:
                 self._model.generation_config = request.generation_config
-            call = prepare(self._model, request, self._settings)
+            call = prepare(self._model, request, self._settings, self._adapters)
         except Exception as error:  # noqa: BLE001  everything is reported
             self._fail(request.number, error)
             return

@@ -52,6 +52,7 @@ class Generated:
         number: in the result.
         prompt: its tokens.
         seed: of its random generator.
+        adapter: see `row_adapters`.
         new: the generated tokens.
         logprobs: logarithms of the probabilities from which the tokens were drawn, if they were asked for.
         ended: the sequence is complete.
@@ -62,6 +63,7 @@ class Generated:
     number: int
     prompt: list[int]
     seed: int
+    adapter: int = 0
     new: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ended: bool = False
@@ -112,7 +114,7 @@ class Planner:
             sequence.longest = limits.length
         groups: dict[tuple[int, ...], list[Generated]] = {}
         for sequence in sequences:
-            groups.setdefault(tuple(sequence.prompt), []).append(sequence)
+            groups.setdefault((sequence.adapter, *sequence.prompt), []).append(sequence)
         self._waiting = deque(
             group[start : start + limits.rows]
             for group in groups.values()
@@ -135,18 +137,18 @@ class Planner:
         return step, joining
 
     def _prefill(self, leaving: list[int], found: list[list[Generated]]) -> tuple[Step, list[list[Generated]]]:
-        prompts, step = [group[0].prompt for group in found], Step(0, leaving=leaving)
-        if self._limits.splits and len(prompts[0]) > self._limits.chunk:
-            step.chunk, step.begins = prompts[0][self._done : self._done + self._limits.chunk], self._done == 0
+        prompt, step = found[0][0].prompt, Step(0, leaving=leaving, adapter=found[0][0].adapter)
+        if self._limits.splits and len(prompt) > self._limits.chunk:
+            step.chunk, step.begins = prompt[self._done : self._done + self._limits.chunk], self._done == 0
             self._done += len(step.chunk)
-            step.joins = self._done == len(prompts[0])
+            step.joins = self._done == len(prompt)
             if not step.joins:
                 return step, []
             self._done = 0
         else:
-            for prompt in prompts:
-                step.chunk += prompt
-                step.whole.append(WholePrompt(0, len(prompt), -1))
+            for group in found:
+                step.chunk += group[0].prompt
+                step.whole.append(WholePrompt(0, len(group[0].prompt), -1, group[0].adapter))
         for group in found:
             self._waiting.popleft()
             self.rows.append(group[0])

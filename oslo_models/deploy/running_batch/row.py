@@ -23,11 +23,15 @@ from oslo_models.deploy.decoding import Decoding
 from oslo_models.deploy.running_batch.nucleus import faster
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.prompt_images import PromptImages
+from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 from oslo_models.deploy.running_batch.sampling import CommonDraws, warp_of
 from oslo_models.deploy.running_batch.static_step import to_device
 from oslo_models.distributed.stopping import of_one_rank
 from oslo_models.layers.invariant_sums import log_probabilities
 from oslo_models.pipeline.sharded_model import ShardedModel
+
+_KEY_BITS = 256
+"""More bits than a key of a token or an image has."""
 
 
 class Row:
@@ -40,11 +44,12 @@ class Row:
             log-probabilities from scores and a token; ``None`` without log-probabilities.
         device: on which tokens are chosen.
         images: of the prompt.
+        adapter: see `row_adapters`.
 
     Attributes:
         number: of the call.
         given_BL: the prompt, including the padding of the call, [1, L].
-        keys: the tokens of the prompt for prefix reuse; see `PromptImages`.
+        keys: the tokens of the prompt for prefix reuse; see `PromptImages`. Rows with different adapters share none.
         scored: the function for log-probabilities in ``settings``.
         generator: set if the row samples.
         is_exact: training computes the same log-probabilities; see `use_exact_rollouts`.
@@ -69,10 +74,14 @@ class Row:
         device: torch.device,
         keeps_logprobs: bool = False,
         images: PromptImages | None = None,
+        adapter: int = 0,
     ) -> None:
         self.number, self.prompt, self.seed, self._device = number, prompt, seed, device
         self.images, self.keys = images, prompt if images is None else images.reuse_keys()
         assert len(self.keys) == len(prompt)
+        self.adapter = adapter
+        if adapter:
+            self.keys = [self.keys[0] + (adapter << _KEY_BITS), *self.keys[1:]]
         processors, criteria, self._config, self.scored = settings
         self._processors, self.warp = LogitsProcessorList(map(faster, processors)), warp_of(processors)
         self.given_BL = self._buffer_BL = ids_BL
@@ -225,14 +234,18 @@ class Call:
         return torch.cat([F.pad(row.host_ids_BL, (0, longest - len(row.new)), value=row.pad) for row in self.rows])
 
 
-def prepare(model: ShardedModel, request: Any, known: PlainSettings | None = None) -> Call:
+def prepare(
+    model: ShardedModel, request: Any, known: PlainSettings | None = None, adapters: ModelAdapters | None = None
+) -> Call:
     """Return the call of a request, with all settings that `generate` prepares before its first forward.
 
     Args:
         known: settings of former calls of the same model.
+        adapters: of the model.
 
     Raises:
         IndexError: a prompt has a token outside the vocabulary.
+        ValueError: see `ModelAdapters.numbers`.
         Exception: `generate` rejects its arguments.
     """
     kwargs = dict(request.kwargs)
@@ -244,6 +257,7 @@ def prepare(model: ShardedModel, request: Any, known: PlainSettings | None = Non
     known = known or PlainSettings(model)
     vocabulary = known.vocabulary
     rows, prompts = [], ids_BL.tolist()
+    numbers = (adapters or ModelAdapters(model)).numbers(kwargs.pop("adapter_names", None), len(prompts))
     for row, prompt in enumerate(prompts):
         if min(prompt) < 0 or max(prompt) >= vocabulary:
             wrong = next(token for token in prompt if not 0 <= token < vocabulary)
@@ -251,7 +265,8 @@ def prepare(model: ShardedModel, request: Any, known: PlainSettings | None = Non
         given = {"input_ids": ids_BL[row : row + 1].long(), **kwargs}
         if mask_BL is not None:
             given["attention_mask"] = mask_BL[row : row + 1]
-        rows.append(_make_row(model, request, given, prompt, decoding, known, images.get(row)))
+        own = {"images": images.get(row), "adapter": numbers[row]}
+        rows.append(_make_row(model, request, given, prompt, decoding, known, own))
     return Call(request.number, request.stream, rows)
 
 
@@ -293,15 +308,19 @@ def _make_row(
     prompt: list[int],
     decoding: Decoding | None,
     known: PlainSettings,
-    images: PromptImages | None,
+    own: dict[str, Any],
 ) -> Row:
-    """Make a row. Reuse the settings of a former row if `generate` would prepare the same ones."""
+    """Make a row. Reuse the settings of a former row if `generate` would prepare the same ones.
+
+    Args:
+        own: further arguments of `Row`.
+    """
     key = known.key(given) if decoding is None else None
     ids_BL, settings = given["input_ids"], known.find(key, prompt)
     if settings is None:
         ids_BL, prompt, settings = _prepare_row(model, request, given, decoding)
         known.keep(key, settings)
-    return Row(request.number, ids_BL, prompt, request.seed, settings, known.device, images=images)
+    return Row(request.number, ids_BL, prompt, request.seed, settings, known.device, **own)
 
 
 def _prepare_row(

@@ -22,6 +22,7 @@ class ScheduledRow(Protocol):
     number: int
     prompt: list[int]
     keys: list[int]
+    adapter: int
     images: Any
     new: list[int]
     ended: bool
@@ -142,6 +143,7 @@ class Scheduler:
             self.prompt = self.waiting.popleft()
         self._since_rows += cost
         step = Step(consumed, leaving=leaving, begins=begins, number=prompt.number, source=source, reused=reused)
+        step.adapter = prompt.adapter
         if prompt.images is not None:
             stop, step.row = self._done + len(chunk), prompt.images.row
             images = prompt.images.between(max(self._done, self._encoded), stop)
@@ -168,7 +170,7 @@ class Scheduler:
         for row in whole:
             self.waiting.popleft()
             step.chunk += row.prompt
-            step.whole.append(WholePrompt(row.number, len(row.prompt), self._take_slot(row)))
+            step.whole.append(WholePrompt(row.number, len(row.prompt), self._take_slot(row), row.adapter))
         return step
 
     def _rows_wait(self, tokens: int) -> bool:

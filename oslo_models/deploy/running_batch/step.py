@@ -19,11 +19,13 @@ class WholePrompt(NamedTuple):
         number: of its call.
         length: in tokens.
         displaced: the slot to which the former row in the slot of the new row moves; -1 drops the former row.
+        adapter: of the row, see `row_adapters`.
     """
 
     number: int
     length: int
     displaced: int
+    adapter: int = 0
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class Step:
         row: index of the prompt's row in its call.
         encodes: the ranks encode images of the prompt, for its next chunk.
         images: the first of these images, and the end (exclusive).
+        adapter: of the prompt that begins, see `row_adapters`.
         forgotten: calls with images that have ended before their prompts were computed, at most `MOST_FORGOTTEN`.
     """
 
@@ -81,6 +84,7 @@ class Step:
     forgotten: list[int] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
     settled: list[int] = field(default_factory=list)
+    adapter: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,7 +107,7 @@ class Step:
         drafts = [*map(len, self.drafts), *(token for draft in self.drafts for token in draft)]
         prefix = (self.source, self.reused, self.displaced, self.group)
         head = [self.consumed, flags, self.number, self.row, *self.images, *counts, *prefix]
-        head += (len(self.drafts), len(self.settled))
+        head += (len(self.drafts), len(self.settled), self.adapter)
         whole = [value for prompt in self.whole for value in prompt]
         lists = (*self.leaving, *self.tokens, *whole, *self.forgotten, *drafts, *self.settled, *self.chunk)
         data = array("q", (*head, *lists)).tobytes()
@@ -120,8 +124,8 @@ class Step:
             return list(islice(values, count))
 
         consumed, flags, number, row, first, stop, leaving, tokens, whole, gone = take(10)
-        source, reused, displaced, group, drafts, settled = take(6)
-        lists = (take(leaving), take(tokens), [WholePrompt(*take(3)) for _ in range(whole)])
+        source, reused, displaced, group, drafts, settled, adapter = take(7)
+        lists = (take(leaving), take(tokens), [WholePrompt(*take(4)) for _ in range(whole)])
         forgotten = take(gone)
         drafted = [take(length) for length in take(drafts)]
         kept, chunk = take(settled), list(values)
@@ -129,5 +133,5 @@ class Step:
         prefix = (source, reused, displaced, group)
         step = cls(consumed, flag[0], flag[1], *lists, chunk, flag[2], flag[3], number, *prefix, flag[4], flag[5])
         step.row, step.encodes, step.images, step.forgotten = row, flag[6], (first, stop), forgotten
-        step.drafts, step.settled = drafted, kept
+        step.drafts, step.settled, step.adapter = drafted, kept, adapter
         return step

@@ -15,7 +15,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from oslo_models.deploy.running_batch.prompt_images import (
     PromptInProgress,
     share_failure,
 )
+from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 from oslo_models.deploy.running_batch.slot_cache import SlotCache, Stored
 from oslo_models.deploy.running_batch.slot_states import layers_with_states
 from oslo_models.deploy.running_batch.static_step import StaticSteps, to_device
@@ -48,6 +49,18 @@ def stored_states(model: ShardedModel) -> Stored | None:
     return partial(rounded_states, most=model.config.get_text_config(decoder=True).max_position_embeddings)
 
 
+class _Slot(NamedTuple):
+    """Attributes of a row.
+
+    Attributes:
+        offsets: see `PromptInProgress`.
+        adapter: see `row_adapters`.
+    """
+
+    offsets: tuple[int, ...] = NO_OFFSETS
+    adapter: int = 0
+
+
 class StepRunner:
     """The rows of the batch on one rank.
 
@@ -57,6 +70,7 @@ class StepRunner:
     Args:
         keeps_logits: only the last pipeline stage gets logits. The other stages get an empty tensor, [0, V].
         packed: the model's head, if it may be packed.
+        adapters: of the model.
 
     Attributes:
         numbers: the call number of each row.
@@ -66,9 +80,15 @@ class StepRunner:
     """
 
     def __init__(
-        self, model: ShardedModel, limits: BatchLimits, keeps_logits: bool = False, packed: PackedHead | None = None
+        self,
+        model: ShardedModel,
+        limits: BatchLimits,
+        keeps_logits: bool = False,
+        packed: PackedHead | None = None,
+        adapters: ModelAdapters | None = None,
     ) -> None:
         self.model, self._keeps_logits, self._packed = model, keeps_logits, packed
+        self._adapters = adapters or ModelAdapters(model)
         # looked up once, because each lookup takes as long as a layer
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
@@ -86,7 +106,8 @@ class StepRunner:
         self.numbers: list[int] = []
         self.images: PromptImages | None = None
         self._seen: PromptInProgress | None = None  # the images of the prompt in prefill
-        self._offsets: list[tuple[int, ...]] = []  # by slot, see `PromptInProgress`
+        self._by_slot: list[_Slot] = []
+        self._adapter = 0  # of the prompt in prefill
         self._planes = 0  # positions of time, height and width; 0: positions of tokens only
         self._computed: set[int] = set()  # the calls with a prompt in prefill
         self._is_passed_on = False
@@ -103,7 +124,7 @@ class StepRunner:
         """
         self.drop_graphs()
         self.rows.clear()
-        self.numbers, self._offsets = [], []
+        self.numbers, self._by_slot = [], []
         self.rest()
 
     def drop_graphs(self) -> None:
@@ -139,7 +160,8 @@ class StepRunner:
             with self.model.generating(), fast_head(self.model, self._packed):
                 if step.encodes:
                     assert self._seen is not None
-                    self._seen.encode(*step.images)
+                    with self._adapters.selected([self._adapter]):
+                        self._seen.encode(*step.images)
                     return None
                 if step.whole:
                     return self._prefill_whole(step)
@@ -164,15 +186,15 @@ class StepRunner:
         """Append copies of a row."""
         self.rows.fork(slot, count)
         self.numbers += [self.numbers[slot]] * count
-        self._offsets += [self._offsets[slot]] * count
+        self._by_slot += [self._by_slot[slot]] * count
 
     def free(self, leaving: Sequence[int]) -> None:
         """Remove the rows in the slots that a step frees."""
         for slot in leaving:
             self.rows.free(slot)
-            self.numbers[slot], self._offsets[slot] = self.numbers[-1], self._offsets[-1]
+            self.numbers[slot], self._by_slot[slot] = self.numbers[-1], self._by_slot[-1]
             self.numbers.pop()
-            self._offsets.pop()
+            self._by_slot.pop()
 
     def _decode(self, tokens: Sequence[int], drafts: Sequence[list[int]]) -> Tensor:
         rows = self.rows
@@ -204,14 +226,20 @@ class StepRunner:
         lengths_B1, ids_BL, steps_BL = to_device(values, self._device).split((1, longest, longest), 1)
         options = {"next_sequence_length": longest, "attention_mask": rows.mask(longest, lengths_B1[:, 0])}
         positions = lengths_B1 + steps_BL
-        if any(map(any, self._offsets)):  # the first of four planes has the positions of tokens
-            seen = positions + to_device(self._offsets, self._device).T[..., None]
+        offsets = [slot.offsets for slot in self._by_slot]
+        if any(map(any, offsets)):  # the first of four planes has the positions of tokens
+            seen = positions + to_device(offsets, self._device).T[..., None]
             positions = torch.cat((positions.expand(self._planes - 3, -1, -1), seen))
-        return self._forward(rows, ids_BL, positions, options, keep=longest).unflatten(0, (-1, longest))
+        with self._adapters.selected([slot.adapter for slot in self._by_slot], longest):
+            logits_BV = self._forward(rows, ids_BL, positions, options, keep=longest)
+        return logits_BV.unflatten(0, (-1, longest))
 
     def _replay(self, tokens: Sequence[list[int]]) -> Tensor | None:
-        """Return the logits of a static step; ``None`` if decoding is eager, or if this step cannot be captured."""
-        if self.static is None:
+        """Return the logits of a static step; ``None`` if decoding is eager, or if this step cannot be captured.
+
+        Rows with adapters of their own are decoded eagerly: the captured steps have the active adapters.
+        """
+        if self.static is None or any(slot.adapter for slot in self._by_slot):
             return None
         try:
             return self.static.run(tokens)
@@ -235,10 +263,11 @@ class StepRunner:
             mask_BL = (positions_BL >= 0).long()
             positions_BL = positions_BL.clamp(min=0)
         options = {"is_first_iteration": True, "attention_mask": mask_BL}
-        logits_BV = self._forward(cache, ids_BL, positions_BL, options)
-        for row, (number, length, displaced) in enumerate(prompts):
+        with self._adapters.selected([prompt.adapter for prompt in prompts], longest):
+            logits_BV = self._forward(cache, ids_BL, positions_BL, options)
+        for row, (number, length, displaced, adapter) in enumerate(prompts):
             self.rows.append(cache.layers, row, longest, length, displaced)
-            self._join(number, NO_OFFSETS)
+            self._join(number, _Slot(adapter=adapter))
         return logits_BV
 
     def _cache_of_prompts(self, count: int, length: int) -> Cache:
@@ -250,10 +279,10 @@ class StepRunner:
         cache.make_room(count, length)
         return cache
 
-    def _join(self, number: int, offsets: tuple[int, ...]) -> None:
+    def _join(self, number: int, slot: _Slot) -> None:
         """Record a row in the slot after the last row."""
         self.numbers.append(number)
-        self._offsets.append(offsets)
+        self._by_slot.append(slot)
         self._computed = set()
 
     def _begin(self, step: Step) -> None:
@@ -263,7 +292,7 @@ class StepRunner:
         prompt.lengths = [0]
         if step.reused:
             prompt.begin_with(self.rows, step.source, step.reused)
-        self._computed = {step.number}
+        self._computed, self._adapter = {step.number}, step.adapter
         self._seen = None if self.images is None else PromptInProgress(self.model, self.images)
         self.images = None
 
@@ -275,13 +304,14 @@ class StepRunner:
         positions = torch.arange(done, stop, device=self._device)[None] if seen is None else seen.positions(done, stop)
         features = {} if seen is None else seen.take_features()
         ids_BL = to_device([step.chunk], self._device)
-        logits_BV = self._forward(prompt, ids_BL, positions, {"is_first_iteration": done == 0}, features)
+        with self._adapters.selected([self._adapter]):
+            logits_BV = self._forward(prompt, ids_BL, positions, {"is_first_iteration": done == 0}, features)
         prompt.grow(len(step.chunk))
         if not step.joins:
             return None
         self.rows.append(prompt.layers, 0, prompt.stop, prompt.lengths[0], step.displaced)
         self._planes = max(self._planes, len(positions) if positions.dim() == 3 else 0)
-        self._join(step.number, NO_OFFSETS if seen is None else seen.offsets)
+        self._join(step.number, _Slot(NO_OFFSETS if seen is None else seen.offsets, self._adapter))
         self._seen = None
         prompt.clear()
         return logits_BV

@@ -113,8 +113,44 @@ class AdaptableModel(PreTrainedModel):
             ValueError: the model is sharded, and an argument is none of ``peft_model_id``, ``adapter_name``,
                 ``peft_config``, ``adapter_state_dict`` and ``is_trainable``.
         """
-        if self.mesh is None or self.mesh.world.size == 1:
+        if self.mesh is None:
             return super().load_adapter(peft_model_id, *args, **kwargs)
         from oslo_models.modeling.adapters.loading import load_adapter
 
         return load_adapter(self, peft_model_id, *args, **kwargs)
+
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
+        if self.mesh is None:
+            return super().add_adapter(adapter_config, adapter_name)
+        return self._switching().add(self, adapter_config, adapter_name)
+
+    def set_adapter(self, adapter_name: str | list[str]) -> None:
+        if self.mesh is None:
+            return super().set_adapter(adapter_name)
+        return self._switching().select(self, adapter_name)
+
+    def enable_adapters(self) -> None:
+        if self.mesh is None:
+            return super().enable_adapters()
+        return self._switching().enable(self, True)
+
+    def disable_adapters(self) -> None:
+        if self.mesh is None:
+            return super().disable_adapters()
+        return self._switching().enable(self, False)
+
+    def active_adapters(self) -> list[str]:
+        if self.mesh is None:
+            return super().active_adapters()
+        return self._switching().active(self)
+
+    def delete_adapter(self, adapter_names: str | list[str]) -> None:
+        if self.mesh is None:
+            return super().delete_adapter(adapter_names)
+        return self._switching().delete(self, adapter_names)
+
+    @staticmethod
+    def _switching() -> Any:
+        from oslo_models.modeling.adapters import switching
+
+        return switching

@@ -24,6 +24,7 @@ from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.replicated_grads import SumReplicatedGrad
 from oslo_models.layers.vocab_parallel import VocabParallelLogits, vocab_parallel_embedding
+from oslo_models.modeling.adapters.rows import MixesRows
 from oslo_models.modeling.quantizing import is_quantized
 from oslo_models.sharding.layout import Layout
 
@@ -53,7 +54,7 @@ class ShardedDropout(nn.Dropout):
             self.stream.leave()
 
 
-class ParallelLoraLinear(LoraLinear):
+class ParallelLoraLinear(MixesRows, LoraLinear):
     """LoRA on a sharded linear layer. Its weight update is a shard too."""
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +96,7 @@ class _AddsBeforeSharing(nn.Module):
         return shared
 
 
-class LatentLoraLinear(_AddsBeforeSharing, LoraLinear):
+class LatentLoraLinear(_AddsBeforeSharing, MixesRows, LoraLinear):
     """LoRA on a projection to a latent (`SharesOutput`)."""
 
 
@@ -108,6 +109,15 @@ class SharingIA3Linear(_AddsBeforeSharing, IA3Linear):
 
 
 class _ParallelLoraEmbedding(LoraEmbedding):
+    def forward(self, x: Tensor, *args: Any, adapter_names: Any = None, **kwargs: Any) -> Tensor:
+        if len({*(adapter_names or ())}) > 1:  # `peft` would compute them in another order on each rank
+            raise ValueError(
+                f"adapter_names={adapter_names!r}: a sharded embedding has one adapter at a time. Pass equal names, or "
+                "leave the embedding out of target_modules"
+            )
+        embedded: Tensor = super().forward(x, *args, adapter_names=adapter_names, **kwargs)
+        return embedded
+
     def get_delta_weight(self, adapter: str) -> Tensor:
         with without_override():
             return super().get_delta_weight(adapter)
