@@ -287,9 +287,8 @@ def _adapters(model: TransformersModel, method: str, args: tuple[Any, ...]) -> A
 
 
 def _reason_against_adapter_names(model: Any) -> str | None:
-    from oslo_models.modeling.adapters.rows import reason_against_rows
-
-    return reason_against_rows(model)
+    reason: str | None = model.row_adapters().reason
+    return reason
 
 
 def _get_dtype(model: TransformersModel) -> Any:

@@ -20,17 +20,14 @@ class ModelAdapters:
 
     def forget(self) -> None:
         """Look for the adapters again at the next use, because they may have changed."""
-        self._names: list[str | None] = []
-        self._reason: str | None = None
-        self._rows: Any = None
+        self._found: Any = None
 
-    def _find(self) -> None:
-        if self._rows is not None:
-            return
-        from oslo_models.modeling.adapters.rows import BASE, RowAdapters, reason_against_rows
-
-        self._names = [None, BASE, *self._model.peft_config]
-        self._reason, self._rows = reason_against_rows(self._model), RowAdapters(self._model)
+    @property
+    def _rows(self) -> Any:
+        """The `RowAdapters` of the model."""
+        if self._found is None:
+            self._found = self._model.row_adapters()
+        return self._found
 
     def numbers(self, names: Any, count: int) -> list[int]:
         """Return the numbers of the adapters of ``count`` rows. They are equal on all ranks.
@@ -48,18 +45,18 @@ class ModelAdapters:
             raise ValueError(f"adapter_names={names!r} must be a list with a name for each of the {count} rows")
         if getattr(self._model, "_peft_config", None) is None:
             raise ValueError(f"adapter_names={names!r}, but the model has no adapters: call load_adapter before")
-        self._find()
-        if wrong := [name for name in names if name is None or name not in self._names]:
+        known, reason = self._rows.names, self._rows.reason
+        if wrong := [name for name in names if name is None or name not in known]:
             raise ValueError(
-                f"adapter_names has {wrong[0]!r}; the adapters of this model are {self._names[2:]}, and "
-                f"{self._names[1]!r} is the model without adapters"
+                f"adapter_names has {wrong[0]!r}; the adapters of this model are {known[2:]}, and {known[1]!r} is the "
+                "model without adapters"
             )
-        if self._reason is not None:
+        if reason is not None:
             raise ValueError(
-                f"adapter_names={names!r}: rows cannot have different adapters, because {self._reason}. Leave it out, "
-                "and call set_adapter"
+                f"adapter_names={names!r}: rows cannot have different adapters, because {reason}. Leave it out, and "
+                "call set_adapter"
             )
-        return [self._names.index(name) for name in names]
+        return [known.index(name) for name in names]
 
     def selected(self, numbers: Sequence[int], length: int | None = None) -> AbstractContextManager[None]:
         """Return a context in which row ``i`` of a batch is computed with the adapter ``numbers[i]``.
@@ -69,6 +66,6 @@ class ModelAdapters:
         """
         if not any(numbers):
             return nullcontext()
-        self._find()
-        context: AbstractContextManager[None] = self._rows.selected([self._names[each] for each in numbers], length)
+        names = [self._rows.names[each] for each in numbers]
+        context: AbstractContextManager[None] = self._rows.selected(names, length)
         return context

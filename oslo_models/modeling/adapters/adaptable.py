@@ -149,6 +149,12 @@ class AdaptableModel(PreTrainedModel):
             return super().delete_adapter(adapter_names)
         return self._switching().delete(self, adapter_names)
 
+    def row_adapters(self) -> Any:
+        """Return the `RowAdapters` of the present adapters."""
+        from oslo_models.modeling.adapters.rows import RowAdapters
+
+        return RowAdapters(self)
+
     @staticmethod
     def _switching() -> Any:
         from oslo_models.modeling.adapters import switching

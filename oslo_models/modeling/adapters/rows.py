@@ -27,7 +27,7 @@ BASE = "__base__"
 _WAY_OUT = "Call set_adapter, and compute the rows of one adapter at a time"
 
 
-def reason_against_rows(model: nn.Module) -> str | None:
+def _reason_against(model: nn.Module) -> str | None:
     """Return why the rows of a batch cannot have different adapters; ``None`` if they can."""
     for path, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
@@ -64,10 +64,16 @@ class RowAdapters:
     """Computes the rows of a batch with different adapters.
 
     Args:
-        model: the model of this rank, with adapters that pass `reason_against_rows`.
+        model: the model of this rank.
+
+    Attributes:
+        names: ``None`` for the active adapters, `BASE`, and the names of all adapters. Equal on all ranks.
+        reason: why the rows of a batch cannot have different adapters; ``None`` if they can.
     """
 
     def __init__(self, model: Any) -> None:
+        self.names: list[str | None] = [None, BASE, *(model._peft_config or ())]
+        self.reason = _reason_against(model)
         self._layers: list[Any] = [each for each in model.modules() if isinstance(each, lora.Linear)]
         self._device = model.device
 
