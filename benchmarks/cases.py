@@ -30,6 +30,8 @@ ONE_THREAD = "oslo_models-one-thread"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
 OUR_BATCH, OUR_FUSED_BATCH = "oslo_models-tp2-batch", "oslo_models-tp2-fused-batch"
 OUR_DRAFTS, LOOKUP = "oslo_models-tp2-drafts", "transformers-lookup"
+OUR_FUSED_DRAFTS = "oslo_models-tp2-fused-drafts"
+OUR_DRAFTING = (OUR_BATCH, OUR_DRAFTS, OUR_FUSED_BATCH, OUR_FUSED_DRAFTS)
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 OURS_OVER_CONTEXT, ULYSSES = "oslo_models-cp2", "deepspeed-ulysses-cp2"
@@ -43,6 +45,7 @@ OWN = (
     *OUR_SCHEDULES,
     OUR_FUSED_BATCH,
     OURS_FUSED,
+    OUR_FUSED_DRAFTS,
     OUR_DRAFTS,
     OUR_BATCH,
     OURS_DIVIDED,
@@ -403,7 +406,7 @@ CASES = {
         *(
             Case(
                 *(f"{model}-drafts-{prompts}", f"{label}, {prompts} repeating prompts", measure.draft, model),
-                peers=(ALONE, LOOKUP, OUR_BATCH, OUR_DRAFTS),
+                peers=(ALONE, LOOKUP, *OUR_DRAFTING),
                 baseline=LOOKUP,
                 options={"prompts": prompts, "passage": 32, "repeats": 4, "new": 96, "drafted": 4, "timed": 3},
                 smoke={"prompts": 2, "passage": 4, "repeats": 2, "new": 8, "timed": 1},
@@ -414,7 +417,7 @@ CASES = {
         *(
             Case(
                 *(f"granite-88m-drafts-{prompts}", f"Granite 88M, {prompts} prompts, drafts of its first layer"),
-                *(measure.draft, "granite-88m", (ALONE, LOOKUP, OUR_BATCH, OUR_DRAFTS)),
+                *(measure.draft, "granite-88m", (ALONE, LOOKUP, *OUR_DRAFTING)),
                 baseline=ALONE,
                 options={"prompts": prompts, "passage": 32, "repeats": 1, "new": 96, "drafted": 4, "timed": 3}
                 | {"layers": 1},

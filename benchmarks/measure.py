@@ -136,6 +136,8 @@ def draft(
         draft_model = getattr(zoo, cls).from_pretrained(checkpoint, num_hidden_layers=layers).eval()
         draft_model.generation_config.update(num_assistant_tokens=drafted, num_assistant_tokens_schedule="constant")
         drafts = {"assistant_model": draft_model}
+        if "-fused" in peer.name:
+            draft_model.fuse()
 
     def complete() -> list[list[int]]:
         if peer.name.endswith("-batch"):

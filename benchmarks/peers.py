@@ -211,6 +211,7 @@ PEERS = {
         Peer("oslo_models-tp2-batch", 2, 1, _ours),
         Peer("oslo_models-tp2-drafts", 2, 1, _ours),
         Peer("oslo_models-tp2-fused-batch", 2, 1, _ours_fused),
+        Peer("oslo_models-tp2-fused-drafts", 2, 1, _ours_fused),
         Peer("oslo_models-tp2", 2, 1, _ours),
         Peer("oslo_models-tp2-sequence", 2, 1, _ours_divided),
         Peer("oslo_models-cp2", 2, 1, _ours_over_context),

@@ -679,3 +679,27 @@ def test_deployed_model_has_a_draft_model(stand: Any, tmp_path: Path, seed: int)
         assert model.describe_batch().endswith("; up to 4 tokens of a row are drafted")
         assert torch.equal(model.generate(**call), whole.generate(**call))
         assert model.accepted_tokens == model.drafted_tokens == 2 * 12
+
+
+def test_batch_pauses_drafts_that_take_longer_than_they_save() -> None:
+    """Steps of few rows gain by drafts, and steps of many rows lose."""
+    now = [0.0]
+    clock: Any = lambda: now[0]  # noqa: E731
+
+    def share_of_drafts(count: int, seconds: float, steps: int) -> float:
+        rows = [
+            SimpleNamespace(keys=[3, 4] * 8, new=[3], room=999, ended=False, speculation=None) for _ in range(count)
+        ]
+        drafts, found = Drafts(4, clock), 0
+        for _ in range(steps):
+            made = drafts.draft(rows)
+            found += bool(made)
+            for row in rows:
+                row.new += [4, 3, 4, 3, 4][-len(row.new) % 2 :][: 1 + 2 * bool(made)]
+            now[0] += seconds if made else 1.0
+            drafts.settle()
+        return found / steps
+
+    assert share_of_drafts(1, 2.0, 200) > 0.9
+    assert share_of_drafts(1, 4.0, 200) < 0.15
+    assert share_of_drafts(8, 4.0, 200) < 0.15

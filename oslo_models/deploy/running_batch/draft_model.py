@@ -9,6 +9,7 @@ Legend:
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from oslo_models.deploy.running_batch.limits import BatchLimits
-from oslo_models.deploy.running_batch.speculation import Acceptance, Drafts
+from oslo_models.deploy.running_batch.speculation import Acceptance, Drafts, DraftSpeed
 from oslo_models.deploy.running_batch.static_step import to_device, to_host
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -34,10 +35,11 @@ class DraftModel(Drafts):
 
     Args:
         limits: of the batch.
+        clock: see `Drafts`.
     """
 
-    def __init__(self, model: ShardedModel, limits: BatchLimits) -> None:
-        super().__init__(limits.drafted)
+    def __init__(self, model: ShardedModel, limits: BatchLimits, clock: Callable[[], float] | None = None) -> None:
+        super().__init__(limits.drafted, clock)
         self._runner, self._chunk = StepRunner(model, replace(limits, reuse=False)), limits.chunk
         text = model.config.get_text_config(decoder=True)
         self._positions = getattr(text, "max_position_embeddings", None) or math.inf
@@ -142,17 +144,24 @@ class SharedDrafts(Drafts):
     """The drafts of one rank, on every rank.
 
     Args:
-        source: drafts, on one rank; ``None`` on the other ones.
+        source: drafts, on one rank; ``None`` on the other ones. That rank times the steps.
         exchange: sums int64 values over the ranks.
     """
 
     def __init__(self, most: int, source: Drafts | None, exchange: Callable[[Tensor], Tensor]) -> None:
         super().__init__(most)
         self._source, self._exchange = source, exchange
+        self._speed_of_source = None if source is None else DraftSpeed(time.perf_counter)
+
+    def settle(self) -> list[int]:
+        if self._speed_of_source is not None:
+            self._speed_of_source.end(bool(self._computed))
+        return super().settle()
 
     def propose(self, rows: Sequence[Any], most: Sequence[int]) -> list[list[int]]:
-        sent_BL = torch.zeros(len(rows), self._most, dtype=torch.int64)
-        drafts = [] if self._source is None else self._source.propose(rows, most)
+        sent_BL, drafts = torch.zeros(len(rows), self._most, dtype=torch.int64), list[list[int]]()
+        if self._source is not None and self._speed_of_source is not None and self._speed_of_source.allows(rows):
+            drafts = self._source.propose(rows, most)
         for tokens_L, draft in zip(sent_BL, drafts, strict=False):
             tokens_L[: len(draft)] = torch.tensor(draft, dtype=torch.int64) + 1  # 0 is no token
         found_BL = self._exchange(sent_BL.flatten()).view_as(sent_BL)

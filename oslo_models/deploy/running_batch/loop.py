@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -75,7 +76,10 @@ class RunningBatch:
         each = limits_of_groups(limits, stages)
         self._packed, self._adapters = PackedHead(), ModelAdapters(model)
         self.runners = [StepRunner(model, own, True, self._packed, self._adapters) for own in each]
-        self._drafts = [Drafts(own.drafted) if draft_model is None else DraftModel(draft_model, own) for own in each]
+        clock = time.perf_counter
+        self._drafts = [
+            Drafts(own.drafted, clock) if draft_model is None else DraftModel(draft_model, own, clock) for own in each
+        ]
         self.channel, self.leads, self._slots = channel, leads, SlotGroups(each, self._drafts)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
         self._settings, self._token_table = PlainSettings(model), TokenTable()

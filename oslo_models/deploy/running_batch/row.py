@@ -81,7 +81,8 @@ class Row:
         assert len(self.keys) == len(prompt)
         self.adapter = adapter
         if adapter:
-            self.keys = [self.keys[0] + (adapter << _KEY_BITS), *self.keys[1:]]
+            first = -(abs(self.keys[0]) + (adapter << _KEY_BITS))  # negative, as it is no token
+            self.keys = [first, *self.keys[1:]]
         processors, criteria, self._config, self.scored = settings
         self._processors, self.warp = LogitsProcessorList(map(faster, processors)), warp_of(processors)
         self.given_BL = self._buffer_BL = ids_BL

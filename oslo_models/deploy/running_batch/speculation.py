@@ -14,7 +14,10 @@ Legend:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -26,6 +29,8 @@ SIZES = (3, 2)
 WEIGHT, LEAST_ACCEPTED, RETRY, REST = 0.25, 0.3, 0.6, 32
 """Weight of the newest draft in the share of accepted tokens; the share below which a row pauses; the share after the
 pause; tokens of the first pause. Each pause is twice as long as the one before."""
+WITH, WITHOUT, NEWEST = 8, 3, 9
+"""Steps with and without drafts that are timed before their speeds are compared, and the newest of each that count."""
 LEAST_FILLED = 0.5
 """Smallest share of computed positions with tokens in a step with drafts. The others are padding."""
 
@@ -126,15 +131,63 @@ class Speculation:
         self._acceptance.note(drafted, accepted, count)
 
 
+class DraftSpeed:
+    """Pauses all drafts of a batch while steps with drafts give fewer tokens a second than steps without.
+
+    Drafted tokens are almost free where a step waits for weights from memory, and not where it computes many rows. So
+    steps are compared by their number of rows, in powers of two. The first steps are computed without drafts.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._speeds: dict[tuple[int, bool], deque[float]] = defaultdict(partial(deque, maxlen=NEWEST))
+        self._pause: dict[int, int] = {}  # remaining steps of a pause
+        self._next: dict[int, int] = defaultdict(lambda: REST)
+        self._begun: tuple[float, list[Any], int] | None = None
+
+    def allows(self, rows: Sequence[Any]) -> bool:
+        """Begin to time a step. Return whether it may have drafts."""
+        going = [row for row in rows if not row.ended]
+        self._begun = self._clock(), going, sum(len(row.new) for row in going)
+        size = len(rows).bit_length()
+        plain, drafted = self._speeds[size, False], self._speeds[size, True]
+        if self._pause.get(size):
+            self._pause[size] -= 1
+            return False
+        if len(drafted) < WITH or len(plain) < WITHOUT:
+            return len(drafted) < WITH
+        if statistics.median(drafted) >= statistics.median(plain):
+            return True
+        self._pause[size] = self._next[size]
+        self._next[size] *= 2
+        drafted.clear()
+        return False
+
+    def end(self, has_drafts: bool) -> None:
+        """Note the speed of the step that `allows` has begun."""
+        if self._begun is None:
+            return
+        start, rows, before = self._begun
+        self._begun = None
+        gained = sum(len(row.new) for row in rows) - before
+        if rows and gained:
+            self._speeds[len(rows).bit_length(), has_drafts].append(gained / max(self._clock() - start, 1e-9))
+
+
 class Drafts:
     """The drafts of the rows in one batch, from the step that computes them to the next one.
 
     Args:
         most: maximum drafted tokens of a row in one step; 0 for none.
+        clock: times the steps, see `DraftSpeed`; ``None``: rows draft however long it takes. Ranks that draft for
+            themselves have none, because their times differ.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, clock: Callable[[], float] | None = None) -> None:
+        self._most, self._speed = most, None if clock is None else DraftSpeed(clock)
         self._computed: list[tuple[Any, int, int]] = []  # rows with their numbers of new and of drafted tokens
 
     def clear(self) -> None:
@@ -143,7 +196,7 @@ class Drafts:
 
     def draft(self, rows: Sequence[Speculating]) -> list[list[int]]:
         """Return drafted tokens for each row; an empty list if the next step computes none."""
-        if not self._most:
+        if not self._most or not (self._speed is None or self._speed.allows(rows)):
             return []
         drafts = self.propose(rows, [0 if row.ended else int(min(self._most, row.room - 1)) for row in rows])
         positions = len(rows) + sum(map(len, drafts))
@@ -164,6 +217,8 @@ class Drafts:
     def settle(self) -> list[int]:
         """Return the number of tokens that each row has got in the step with drafts; empty if there was none."""
         counts = []
+        if self._speed is not None:
+            self._speed.end(bool(self._computed))
         for row, before, drafted in self._computed:
             counts.append(len(row.new) - before)
             if drafted and row.speculation is not None:
