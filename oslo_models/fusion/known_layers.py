@@ -105,6 +105,8 @@ RMS_NORMS = _names("""
     qwen3_omni_moe.Qwen3OmniMoeCode2WavRMSNorm
     qwen3_omni_moe.Qwen3OmniMoeRMSNorm qwen3_omni_moe.Qwen3OmniMoeTextRMSNorm
     qwen3_omni_moe.Qwen3OmniMoeThinkerTextRMSNorm
+    idefics.IdeficsRMSNorm kosmos2_5.Kosmos2_5LayerNorm udop.UdopLayerNorm vibevoice_asr.VibeVoiceAsrRMSNorm
+    voxtral_realtime.VoxtralRealtimeRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
@@ -153,6 +155,7 @@ GATED_MLPS = _names("""
     chameleon.ChameleonMLP mistral4.Mistral4MLP muse_glimmer.MuseGlimmerTextMLP ovis2.Ovis2MLP ovis2.Ovis2VisionMLP
     qwen3_omni_moe.Qwen3OmniMoeCode2WavMlp qwen3_omni_moe.Qwen3OmniMoeMLP
     qwen3_omni_moe.Qwen3OmniMoeTalkerTextMLP qwen3_omni_moe.Qwen3OmniMoeThinkerTextMLP
+    voxtral_realtime.VoxtralRealtimeMLP voxtral_realtime.VoxtralRealtimeTextMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -268,7 +271,7 @@ BERT_OUTPUTS = _names("""
 """Copies of BertOutput: linear layer, dropout, residual, LayerNorm."""
 T5_FEED_FORWARDS = _names("""
     mt5.MT5LayerFF t5.T5LayerFF umt5.UMT5LayerFF
-    pix2struct.Pix2StructTextLayerFF
+    pix2struct.Pix2StructTextLayerFF udop.UdopLayerFF
 """)
 """Copies of T5LayerFF."""
 
@@ -359,6 +362,8 @@ CALL_EAGER_ATTENTION = _names("""
     chameleon.ChameleonAttention moss_transcribe_diarize.MossTranscribeDiarizeAudioAttention
     muse_glimmer.MuseGlimmerVisionAttention ovis2.Ovis2VisionAttention pix2struct.Pix2StructTextAttention
     pix2struct.Pix2StructVisionAttention video_llama_3.VideoLlama3VisionAttention
+    idefics.IdeficsAttention pp_formulanet.PPFormulaNetAttention udop.UdopAttention
+    voxtral_realtime.VoxtralRealtimeAttention voxtral_realtime.VoxtralRealtimeTextAttention
 """)
 """Attention layers that call ``eager_attention_forward`` as copied from Llama, BERT, GPT-2, OPT, T5 or Gemma 2."""
 COMPARE_IMPLEMENTATIONS = _names("""
@@ -387,6 +392,7 @@ ROTARY_ATTENTIONS = {
     """),
     "mistral.MistralAttention": _names("""
         minimax.MiniMaxAttention mistral.MistralAttention mixtral.MixtralAttention
+        voxtral_realtime.VoxtralRealtimeAttention voxtral_realtime.VoxtralRealtimeTextAttention
     """),
     "olmo2.Olmo2Attention": _names("""
         flex_olmo.FlexOlmoAttention minimax_m2.MiniMaxM2Attention olmo2.Olmo2Attention
@@ -435,5 +441,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     lasr.LasrEncoderAttention
     mistral4.Mistral4Attention muse_glimmer.MuseGlimmerTextAttention
     qwen2_5_omni.DiTAttention qwen2_5_omni.Qwen2_5OmniAttention
+    idefics.IdeficsAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""
