@@ -105,8 +105,8 @@ RMS_NORMS = _names("""
     qwen3_omni_moe.Qwen3OmniMoeCode2WavRMSNorm
     qwen3_omni_moe.Qwen3OmniMoeRMSNorm qwen3_omni_moe.Qwen3OmniMoeTextRMSNorm
     qwen3_omni_moe.Qwen3OmniMoeThinkerTextRMSNorm
-    idefics.IdeficsRMSNorm kosmos2_5.Kosmos2_5LayerNorm udop.UdopLayerNorm vibevoice_asr.VibeVoiceAsrRMSNorm
-    voxtral_realtime.VoxtralRealtimeRMSNorm
+    idefics.IdeficsRMSNorm kosmos2_5.Kosmos2_5LayerNorm phi4_multimodal.Phi4MultimodalRMSNorm udop.UdopLayerNorm
+    vibevoice_asr.VibeVoiceAsrRMSNorm voxtral_realtime.VoxtralRealtimeRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
@@ -160,7 +160,7 @@ GATED_MLPS = _names("""
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
     dots3_note.Dots3NoteAudioMLP glm.GlmMLP glm4.Glm4MLP phi3.Phi3MLP
-    glm4v.Glm4vTextMLP glm_ocr.GlmOcrTextMLP
+    glm4v.Glm4vTextMLP glm_ocr.GlmOcrTextMLP phi4_multimodal.Phi4MultimodalMLP
 """)
 """Copies of Phi3MLP, with gate and up projection in one matrix."""
 NEOX_MLPS = _names("""
@@ -221,7 +221,7 @@ LLAMA_BLOCKS = _names("""
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
-    dots3_note.Dots3NoteAudioLayer phi3.Phi3DecoderLayer
+    dots3_note.Dots3NoteAudioLayer phi3.Phi3DecoderLayer phi4_multimodal.Phi4MultimodalDecoderLayer
 """)
 """Copies of Phi3DecoderLayer, which has dropout before its residuals."""
 GEMMA2_BLOCKS = _names("""
@@ -362,7 +362,8 @@ CALL_EAGER_ATTENTION = _names("""
     chameleon.ChameleonAttention moss_transcribe_diarize.MossTranscribeDiarizeAudioAttention
     muse_glimmer.MuseGlimmerVisionAttention ovis2.Ovis2VisionAttention pix2struct.Pix2StructTextAttention
     pix2struct.Pix2StructVisionAttention video_llama_3.VideoLlama3VisionAttention
-    idefics.IdeficsAttention pp_formulanet.PPFormulaNetAttention udop.UdopAttention
+    idefics.IdeficsAttention phi4_multimodal.Phi4MultimodalAttention pp_formulanet.PPFormulaNetAttention
+    udop.UdopAttention
     voxtral_realtime.VoxtralRealtimeAttention voxtral_realtime.VoxtralRealtimeTextAttention
 """)
 """Attention layers that call ``eager_attention_forward`` as copied from Llama, BERT, GPT-2, OPT, T5 or Gemma 2."""
@@ -399,7 +400,7 @@ ROTARY_ATTENTIONS = {
     """),
     "olmo3.Olmo3Attention": _names("olmo3.Olmo3Attention"),
     "phi.PhiAttention": _names("phi.PhiAttention"),
-    "phi3.Phi3Attention": _names("phi3.Phi3Attention"),
+    "phi3.Phi3Attention": _names("phi3.Phi3Attention phi4_multimodal.Phi4MultimodalAttention"),
     "qwen2.Qwen2Attention": _names("""
         cwm.CwmAttention ministral.MinistralAttention qwen2.Qwen2Attention
         deepseek_ocr2.DeepseekOcr2VisionAttention

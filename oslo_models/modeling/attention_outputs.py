@@ -59,7 +59,7 @@ class AttentionOutputs:
         """
         if isinstance(value, ModelOutput):  # the output of one of several stacks
             return with_values(value, {inner: self.full(inner, each, given) for inner, each in value.items()})
-        if not name.endswith("attentions") or not value or {name, f"{side}_{name}"} & self.replicated:
+        if not name.endswith("attentions") or {name, f"{side}_{name}"} & self.replicated or not value:
             return value
         passed = {id(leaf) for leaf in tree_leaves(given)}
         if any(id(leaf) in passed for leaf in tree_leaves(value) if leaf is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from transformers import Kosmos2Config
@@ -61,6 +62,10 @@ class Kosmos2Parallel(LlavaParallel):
     towers = {"vision_model.model": "vision_config"}
     projectors = {"image_to_text_projection": Replicated()}
     classes = {"text_model.model": KosmosTextParallel, "vision_model.model": KosmosVisionParallel}
+
+    @classmethod
+    def replicated_attentions(cls, config: Any) -> Collection[str]:
+        return ("projection_attentions",)
 
 
 class Kosmos2Model(Kosmos2Parallel, hf.Kosmos2Model):

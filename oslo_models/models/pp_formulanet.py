@@ -1,22 +1,14 @@
 """PP-FormulaNet: SAM's encoder of windows of patches, with a projector inside, and the decoder of mBART."""
 
-from dataclasses import replace
 from typing import Any
 
-from transformers import PPFormulaNetConfig, PPFormulaNetVisionConfig
+from transformers import PPFormulaNetConfig
 from transformers.models.pp_formulanet import modeling_pp_formulanet as hf
 
 from oslo_models.layers.entries import Plan, Replicated
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.got_ocr2 import WindowsParallel
 from oslo_models.models.mbart import MBartParallel
-
-
-class PPFormulaNetVisionModel(WindowsParallel, hf.PPFormulaNetVisionModel):
-    @classmethod
-    def plan(cls, config: Any) -> Plan:
-        plan = super().plan(config)
-        return replace(plan, head={**plan.head, "multi_modal_projector": Replicated()})
 
 
 class PPFormulaNetParallel(MBartParallel):
@@ -26,7 +18,8 @@ class PPFormulaNetParallel(MBartParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        encoder = PPFormulaNetVisionModel.plan(config.vision_config).under("encoder.")
+        projector = Plan(embed={}, blocks={}, head={"multi_modal_projector": Replicated()})
+        encoder = (WindowsParallel.plan(config.vision_config) | projector).under("encoder.")
         return encoder | super().plan(config.text_config)
 
 

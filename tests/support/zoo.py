@@ -1667,7 +1667,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "hy_v4_vl_text": {"HYV4VLForConditionalGeneration", "HYV4VLModel", "HYV4VLVisionModel"},
     "hy_v4_vl": {"HYV4VLTextModel"},
     "minicpm_ocr": {"MiniCPMOcrVisionModel"},
-    "pp_formulanet": {"PPFormulaNetTextModel"},
+    "pp_formulanet": {"PPFormulaNetTextModel", "PPFormulaNetVisionModel"},
     "phi4_multimodal": {"Phi4MultimodalAudioModel", "Phi4MultimodalVisionModel"},
     "florence2": {"Florence2VisionBackbone"},
     "minicpmv4_7": {"MiniCPMV4_7VisionModel"},
