@@ -1,5 +1,6 @@
 """PP-FormulaNet: SAM's encoder of windows of patches, with a projector inside, and the decoder of mBART."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PPFormulaNetConfig
@@ -21,6 +22,10 @@ class PPFormulaNetParallel(MBartParallel):
         projector = Plan(embed={}, blocks={}, head={"multi_modal_projector": Replicated()})
         encoder = (WindowsParallel.plan(config.vision_config) | projector).under("encoder.")
         return encoder | super().plan(config.text_config)
+
+    @classmethod
+    def joined_attentions(cls, config: Any) -> Mapping[str, int]:
+        return {"encoder_attentions": config.vision_config.num_attention_heads}
 
 
 class PPFormulaNetModel(PPFormulaNetParallel, hf.PPFormulaNetModel):
