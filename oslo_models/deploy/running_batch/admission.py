@@ -64,6 +64,7 @@ EXCLUSIVE: Mapping[str, str] = {
     **dict.fromkeys(("idefics", "mllama"), "some blocks read the features of images, beside the cache of tokens"),
     "ovis2": "the tokens around an image have embeddings from the call with its pixels",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
+    "vibevoice_asr": "its forward has no argument for the positions of each row",
     "voxtral_realtime": "each token reads its part of a sound, and its encoder has a cache of its own",
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
