@@ -65,7 +65,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "ovis2": "the tokens around an image have embeddings from the call with its pixels",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
     "vibevoice_asr": "its forward has no argument for the positions of each row",
-    "voxtral_realtime": "each token reads its part of a sound, and its encoder has a cache of its own",
+    "voxtral_realtime": "its encoder keeps another cache, and each token reads a part of the sound",
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
