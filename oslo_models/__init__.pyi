@@ -528,6 +528,8 @@ from oslo_models.models.ibert import IBertForQuestionAnswering as IBertForQuesti
 from oslo_models.models.ibert import IBertForSequenceClassification as IBertForSequenceClassification
 from oslo_models.models.ibert import IBertForTokenClassification as IBertForTokenClassification
 from oslo_models.models.ibert import IBertModel as IBertModel
+from oslo_models.models.idefics import IdeficsForVisionText2Text as IdeficsForVisionText2Text
+from oslo_models.models.idefics import IdeficsModel as IdeficsModel
 from oslo_models.models.idefics2 import Idefics2ForConditionalGeneration as Idefics2ForConditionalGeneration
 from oslo_models.models.idefics2 import Idefics2Model as Idefics2Model
 from oslo_models.models.idefics3 import Idefics3ForConditionalGeneration as Idefics3ForConditionalGeneration
@@ -569,6 +571,10 @@ from oslo_models.models.kimi_linear import KimiLinearForCausalLM as KimiLinearFo
 from oslo_models.models.kimi_linear import KimiLinearModel as KimiLinearModel
 from oslo_models.models.kolibri1 import Kolibri1ForCausalLM as Kolibri1ForCausalLM
 from oslo_models.models.kolibri1 import Kolibri1Model as Kolibri1Model
+from oslo_models.models.kosmos_2 import Kosmos2ForConditionalGeneration as Kosmos2ForConditionalGeneration
+from oslo_models.models.kosmos_2 import Kosmos2Model as Kosmos2Model
+from oslo_models.models.kosmos_2_5 import Kosmos2_5ForConditionalGeneration as Kosmos2_5ForConditionalGeneration
+from oslo_models.models.kosmos_2_5 import Kosmos2_5Model as Kosmos2_5Model
 from oslo_models.models.laguna import LagunaForCausalLM as LagunaForCausalLM
 from oslo_models.models.laguna import LagunaModel as LagunaModel
 from oslo_models.models.lara_mini import LaraMiniForCausalLM as LaraMiniForCausalLM
@@ -835,6 +841,8 @@ from oslo_models.models.phi3 import Phi3ForCausalLM as Phi3ForCausalLM
 from oslo_models.models.phi3 import Phi3ForSequenceClassification as Phi3ForSequenceClassification
 from oslo_models.models.phi3 import Phi3ForTokenClassification as Phi3ForTokenClassification
 from oslo_models.models.phi3 import Phi3Model as Phi3Model
+from oslo_models.models.phi4_multimodal import Phi4MultimodalForCausalLM as Phi4MultimodalForCausalLM
+from oslo_models.models.phi4_multimodal import Phi4MultimodalModel as Phi4MultimodalModel
 from oslo_models.models.phimoe import PhimoeForCausalLM as PhimoeForCausalLM
 from oslo_models.models.phimoe import PhimoeForSequenceClassification as PhimoeForSequenceClassification
 from oslo_models.models.phimoe import PhimoeModel as PhimoeModel
@@ -847,6 +855,8 @@ from oslo_models.models.plbart import PLBartForSequenceClassification as PLBartF
 from oslo_models.models.plbart import PLBartModel as PLBartModel
 from oslo_models.models.poolformer import PoolFormerForImageClassification as PoolFormerForImageClassification
 from oslo_models.models.poolformer import PoolFormerModel as PoolFormerModel
+from oslo_models.models.pp_formulanet import PPFormulaNetForConditionalGeneration as PPFormulaNetForConditionalGeneration
+from oslo_models.models.pp_formulanet import PPFormulaNetModel as PPFormulaNetModel
 from oslo_models.models.prophetnet import ProphetNetDecoder as ProphetNetDecoder
 from oslo_models.models.prophetnet import ProphetNetEncoder as ProphetNetEncoder
 from oslo_models.models.prophetnet import ProphetNetForCausalLM as ProphetNetForCausalLM
@@ -1051,6 +1061,9 @@ from oslo_models.models.tapas import TapasForQuestionAnswering as TapasForQuesti
 from oslo_models.models.tapas import TapasForSequenceClassification as TapasForSequenceClassification
 from oslo_models.models.tapas import TapasModel as TapasModel
 from oslo_models.models.trocr import TrOCRForCausalLM as TrOCRForCausalLM
+from oslo_models.models.udop import UdopEncoderModel as UdopEncoderModel
+from oslo_models.models.udop import UdopForConditionalGeneration as UdopForConditionalGeneration
+from oslo_models.models.udop import UdopModel as UdopModel
 from oslo_models.models.umt5 import UMT5EncoderModel as UMT5EncoderModel
 from oslo_models.models.umt5 import UMT5ForConditionalGeneration as UMT5ForConditionalGeneration
 from oslo_models.models.umt5 import UMT5ForQuestionAnswering as UMT5ForQuestionAnswering
@@ -1067,6 +1080,8 @@ from oslo_models.models.unispeech_sat import UniSpeechSatForXVector as UniSpeech
 from oslo_models.models.unispeech_sat import UniSpeechSatModel as UniSpeechSatModel
 from oslo_models.models.vaultgemma import VaultGemmaForCausalLM as VaultGemmaForCausalLM
 from oslo_models.models.vaultgemma import VaultGemmaModel as VaultGemmaModel
+from oslo_models.models.vibevoice_asr import VibeVoiceAsrForConditionalGeneration as VibeVoiceAsrForConditionalGeneration
+from oslo_models.models.vibevoice_asr import VibeVoiceAsrModel as VibeVoiceAsrModel
 from oslo_models.models.video_llama_3 import VideoLlama3ForConditionalGeneration as VideoLlama3ForConditionalGeneration
 from oslo_models.models.video_llama_3 import VideoLlama3Model as VideoLlama3Model
 from oslo_models.models.video_llava import VideoLlavaForConditionalGeneration as VideoLlavaForConditionalGeneration
@@ -1093,6 +1108,9 @@ from oslo_models.models.vit_msn import ViTMSNModel as ViTMSNModel
 from oslo_models.models.voxtral import VoxtralEncoder as VoxtralEncoder
 from oslo_models.models.voxtral import VoxtralForConditionalGeneration as VoxtralForConditionalGeneration
 from oslo_models.models.voxtral import VoxtralModel as VoxtralModel
+from oslo_models.models.voxtral_realtime import VoxtralRealtimeEncoder as VoxtralRealtimeEncoder
+from oslo_models.models.voxtral_realtime import VoxtralRealtimeForConditionalGeneration as VoxtralRealtimeForConditionalGeneration
+from oslo_models.models.voxtral_realtime import VoxtralRealtimeModel as VoxtralRealtimeModel
 from oslo_models.models.wav2vec2 import Wav2Vec2ForAudioFrameClassification as Wav2Vec2ForAudioFrameClassification
 from oslo_models.models.wav2vec2 import Wav2Vec2ForCTC as Wav2Vec2ForCTC
 from oslo_models.models.wav2vec2 import Wav2Vec2ForPreTraining as Wav2Vec2ForPreTraining
@@ -1361,6 +1379,7 @@ from transformers import IJepaConfig as IJepaConfig
 from transformers import Idefics2Config as Idefics2Config
 from transformers import Idefics3Config as Idefics3Config
 from transformers import Idefics3VisionConfig as Idefics3VisionConfig
+from transformers import IdeficsConfig as IdeficsConfig
 from transformers import ImageGPTConfig as ImageGPTConfig
 from transformers import Inkling2LoopTextConfig as Inkling2LoopTextConfig
 from transformers import Inkling2TextConfig as Inkling2TextConfig
@@ -1380,6 +1399,8 @@ from transformers import KimiLinearConfig as KimiLinearConfig
 from transformers import Kimi_K25Config as Kimi_K25Config
 from transformers import Kimi_K25VisionConfig as Kimi_K25VisionConfig
 from transformers import Kolibri1Config as Kolibri1Config
+from transformers import Kosmos2Config as Kosmos2Config
+from transformers import Kosmos2_5Config as Kosmos2_5Config
 from transformers import LEDConfig as LEDConfig
 from transformers import LagunaConfig as LagunaConfig
 from transformers import LaraMiniConfig as LaraMiniConfig
@@ -1467,6 +1488,7 @@ from transformers import OmniASRConfig as OmniASRConfig
 from transformers import OpenAIGPTConfig as OpenAIGPTConfig
 from transformers import Ovis2Config as Ovis2Config
 from transformers import PLBartConfig as PLBartConfig
+from transformers import PPFormulaNetConfig as PPFormulaNetConfig
 from transformers import PaddleOCRTextConfig as PaddleOCRTextConfig
 from transformers import PaddleOCRVLConfig as PaddleOCRVLConfig
 from transformers import PaddleOCRVisionConfig as PaddleOCRVisionConfig
@@ -1476,6 +1498,7 @@ from transformers import ParakeetEncoderConfig as ParakeetEncoderConfig
 from transformers import PegasusConfig as PegasusConfig
 from transformers import PersimmonConfig as PersimmonConfig
 from transformers import Phi3Config as Phi3Config
+from transformers import Phi4MultimodalConfig as Phi4MultimodalConfig
 from transformers import PhiConfig as PhiConfig
 from transformers import PhimoeConfig as PhimoeConfig
 from transformers import Pix2StructConfig as Pix2StructConfig
@@ -1555,12 +1578,14 @@ from transformers import T5Config as T5Config
 from transformers import TapasConfig as TapasConfig
 from transformers import TrOCRConfig as TrOCRConfig
 from transformers import UMT5Config as UMT5Config
+from transformers import UdopConfig as UdopConfig
 from transformers import UniSpeechConfig as UniSpeechConfig
 from transformers import UniSpeechSatConfig as UniSpeechSatConfig
 from transformers import VaultGemmaConfig as VaultGemmaConfig
 from transformers import ViTConfig as ViTConfig
 from transformers import ViTMAEConfig as ViTMAEConfig
 from transformers import ViTMSNConfig as ViTMSNConfig
+from transformers import VibeVoiceAsrConfig as VibeVoiceAsrConfig
 from transformers import VideoLlama3Config as VideoLlama3Config
 from transformers import VideoLlama3VisionConfig as VideoLlama3VisionConfig
 from transformers import VideoLlavaConfig as VideoLlavaConfig
@@ -1570,6 +1595,8 @@ from transformers import VisionEncoderDecoderConfig as VisionEncoderDecoderConfi
 from transformers import VisualBertConfig as VisualBertConfig
 from transformers import VoxtralConfig as VoxtralConfig
 from transformers import VoxtralEncoderConfig as VoxtralEncoderConfig
+from transformers import VoxtralRealtimeConfig as VoxtralRealtimeConfig
+from transformers import VoxtralRealtimeEncoderConfig as VoxtralRealtimeEncoderConfig
 from transformers import Wav2Vec2BertConfig as Wav2Vec2BertConfig
 from transformers import Wav2Vec2Config as Wav2Vec2Config
 from transformers import Wav2Vec2ConformerConfig as Wav2Vec2ConformerConfig
@@ -1743,6 +1770,7 @@ from transformers.models.hy_v4_vl.modeling_hy_v4_vl import HYV4VLPreTrainedModel
 from transformers.models.hyperclovax.modeling_hyperclovax import HyperCLOVAXPreTrainedModel as HyperCLOVAXPreTrainedModel
 from transformers.models.hyperclovax_vision_v2.modeling_hyperclovax_vision_v2 import HyperCLOVAXVisionV2PreTrainedModel as HyperCLOVAXVisionV2PreTrainedModel
 from transformers.models.ibert.modeling_ibert import IBertPreTrainedModel as IBertPreTrainedModel
+from transformers.models.idefics.modeling_idefics import IdeficsPreTrainedModel as IdeficsPreTrainedModel
 from transformers.models.idefics2.modeling_idefics2 import Idefics2PreTrainedModel as Idefics2PreTrainedModel
 from transformers.models.idefics3.modeling_idefics3 import Idefics3PreTrainedModel as Idefics3PreTrainedModel
 from transformers.models.ijepa.modeling_ijepa import IJepaPreTrainedModel as IJepaPreTrainedModel
@@ -1760,6 +1788,8 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel as 
 from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25PreTrainedModel as Kimi_K25PreTrainedModel
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearPreTrainedModel as KimiLinearPreTrainedModel
 from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1PreTrainedModel as Kolibri1PreTrainedModel
+from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2PreTrainedModel as Kosmos2PreTrainedModel
+from transformers.models.kosmos2_5.modeling_kosmos2_5 import Kosmos2_5PreTrainedModel as Kosmos2_5PreTrainedModel
 from transformers.models.laguna.modeling_laguna import LagunaPreTrainedModel as LagunaPreTrainedModel
 from transformers.models.lara_mini.modeling_lara_mini import LaraMiniPreTrainedModel as LaraMiniPreTrainedModel
 from transformers.models.lasr.modeling_lasr import LasrPreTrainedModel as LasrPreTrainedModel
@@ -1841,11 +1871,13 @@ from transformers.models.pegasus.modeling_pegasus import PegasusPreTrainedModel 
 from transformers.models.persimmon.modeling_persimmon import PersimmonPreTrainedModel as PersimmonPreTrainedModel
 from transformers.models.phi.modeling_phi import PhiPreTrainedModel as PhiPreTrainedModel
 from transformers.models.phi3.modeling_phi3 import Phi3PreTrainedModel as Phi3PreTrainedModel
+from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalPreTrainedModel as Phi4MultimodalPreTrainedModel
 from transformers.models.phimoe.modeling_phimoe import PhimoePreTrainedModel as PhimoePreTrainedModel
 from transformers.models.pix2struct.modeling_pix2struct import Pix2StructPreTrainedModel as Pix2StructPreTrainedModel
 from transformers.models.pixtral.modeling_pixtral import PixtralPreTrainedModel as PixtralPreTrainedModel
 from transformers.models.plbart.modeling_plbart import PLBartPreTrainedModel as PLBartPreTrainedModel
 from transformers.models.poolformer.modeling_poolformer import PoolFormerPreTrainedModel as PoolFormerPreTrainedModel
+from transformers.models.pp_formulanet.modeling_pp_formulanet import PPFormulaNetPreTrainedModel as PPFormulaNetPreTrainedModel
 from transformers.models.prophetnet.modeling_prophetnet import ProphetNetPreTrainedModel as ProphetNetPreTrainedModel
 from transformers.models.pvt.modeling_pvt import PvtPreTrainedModel as PvtPreTrainedModel
 from transformers.models.pvt_v2.modeling_pvt_v2 import PvtV2PreTrainedModel as PvtV2PreTrainedModel
@@ -1895,10 +1927,12 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from transformers.models.t5.modeling_t5 import T5PreTrainedModel as T5PreTrainedModel
 from transformers.models.tapas.modeling_tapas import TapasPreTrainedModel as TapasPreTrainedModel
 from transformers.models.trocr.modeling_trocr import TrOCRPreTrainedModel as TrOCRPreTrainedModel
+from transformers.models.udop.modeling_udop import UdopPreTrainedModel as UdopPreTrainedModel
 from transformers.models.umt5.modeling_umt5 import UMT5PreTrainedModel as UMT5PreTrainedModel
 from transformers.models.unispeech.modeling_unispeech import UniSpeechPreTrainedModel as UniSpeechPreTrainedModel
 from transformers.models.unispeech_sat.modeling_unispeech_sat import UniSpeechSatPreTrainedModel as UniSpeechSatPreTrainedModel
 from transformers.models.vaultgemma.modeling_vaultgemma import VaultGemmaPreTrainedModel as VaultGemmaPreTrainedModel
+from transformers.models.vibevoice_asr.modeling_vibevoice_asr import VibeVoiceAsrPreTrainedModel as VibeVoiceAsrPreTrainedModel
 from transformers.models.video_llama_3.modeling_video_llama_3 import VideoLlama3PreTrainedModel as VideoLlama3PreTrainedModel
 from transformers.models.video_llava.modeling_video_llava import VideoLlavaPreTrainedModel as VideoLlavaPreTrainedModel
 from transformers.models.videomae.modeling_videomae import VideoMAEPreTrainedModel as VideoMAEPreTrainedModel
@@ -1908,6 +1942,7 @@ from transformers.models.vit.modeling_vit import ViTPreTrainedModel as ViTPreTra
 from transformers.models.vit_mae.modeling_vit_mae import ViTMAEPreTrainedModel as ViTMAEPreTrainedModel
 from transformers.models.vit_msn.modeling_vit_msn import ViTMSNPreTrainedModel as ViTMSNPreTrainedModel
 from transformers.models.voxtral.modeling_voxtral import VoxtralPreTrainedModel as VoxtralPreTrainedModel
+from transformers.models.voxtral_realtime.modeling_voxtral_realtime import VoxtralRealtimePreTrainedModel as VoxtralRealtimePreTrainedModel
 from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2PreTrainedModel as Wav2Vec2PreTrainedModel
 from transformers.models.wav2vec2_bert.modeling_wav2vec2_bert import Wav2Vec2BertPreTrainedModel as Wav2Vec2BertPreTrainedModel
 from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import Wav2Vec2ConformerPreTrainedModel as Wav2Vec2ConformerPreTrainedModel

@@ -165,6 +165,7 @@ _ALL = {
     "hyperclovax": "HyperCLOVAX",
     "hyperclovax_vision_v2": "HyperCLOVAXVisionV2",
     "ibert": "IBert",
+    "idefics": "Idefics",
     "idefics2": "Idefics2",
     "idefics3": "Idefics3",
     "ijepa": "IJepa",
@@ -182,6 +183,8 @@ _ALL = {
     "kimi_k25": "Kimi_K25",
     "kimi_linear": "KimiLinear",
     "kolibri1": "Kolibri1",
+    "kosmos-2": "Kosmos2",
+    "kosmos-2.5": "Kosmos2_5",
     "laguna": "Laguna",
     "lara_mini": "LaraMini",
     "lasr_ctc": "Lasr",
@@ -261,11 +264,13 @@ _ALL = {
     "persimmon": "Persimmon",
     "phi": "Phi",
     "phi3": "Phi3",
+    "phi4_multimodal": "Phi4Multimodal",
     "phimoe": "Phimoe",
     "pix2struct": "Pix2Struct",
     "pixtral": "Pixtral",
     "plbart": "PLBart",
     "poolformer": "PoolFormer",
+    "pp_formulanet": "PPFormulaNet",
     "prophetnet": "ProphetNet",
     "pvt": "Pvt",
     "pvt_v2": "PvtV2",
@@ -321,10 +326,12 @@ _ALL = {
     "t5": "T5",
     "tapas": "Tapas",
     "trocr": "TrOCR",
+    "udop": "Udop",
     "umt5": "UMT5",
     "unispeech": "UniSpeech",
     "unispeech-sat": "UniSpeechSat",
     "vaultgemma": "VaultGemma",
+    "vibevoice_asr": "VibeVoiceAsr",
     "video_llama_3": "VideoLlama3",
     "video_llava": "VideoLlava",
     "videomae": "VideoMAE",
@@ -335,6 +342,7 @@ _ALL = {
     "vit_mae": "ViTMAE",
     "vit_msn": "ViTMSN",
     "voxtral": "Voxtral",
+    "voxtral_realtime": "VoxtralRealtime",
     "wav2vec2": "Wav2Vec2",
     "wav2vec2-bert": "Wav2Vec2Bert",
     "wav2vec2-conformer": "Wav2Vec2Conformer",
@@ -483,15 +491,20 @@ def needed_release(model_type: str) -> str:
     return f"{model_type} needs transformers {release} or newer, and {_VERSION} is installed"
 
 
+def module_name(model_type: str) -> str:
+    """Return the name of an architecture's module."""
+    return model_type.replace("-", "_").replace(".", "_")
+
+
 def model_type_of(cls: type) -> str | None:
     """Return the model type of a class of the zoo or of its subclass. ``None`` for other classes."""
-    by_module = {f"{__package__}.models.{kind.replace('-', '_')}": kind for kind in ARCHITECTURES}
+    by_module = {f"{__package__}.models.{module_name(kind)}": kind for kind in ARCHITECTURES}
     return next((by_module[base.__module__] for base in cls.__mro__ if base.__module__ in by_module), None)
 
 
 def load(model_type: str) -> ModuleType:
     """Import the module of an architecture."""
-    return importlib.import_module(f"oslo_models.models.{model_type.replace('-', '_')}")
+    return importlib.import_module(f"oslo_models.models.{module_name(model_type)}")
 
 
 _BASE = "PreTrainedModel"

@@ -105,6 +105,8 @@ RMS_NORMS = _names("""
     qwen3_omni_moe.Qwen3OmniMoeCode2WavRMSNorm
     qwen3_omni_moe.Qwen3OmniMoeRMSNorm qwen3_omni_moe.Qwen3OmniMoeTextRMSNorm
     qwen3_omni_moe.Qwen3OmniMoeThinkerTextRMSNorm
+    idefics.IdeficsRMSNorm kosmos2_5.Kosmos2_5LayerNorm phi4_multimodal.Phi4MultimodalRMSNorm udop.UdopLayerNorm
+    vibevoice_asr.VibeVoiceAsrRMSNorm voxtral_realtime.VoxtralRealtimeRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
@@ -153,11 +155,12 @@ GATED_MLPS = _names("""
     chameleon.ChameleonMLP mistral4.Mistral4MLP muse_glimmer.MuseGlimmerTextMLP ovis2.Ovis2MLP ovis2.Ovis2VisionMLP
     qwen3_omni_moe.Qwen3OmniMoeCode2WavMlp qwen3_omni_moe.Qwen3OmniMoeMLP
     qwen3_omni_moe.Qwen3OmniMoeTalkerTextMLP qwen3_omni_moe.Qwen3OmniMoeThinkerTextMLP
+    voxtral_realtime.VoxtralRealtimeMLP voxtral_realtime.VoxtralRealtimeTextMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
     dots3_note.Dots3NoteAudioMLP glm.GlmMLP glm4.Glm4MLP phi3.Phi3MLP
-    glm4v.Glm4vTextMLP glm_ocr.GlmOcrTextMLP
+    glm4v.Glm4vTextMLP glm_ocr.GlmOcrTextMLP phi4_multimodal.Phi4MultimodalMLP
 """)
 """Copies of Phi3MLP, with gate and up projection in one matrix."""
 NEOX_MLPS = _names("""
@@ -218,7 +221,7 @@ LLAMA_BLOCKS = _names("""
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
-    dots3_note.Dots3NoteAudioLayer phi3.Phi3DecoderLayer
+    dots3_note.Dots3NoteAudioLayer phi3.Phi3DecoderLayer phi4_multimodal.Phi4MultimodalDecoderLayer
 """)
 """Copies of Phi3DecoderLayer, which has dropout before its residuals."""
 GEMMA2_BLOCKS = _names("""
@@ -268,7 +271,7 @@ BERT_OUTPUTS = _names("""
 """Copies of BertOutput: linear layer, dropout, residual, LayerNorm."""
 T5_FEED_FORWARDS = _names("""
     mt5.MT5LayerFF t5.T5LayerFF umt5.UMT5LayerFF
-    pix2struct.Pix2StructTextLayerFF
+    pix2struct.Pix2StructTextLayerFF udop.UdopLayerFF
 """)
 """Copies of T5LayerFF."""
 
@@ -359,6 +362,9 @@ CALL_EAGER_ATTENTION = _names("""
     chameleon.ChameleonAttention moss_transcribe_diarize.MossTranscribeDiarizeAudioAttention
     muse_glimmer.MuseGlimmerVisionAttention ovis2.Ovis2VisionAttention pix2struct.Pix2StructTextAttention
     pix2struct.Pix2StructVisionAttention video_llama_3.VideoLlama3VisionAttention
+    idefics.IdeficsAttention phi4_multimodal.Phi4MultimodalAttention pp_formulanet.PPFormulaNetAttention
+    udop.UdopAttention
+    voxtral_realtime.VoxtralRealtimeAttention voxtral_realtime.VoxtralRealtimeTextAttention
 """)
 """Attention layers that call ``eager_attention_forward`` as copied from Llama, BERT, GPT-2, OPT, T5 or Gemma 2."""
 COMPARE_IMPLEMENTATIONS = _names("""
@@ -387,13 +393,14 @@ ROTARY_ATTENTIONS = {
     """),
     "mistral.MistralAttention": _names("""
         minimax.MiniMaxAttention mistral.MistralAttention mixtral.MixtralAttention
+        voxtral_realtime.VoxtralRealtimeAttention voxtral_realtime.VoxtralRealtimeTextAttention
     """),
     "olmo2.Olmo2Attention": _names("""
         flex_olmo.FlexOlmoAttention minimax_m2.MiniMaxM2Attention olmo2.Olmo2Attention
     """),
     "olmo3.Olmo3Attention": _names("olmo3.Olmo3Attention"),
     "phi.PhiAttention": _names("phi.PhiAttention"),
-    "phi3.Phi3Attention": _names("phi3.Phi3Attention"),
+    "phi3.Phi3Attention": _names("phi3.Phi3Attention phi4_multimodal.Phi4MultimodalAttention"),
     "qwen2.Qwen2Attention": _names("""
         cwm.CwmAttention ministral.MinistralAttention qwen2.Qwen2Attention
         deepseek_ocr2.DeepseekOcr2VisionAttention
@@ -435,5 +442,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     lasr.LasrEncoderAttention
     mistral4.Mistral4Attention muse_glimmer.MuseGlimmerTextAttention
     qwen2_5_omni.DiTAttention qwen2_5_omni.Qwen2_5OmniAttention
+    idefics.IdeficsAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.layers.kinds import ShardedModule, ShardingContext, shards
@@ -33,7 +33,7 @@ class HeadNorm(Norm):
 
 @dataclass(frozen=True)
 class WidthNorm(HeadNorm):
-    """RMS norm over a sharded dimension. The mean is taken over all ranks."""
+    """RMS norm or layer norm over a sharded dimension. Means are taken over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +78,29 @@ class HeadParallelNorm(ShardedModule):
 
 @shards(WidthNorm)
 class WidthParallelNorm(HeadParallelNorm):
-    """RMS norm over all features of a sharded activation. Input and output are ``[..., local width]``.
+    """Norm over all features of a sharded activation. Input and output are ``[..., local width]``.
 
-    The original forward divides by the local root mean square. One factor per token corrects this to the root mean
-    square over the full width. The sum of squares is all-reduced; features on several ranks count on the first rank
-    only.
+    The original forward of an RMS norm divides by the local root mean square. One factor per token corrects this to the
+    root mean square over the full width.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        layout = self.layouts["weight"]
+        if isinstance(self, nn.LayerNorm):
+            centred = x.float() - self._mean(x.float())
+            weight, bias = (self.with_summed_grad(name) for name in ("weight", "bias"))
+            normed = centred * (self._mean(centred.pow(2)) + self.eps).rsqrt() * weight
+            return (normed if bias is None else normed + bias).to(x.dtype)
         eps = next(getattr(self, name) for name in ("variance_epsilon", "eps") if hasattr(self, name))
         squares = x.float().pow(2)
-        parts = [squares[..., index[0]].sum(-1, keepdim=True) for _, index in layout.owned_indices(self.tp.rank)]
-        owned = torch.stack(parts).sum(0) if parts else squares.sum(-1, keepdim=True) * 0
-        mean = copy_to(self.tp, reduce_from(self.tp, owned)) / layout.shape[0]
-        scale = ((squares.mean(-1, keepdim=True) + eps) / (mean + eps)).sqrt()
+        scale = ((squares.mean(-1, keepdim=True) + eps) / (self._mean(squares) + eps)).sqrt()
         return (super().forward(x) * scale).to(x.dtype)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Return the mean over all ranks. Features on several ranks count on the first rank only."""
+        layout = self.layouts["weight"]
+        parts = [x[..., index[0]].sum(-1, keepdim=True) for _, index in layout.owned_indices(self.tp.rank)]
+        owned = torch.stack(parts).sum(0) if parts else x.sum(-1, keepdim=True) * 0
+        return copy_to(self.tp, reduce_from(self.tp, owned)) / layout.shape[0]
 
 
 @shards(GroupWidthNorm)

@@ -20,7 +20,7 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
 
     Source: ``_get_feat_extract_output_lengths`` and ``get_audio_features`` in transformers.
     """
-    encoder = getattr(config, "audio_config", None)
+    encoder = getattr(config, "audio_config", None) or getattr(config, "acoustic_tokenizer_encoder_config", None)
     kind = getattr(encoder, "model_type", None)
     if encoder is None or kind == "fun_asr_nano_encoder":  # a token for each frame
         lengths = mask.sum(-1)
@@ -47,6 +47,8 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
         lengths = mask.sum(-1)
         for kernel, stride in zip(encoder.conv_kernel, encoder.conv_stride, strict=True):
             lengths = (lengths - kernel) // stride + 1
+    elif kind == "vibevoice_acoustic_tokenizer_encoder":  # causal convolutions; also for the last part of a hop
+        lengths = (mask.sum(-1) + encoder.hop_length - 1) // encoder.hop_length
     else:
         raise ValueError(f"the number of tokens of a sound is unknown for the encoder {kind!r}")
     return list(map(int, lengths.tolist()))

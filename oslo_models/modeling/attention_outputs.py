@@ -26,6 +26,7 @@ class AttentionOutputs:
         tp: the axis over which heads are sharded.
         groups: the model's `attention_groups`.
         replicated: the model's `replicated_attentions`.
+        joined: the model's `joined_attentions`.
         depth: the number of nested calls. The outermost call gathers the outputs.
     """
 
@@ -33,6 +34,7 @@ class AttentionOutputs:
         self.tp, self.depth = tp, 0
         self.groups = model.attention_groups(model.config)
         self.replicated = {*model.replicated_attentions(model.config)}
+        self.joined = model.joined_attentions(model.config)
         for path, module in model.named_modules():
             if isinstance(module, PreTrainedModel) and module is not model:
                 side = next((part for part in path.split(".") if part in ("encoder", "decoder")), None)
@@ -59,12 +61,14 @@ class AttentionOutputs:
         """
         if isinstance(value, ModelOutput):  # the output of one of several stacks
             return with_values(value, {inner: self.full(inner, each, given) for inner, each in value.items()})
-        if not name.endswith("attentions") or not value or {name, f"{side}_{name}"} & self.replicated:
+        if not name.endswith("attentions") or {name, f"{side}_{name}"} & self.replicated or not value:
             return value
         passed = {id(leaf) for leaf in tree_leaves(given)}
         if any(id(leaf) in passed for leaf in tree_leaves(value) if leaf is not None):
             return value
-        return tree_map_only(Tensor, partial(_all_heads, self.tp, self.groups), tuple(value))
+        heads = self.joined.get(f"{side}_{name}", self.joined.get(name, 0))
+        gather = partial(_all_joined_heads, self.tp, heads) if heads else partial(_all_heads, self.tp, self.groups)
+        return tree_map_only(Tensor, gather, tuple(value))
 
 
 def with_values(output: ModelOutput, values: Mapping[str, Any]) -> ModelOutput:
@@ -113,5 +117,17 @@ def _all_heads(tp: Axis, groups: int, weights_BHQK: Tensor) -> Tensor:
     if weights_BHQK.dim() < 4:
         return weights_BHQK  # transformers records the output of Qwen's attention over patches in place of its weights
     weights_BGHQK = weights_BHQK.unflatten(1, (groups, -1))
-    count = torch.tensor([weights_BGHQK.shape[2]], device=weights_BHQK.device)
-    return gather_from(tp, weights_BGHQK, 2, gather_from(tp, count, 0, [1] * tp.size).tolist()).flatten(1, 2)
+    return gather_from(tp, weights_BGHQK, 2, _sizes(tp, weights_BGHQK, 2)).flatten(1, 2)
+
+
+def _all_joined_heads(tp: Axis, heads: int, weights: Tensor) -> Tensor:
+    """Gather attention weights ``[rows * local heads, ...]`` of all heads."""
+    sizes = _sizes(tp, weights, 0)
+    rows = sum(sizes) // heads
+    return gather_from(tp, weights.unflatten(0, (rows, -1)), 1, [size // rows for size in sizes]).flatten(0, 1)
+
+
+def _sizes(tp: Axis, x: Tensor, dim: int) -> list[int]:
+    """Return the size of a dimension on every rank."""
+    sizes: list[int] = gather_from(tp, torch.tensor([x.shape[dim]], device=x.device), 0, [1] * tp.size).tolist()
+    return sizes

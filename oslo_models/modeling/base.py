@@ -136,6 +136,11 @@ class ParallelModel(
         """Return the names of the outputs with attention weights of all heads on every rank. Others are gathered."""
         return ()
 
+    @classmethod
+    def joined_attentions(cls, config: PreTrainedConfig) -> Mapping[str, int]:
+        """Return the names of the outputs with attention weights ``[rows * heads, ...]``, and all their heads."""
+        return {}
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if any(issubclass(base, PreTrainedModel) and not issubclass(base, ParallelModel) for base in cls.__bases__):

@@ -29,15 +29,26 @@ def _mlp(path: str) -> Entries:
     return {**{f"{path}.{name}": ColumnParallel() for name in ("wi_0", "wi_1")}, f"{path}.wo": RowParallel()}
 
 
-class Pix2StructVisionModel(ParallelModel, hf.Pix2StructVisionModel):
+class Pix2StructVisionParallel(ParallelModel):
+    """Sharding plan of the encoder."""
+
+    @staticmethod
+    def heads(config: Any) -> EvenSplit:
+        """Return the attention heads."""
+        return EvenSplit(config.num_attention_heads, config.d_kv)
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.num_attention_heads, config.d_kv)
+        heads = cls.heads(config)
         norms = {f"pre_{name}_layer_norm": Norm() for name in ("attention", "mlp")}
         block = {**_attention("attention", heads), **_mlp("mlp"), **norms}
         return Plan(
             embed={"embeddings": Replicated()}, blocks={"encoder.layer": block}, head={"layernorm": Norm()}
         ).with_rules(input_positions={"encoder.layer": lambda batch: tuple(batch["flattened_patches"].shape[:2])})
+
+
+class Pix2StructVisionModel(Pix2StructVisionParallel, hf.Pix2StructVisionModel):
+    pass
 
 
 class Pix2StructTextParallel(ParallelModel):

@@ -448,8 +448,8 @@ def test_misspelled_names_are_corrected(wrong: str, meant: str) -> None:
 
 def test_unsupported_model_types_and_classes_are_named(tmp_path: Path) -> None:
     page = r'docs/develop/architecture.md \("Adding an architecture"\)'
-    with pytest.raises(ValueError, match=f"no class for 'phi4_multimodal'; it has: .*{page}"):
-        AutoModelForCausalLM.from_config_with_parallel(transformers.Phi4MultimodalConfig())
+    with pytest.raises(ValueError, match=f"no class for 'moshi'; it has: .*{page}"):
+        AutoModelForCausalLM.from_config_with_parallel(transformers.MoshiConfig())
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     with pytest.raises(ValueError, match=f"no class for 'lama'; did you mean llama\\? it has: .*{page}"):
         AutoModelForCausalLM.from_pretrained_with_parallel(tmp_path)

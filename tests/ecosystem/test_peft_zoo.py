@@ -44,6 +44,8 @@ REFUSED = dict.fromkeys(("mamba", "mamba2", "falcon_h1", "falcon_mamba", "nemotr
     "phimoe": ("router",),
 }
 """Name suffixes of layers without adapters, by model type."""
+WITHOUT_ADAPTERS = {"pp_formulanet"}
+"""Model types whose class in transformers peft cannot adapt: `get_input_embeddings` raises."""
 FOUNDING = [*zoo.FOUNDING, "falcon", "bloom", "bart", "deberta-v2"]
 
 
@@ -105,7 +107,9 @@ def test_lora_on_the_founding_architectures(pool: Pool, seed: int, variant: str)
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("tp", [2, 3])
-@pytest.mark.parametrize("variant", [*zoo.VARIANTS, *zoo.MORE, *zoo.ODD])
+@pytest.mark.parametrize(
+    "variant", [each for each in (*zoo.VARIANTS, *zoo.MORE, *zoo.ODD) if each not in WITHOUT_ADAPTERS]
+)
 def test_lora_on_every_architecture(pool: Pool, seed: int, variant: str, tp: int) -> None:
     check(pool, variant, tp, seed)
 

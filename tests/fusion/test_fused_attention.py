@@ -43,8 +43,8 @@ ROTARY = sorted(
     for layer in layers
     if (model_type := OF_TEXT.get(layer.split(".")[0], layer.split(".")[0])) not in registry.NEWER
 )
-NEEDS_POSITIONS = ("qwen3_omni_moe_thinker",)
-"""Types whose forward in transformers cannot go on from a cache without positions."""
+NEEDS_POSITIONS = ("qwen3_omni_moe_thinker", "voxtral_realtime")
+"""Types whose forward in transformers cannot go on from a cache without positions, or without sounds."""
 CHANGES: dict[str, dict[str, Any]] = {  # options of forwards that are missing in the zoo's configurations
     "gemma2": {"attn_logit_softcapping": 2.0},
     "phi": {"qk_layernorm": False, "partial_rotary_factor": 1.0},

@@ -155,6 +155,12 @@ def hearing(kind: str | None, **sizes: Any) -> Any:
             [39, 13, 13, 14, 1, 2],
         ),
         (hearing("fun_asr_nano_encoder"), "input_features_mask", [4, 0, 7], [4, 0, 7]),
+        (
+            hearing("vibevoice_acoustic_tokenizer_encoder", hop_length=320),
+            "input_features_mask",
+            [3000, 1, 0, 320, 321],
+            [10, 1, 0, 1, 2],
+        ),
         (hearing(None), "input_features_mask", [4, 0, 7], [4, 0, 7]),
     ],
 )

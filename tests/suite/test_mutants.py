@@ -37,6 +37,7 @@ from oslo_models.layers import (
     linear,
     local_attributes,
     local_experts,
+    norm,
     overlap,
     replicated_grads,
     sharded_activation,
@@ -625,6 +626,14 @@ def norms_of_own_channels(patch: Patch) -> None:
     patch.setattr(convnextv2, "reduce_from", lambda axis, x: x)
 
 
+def means_of_own_features(patch: Patch) -> None:
+    patch.setattr(norm, "reduce_from", lambda axis, x: axis.size * x)
+
+
+def means_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(norm, "copy_to", lambda axis, x: x)
+
+
 def channels_without_sum(patch: Patch) -> None:
     patch.setattr(channels, "reduce_from", lambda axis, x: x)
 
@@ -1044,6 +1053,8 @@ MUTANTS: dict[str, list[Caught]] = {
                 (channels_without_sum, "mobilevit"),
                 (images_without_sum_of_gradients, "poolformer"),
                 (parameters_of_all_heads_without_sum_of_gradients, "got_ocr2"),
+                (means_of_own_features, "kosmos-2"),
+                (means_without_sum_of_gradients, "kosmos-2"),
             )
         ],
         (

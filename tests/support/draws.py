@@ -266,6 +266,18 @@ def _fit_florence(values: Values, draw: random.Random) -> None:
     values["embed_dim"] = [math.lcm(*pair) * (1 if math.lcm(*pair) > 12 else 2) for pair in pairs]
 
 
+def _fit_kosmos(values: Values, draw: random.Random) -> None:
+    values["embed_dim"], values["layers"] = values["attention_heads"] * draw.choice((4, 6, 8)), draw.randint(2, 3)
+
+
+def _fit_idefics_vision(values: Values, draw: random.Random) -> None:
+    values["embed_dim"] = values["num_attention_heads"] * draw.choice((4, 6, 8))
+
+
+def _fit_phi4_audio(values: Values, draw: random.Random) -> None:
+    values["ext_pw_out_channel"] = values["depthwise_separable_out_channel"] = values["hidden_size"]
+
+
 def _fit_cvt(values: Values, draw: random.Random) -> None:
     values["num_heads"] = [draw.choice((1, 2)), draw.randint(3, 4), draw.randint(3, 6)]
     values["embed_dim"] = [heads * draw.randint(2, 4) for heads in values["num_heads"]]
@@ -560,10 +572,12 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "helium": _fit_helium,
     **dict.fromkeys(("hubert", "unispeech", "unispeech-sat", "wav2vec2-bert"), _fit_wav2vec2),
     **dict.fromkeys(("wav2vec2-conformer", "wav2vec2"), _fit_wav2vec2),
+    "idefics_vision": _fit_idefics_vision,
     "inkling2_loop_text": _fit_inkling2_loop,
     "inkling2_text": _fit_inkling,
     "inkling_text": _fit_inkling,
     "kimi_linear": _fit_latent_attention,
+    **dict.fromkeys(("kosmos_2_text_model", "kosmos_2_5_text_model"), _fit_kosmos),
     "laguna": _fit_laguna,
     "llama4_text": _fit_smollm3,
     "longcat_flash": _fit_longcat,
@@ -580,6 +594,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("omniasr_audio", "omniasr_ctc"), _fit_omniasr),
     "persimmon": _fit_phi,
     "phi": _fit_phi,
+    "phi4_multimodal_audio": _fit_phi4_audio,
     "prophetnet": _fit_prophetnet,
     **dict.fromkeys(("qwen2_5_vl_vision", "qwen2_vl_vision", "qwen3_vl_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
@@ -632,6 +647,7 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "sew-d": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"]), "feat_extract_norm": ("group", "layer")},
     "t5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu", "silu")},
     "mt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
+    "udop": {"feed_forward_proj": ("relu", "gated-gelu")},
     "umt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
     "wav2vec2": {"feat_extract_norm": ("group", "layer")},
     "wav2vec2-bert": {"position_embeddings_type": ("relative", "relative_key", "rotary", None)},
@@ -696,6 +712,10 @@ def _configured(
         values["vision_config"]["out_hidden_size"] = values["text_config"]["hidden_size"]
     if model_type == "florence2":
         values["vision_config"]["projection_dim"] = values["text_config"]["d_model"]
+    if model_type == "pp_formulanet":
+        values["vision_config"]["decoder_hidden_size"] = values["text_config"]["d_model"]
+        # transformers sizes the cache of a decoder by the encoder's layers
+        values["text_config"]["encoder_layers"] = values["text_config"]["decoder_layers"]
     if model_type == "kimi_k25":
         values["projection_hidden_size"] = values["vision_config"]["hidden_size"]
         values["text_config"]["q_lora_rank"] = 10  # transformers saves other queries as if they were of the tower

@@ -29,8 +29,14 @@ def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str,
         "context_attention_mask",
         "doc_scores",
     )
-    images = (*IMAGES, "token_type_ids") if "pixel_values" in batch else ()
+    sees = {"flattened_patches", "image_pixel_values", "pixel_values"} & batch.keys()
+    images = (*IMAGES, "token_type_ids") if sees else ()
     prompt = {key: batch[key] for key in (*names, *images, *SOUNDS) if key in batch}
+    if hasattr(model.config, "audio_length_per_tok"):  # Voxtral Realtime generates the tokens of the rest of the sound
+        prompt |= {key: prompt[key][:, :6] for key in ("input_ids", "attention_mask") if key in prompt}
+    if "image_pixel_values" in prompt:  # transformers takes placeholders among new tokens for further images and sounds
+        config = model.config
+        prompt["suppress_tokens"] = [config.vision_config.image_token_id, config.audio_config.audio_token_id]
     model.eval()
     for module in model.modules():
         if isinstance(module, _BatchNorm):  # its running statistics depend on the training steps before

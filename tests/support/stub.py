@@ -56,7 +56,7 @@ def zoo_names() -> dict[str, str]:
     architectures = registry.ARCHITECTURES | registry.NEWER
     found: dict[str, str] = {}
     for model_type, prefix in sorted(architectures.items(), key=lambda item: len(item[1]), reverse=True):
-        module = f"oslo_models.models.{model_type.replace('-', '_')}"
+        module = f"oslo_models.models.{registry.module_name(model_type)}"
         own = [name for name in definitions(module) if name.startswith(prefix) and not name.endswith("Parallel")]
         sources = {name: defining_module(module, name) for name in own}
         if model_type not in WITHOUT_BASE and not any(name.endswith("PreTrainedModel") for name in own):

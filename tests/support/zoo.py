@@ -181,6 +181,9 @@ _SAM: dict[str, Any] = {
     "global_attn_indexes": [1],
 }
 _OPT: dict[str, Any] = {**_SIZE, "ffn_dim": 35, "word_embed_proj_dim": 24, "dropout": 0.0}
+_KOSMOS: dict[str, Any] = {
+    **{"embed_dim": 24, "layers": 2, "ffn_dim": 35, "attention_heads": 6, "max_position_embeddings": 32},
+}
 _WITH_QFORMER: dict[str, Any] = {
     "vision_config": {**_TOWER, "patch_size": 8, "initializer_range": 0.02},
     "qformer_config": {
@@ -205,6 +208,10 @@ _EAR: dict[str, Any] = {
 _EAR_BY_LAYER: dict[str, Any] = {
     **{"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6},
     **{"num_mel_bins": 5, "max_source_positions": 8},
+}
+_TOKENIZER: dict[str, Any] = {
+    **{"model_type": "vibevoice_acoustic_tokenizer_encoder", "kernel_size": 3, "num_filters": 3, "ffn_expansion": 2},
+    **{"downsampling_ratios": [2, 2], "depths": [1, 1, 2]},
 }
 _CONFORMER: dict[str, Any] = {
     **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 6},
@@ -512,6 +519,39 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"text_config": {**_T5, **TOKENS, "model_type": "t5"}, "video_token_index": 98},
     },
     "git": {**_BERT, **TOKENS, "vision_config": {**_TOWER, "patch_size": 8}},
+    "idefics": {
+        **{**_BERT, **TOKENS, "qk_layer_norms": True},
+        **{"freeze_text_layers": False, "freeze_vision_layers": False},
+        "vision_config": {
+            **{"embed_dim": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 3},
+            **{"image_size": 16, "patch_size": 8, "model_type": "idefics_vision"},
+        },
+        "perceiver_config": {
+            **{"resampler_n_latents": 3, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 5},
+        },
+    },
+    "kosmos-2": {
+        "text_config": {**_KOSMOS, **TOKENS, "model_type": "kosmos_2_text_model"},
+        **{"vision_config": {**_TOWER, "patch_size": 8}, "latent_query_num": 3},
+    },
+    "kosmos-2.5": {
+        "text_config": {**_KOSMOS, **TOKENS, "model_type": "kosmos_2_5_text_model"},
+        "vision_config": {**_BERT, "patch_embed_hidden_size": 12, "head_dim": 5, "max_num_patches": 17},
+        "latent_query_num": 3,
+    },
+    "pp_formulanet": {
+        "text_config": {
+            **{**TOKENS, "d_model": 24, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
+            **{"encoder_layers": 2, "decoder_layers": 2, "decoder_ffn_dim": 33, "max_position_embeddings": 32},
+            **{"decoder_start_token_id": 2, "forced_eos_token_id": None},
+        },
+        "vision_config": {
+            **{**_SAM, "model_type": "pp_formulanet_vision", "post_conv_in_channels": 5, "post_conv_mid_channels": 4},
+            **{"post_conv_out_channels": 6, "decoder_hidden_size": 24},
+        },
+        "decoder_start_token_id": 2,
+    },
+    "udop": {**_T5, **TOKENS, "image_size": 16, "patch_size": 4, "max_2d_position_embeddings": 12},
     "pix2struct": {
         "text_config": {
             **{"vocab_size": 101, "hidden_size": 24, "d_kv": 4, "d_ff": 35, "num_layers": 2, "num_heads": 6},
@@ -1321,6 +1361,33 @@ MORE |= {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_HEARING},
         "audio_config": {**_EAR_BY_LAYER, "model_type": "voxtral_encoder"},
     },
+    "voxtral_realtime": {
+        **{"text_config": {**_LLAMA, **TOKENS, "model_type": "voxtral_realtime_text", "sliding_window": 6}},
+        "audio_config": {
+            **{**_EAR_BY_LAYER, "model_type": "voxtral_realtime_encoder", "head_dim": 6, "sliding_window": 9},
+            "max_position_embeddings": 64,
+        },
+        **{"downsample_factor": 2, "audio_length_per_tok": 4, "pad_token_id": 0},
+    },
+    "phi4_multimodal": {
+        **{**_KV, **TOKENS, "original_max_position_embeddings": 32},
+        "vision_config": {
+            **{**_BERT, "model_type": "phi4_multimodal_vision", "image_size": 8, "patch_size": 4, "crop_size": 8},
+            "image_token_id": 98,
+        },
+        "audio_config": {
+            **{"model_type": "phi4_multimodal_audio", "hidden_size": 12, "intermediate_size": 17, "num_blocks": 2},
+            **{"num_attention_heads": 3, "ext_pw_out_channel": 12, "depthwise_separable_out_channel": 12},
+            **{"input_size": 8, "time_reduction": 4, "nemo_conv_channels": 4, "bias_max_distance": 3},
+            "audio_token_id": 96,
+        },
+    },
+    "vibevoice_asr": {
+        **{"text_config": {**_UNTIED, **TOKENS, "model_type": "qwen2"}, **_HEARING, "audio_bos_token_id": 97},
+        **{"audio_eos_token_id": 96, "acoustic_tokenizer_chunk_size": 8},
+        "acoustic_tokenizer_encoder_config": {**_TOKENIZER, "hidden_size": 7, "vae_std": 0.0},  # without noise
+        "semantic_tokenizer_encoder_config": {**_TOKENIZER, "hidden_size": 5},
+    },
     "moss_transcribe_diarize": {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "qwen3"}, **_HEARING, "audio_merge_size": 2},
         "audio_config": {**_EAR_BY_LAYER, "model_type": "moss_transcribe_diarize_audio"},
@@ -1525,17 +1592,24 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 _PAIRS = ("clip", "metaclip_2", "siglip", "siglip2")
-CAPTIONS = ("blip", "blip-2", "git", "instructblip", "instructblipvideo", "pix2struct")
+CAPTIONS = (
+    *("blip", "blip-2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "pix2struct"),
+    *("pp_formulanet", "udop"),
+)
 """Model types with an image, or a video, for each row."""
-_OF_SOUNDS = {"audio_config", "encoder_config"}
+_OF_SOUNDS = {"audio_config", "encoder_config", "acoustic_tokenizer_encoder_config"}
 WITH_IMAGES = [
     kind
     for kind, values in MORE.items()
     if "text_config" in values and kind not in (*_PAIRS, *CAPTIONS) and not _OF_SOUNDS & values.keys()
 ]
 """Model types with a decoder that reads images."""
-WITH_SOUNDS = [kind for kind, values in MORE.items() if "text_config" in values and _OF_SOUNDS & values.keys()]
-"""Model types with a decoder that reads sounds."""
+WITH_SOUNDS = [
+    kind
+    for kind, values in MORE.items()
+    if "text_config" in values and _OF_SOUNDS & values.keys() and kind != "voxtral_realtime"
+]
+"""Model types with a decoder that reads sounds in place of some tokens."""
 
 LEFT_OUT: dict[str, set[str]] = {
     # text models, which another type has
@@ -1593,6 +1667,8 @@ LEFT_OUT: dict[str, set[str]] = {
     "hy_v4_vl_text": {"HYV4VLForConditionalGeneration", "HYV4VLModel", "HYV4VLVisionModel"},
     "hy_v4_vl": {"HYV4VLTextModel"},
     "minicpm_ocr": {"MiniCPMOcrVisionModel"},
+    "pp_formulanet": {"PPFormulaNetTextModel", "PPFormulaNetVisionModel"},
+    "phi4_multimodal": {"Phi4MultimodalAudioModel", "Phi4MultimodalVisionModel"},
     "florence2": {"Florence2VisionBackbone"},
     "minicpmv4_7": {"MiniCPMV4_7VisionModel"},
     "deepseek_ocr2": {"DeepseekOcr2SamVisionEncoder", "DeepseekOcr2VisionEncoder", "DeepseekOcr2VisionModel"},
@@ -1673,7 +1749,8 @@ SLOW_TESTS_ONLY = {
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
     *("audioflamingo3", "canary", "cohere_asr", "fun_asr_nano", "glmasr", "granite_speech5_ctc", "granite_speech_plus"),
     *("lasr_ctc", "moss_transcribe_diarize", "musicflamingo", "omniasr", "qwen2_audio", "sew-d"),
-    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "idefics", "kosmos-2", "kosmos-2.5", "pp_formulanet", "udop"),
+    *("phi4_multimodal", "vibevoice_asr", "voxtral_realtime"),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
@@ -1742,6 +1819,7 @@ def lm_heads(variant: str) -> list[str]:
         "TokenForGeneration",
         "SequenceForGeneration",
         "ForCausalImageModeling",
+        "ForVisionText2Text",
     )
     named = [name for name in heads(variant) if name.endswith(endings) and not name.startswith(("VideoMAE", "ViTMAE"))]
     return [name for name in named if "sampled_negative_indices" not in parameters_of_forward(name)]  # no audio
@@ -1756,7 +1834,7 @@ def main_head(variant: str) -> str:
     """Return the name of the main class: the class that generates text, or else the one with most predictions."""
     is_decoder = MORE.get(variant, {}).get("is_decoder")
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
-    text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
+    text = ("ForConditionalGeneration", "ForVisionText2Text", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
     text = (*text, "RagTokenForGeneration") if variant == "rag-token" else text
     pairs = ("CLIPModel", "MetaClip2Model", "SiglipModel", "Siglip2Model")
     order = (*text, *pairs, "ForCTC", "ForImageClassification", "ForObjectDetection")
@@ -1833,6 +1911,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         config.model_type, 26 if sees and hears else 14
     )
     length = (38 if hasattr(config, "image_grid_pinpoints") else longer) if sees or hears else length
+    length = 26 if "image_pixel_values" in known else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     vocab -= name.startswith("ImageGPT")  # its head lacks the token of the start
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
@@ -1910,6 +1989,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         given["labels"] = given["labels"].masked_fill(torch.isin(given["labels"], torch.tensor(codes)), -100)
     if hears:
         given |= _sounds(config, given["input_ids"], generator, dtype)
+    if "image_pixel_values" in known:
+        given |= _images_and_sounds(config, ids, generator, dtype)
     return given
 
 
@@ -2004,10 +2085,11 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
 
 FRAMES = {
     **dict.fromkeys(("audioflamingo3_encoder", "qwen2_audio_encoder", "voxtral_encoder"), (16, 16, 12, 8)),
-    "moss_transcribe_diarize_audio": (16, 16, 12, 8),
+    **dict.fromkeys(("moss_transcribe_diarize_audio", "voxtral_realtime_encoder"), (16, 16, 12, 8)),
     "fun_asr_nano_encoder": (4, 4, 3, 2),
     "glmasr_encoder": (32, 32, 28, 20),
     "omniasr_audio": (50, 50, 40, 30),
+    "vibevoice_acoustic_tokenizer_encoder": (16, 16, 12, 8),
     **dict.fromkeys(("qwen3_asr_encoder", "qwen3_omni_moe_audio_encoder"), (100, 32, 20, 16)),
     "qwen2_5_omni_audio_encoder": (16, 16, 12, 8),
 }
@@ -2023,13 +2105,13 @@ def _features(encoder: Any, generator: torch.Generator, dtype: torch.dtype) -> d
         return {"input_features": sounds, "input_features_mask": kept}
     frames, *lengths = FRAMES[kind]
     mask = (torch.arange(frames) < torch.tensor(lengths)[:, None]).long()
-    if kind == "omniasr_audio":
+    if kind in ("omniasr_audio", "vibevoice_acoustic_tokenizer_encoder"):
         return {"input_values": torch.randn(3, 1, frames, generator=generator, dtype=dtype), "padding_mask": mask}
     if kind == "fun_asr_nano_encoder":
         sounds = torch.randn(3, frames, encoder.input_size, generator=generator, dtype=dtype)
         return {"input_features": sounds, "input_features_mask": mask}
     sounds = torch.randn(3, encoder.num_mel_bins, frames, generator=generator, dtype=dtype)
-    if kind == "voxtral_encoder":  # reads padding
+    if kind.startswith("voxtral"):  # reads padding
         return {"input_features": sounds}
     named = kind in ("qwen2_5_omni_audio_encoder", "qwen2_audio_encoder", "qwen3_omni_moe_audio_encoder")
     name = "feature_attention_mask" if named else "input_features_mask"
@@ -2038,6 +2120,9 @@ def _features(encoder: Any, generator: torch.Generator, dtype: torch.dtype) -> d
 
 def _sounds(config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return sounds, and the tokens with a placeholder for each of their features."""
+    if config.model_type == "voxtral_realtime":  # each token has its part of a sound
+        shape = (len(ids), config.audio_config.num_mel_bins, ids.shape[1] * config.audio_length_per_tok)
+        return {"input_features": torch.randn(shape, generator=generator, dtype=dtype)}
     ids, token = ids.masked_fill(ids == config.audio_token_id, 3), config.audio_token_id
     counts = iter((4, 4, 4) if config.model_type == "voxtral" else (4, 3, 2))
     before = getattr(config, "audio_start_token_id", None)
@@ -2049,8 +2134,30 @@ def _sounds(config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.d
             if before is not None:
                 ids[row, start - 1] = before
             start += count + 1 + (before is not None)
-    encoder = config.encoder_config if hasattr(config, "encoder_config") else config.audio_config
+    parts = ("encoder_config", "audio_config", "acoustic_tokenizer_encoder_config")
+    encoder = next(getattr(config, part) for part in parts if hasattr(config, part))
     return {"input_ids": ids, **_features(encoder, generator, dtype)}
+
+
+def _images_and_sounds(config: Any, ids: Tensor, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return images of one tile, and sounds, of Phi-4 Multimodal, and the tokens with their placeholders."""
+    image, sound = config.vision_config.image_token_id, config.audio_config.audio_token_id
+    ids, lengths = ids.masked_fill((ids == image) | (ids == sound), 3), iter((4, 3, 2))
+    for row, count in enumerate(IMAGES_OF_ROWS):
+        start = 4
+        for token, size in (*[(image, 5)] * count, *[(sound, each) for each in islice(lengths, count)]):
+            ids[row, start : start + size] = token
+            start += size + 1
+    count, side = sum(IMAGES_OF_ROWS), config.vision_config.image_size
+    return {
+        "input_ids": ids,
+        "image_pixel_values": torch.randn(count, 2, 3, side, side, generator=generator, dtype=dtype),
+        "image_sizes": torch.full((count, 2), side),
+        "image_attention_mask": torch.ones(count, 2, 2, 2, dtype=torch.long),
+        "audio_input_features": torch.randn(count, 16, 8, generator=generator, dtype=dtype),
+        "audio_embed_sizes": torch.tensor([4, 3, 2]),
+        "audio_attention_mask": (torch.arange(16) < torch.tensor([[16], [12], [8]])).long(),
+    }
 
 
 def _tiles_of_rows(ids: Tensor, side: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -2090,13 +2197,23 @@ def _captions(name: str, config: Any, generator: torch.Generator, dtype: torch.d
         places = torch.cartesian_prod(torch.arange(3), torch.arange(4)).repeat(rows, 1, 1) + 1
         patches = torch.randn(rows, length, 12, generator=generator, dtype=dtype)
         given = {"flattened_patches": torch.cat((places.to(dtype), patches), -1), "attention_mask": mask.flip(-1)}
-        if "labels" in known:
-            given["labels"] = integers(3, 101, rows, 7)
-            given["labels"][2, -2:] = -100
-        return given
-    frames = (2,) if config.model_type == "instructblipvideo" else ()
-    given = {"pixel_values": torch.randn(rows, *frames, 3, 16, 16, generator=generator, dtype=dtype)}
+        if "input_ids" not in known:  # Pix2Struct
+            if "labels" in known:
+                given["labels"] = integers(3, 101, rows, 7)
+                given["labels"][2, -2:] = -100
+            return given
+    else:
+        frames = (2,) if config.model_type in ("idefics", "instructblipvideo") else ()
+        given = {"pixel_values": torch.randn(rows, *frames, 3, 16, 16, generator=generator, dtype=dtype)}
     ids = integers(3, 97, rows, length)
+    if "image_embeds_position_mask" in known:  # Kosmos
+        given["image_embeds_position_mask"] = torch.zeros_like(ids)
+        given["image_embeds_position_mask"][:, 4 : 4 + config.latent_query_num] = 1
+    if "image_attention_mask" in known:  # IDEFICS, with tokens that see neither image
+        given["image_attention_mask"] = torch.ones(rows, length, 2, dtype=torch.long)
+        given["image_attention_mask"][:, :5] = given["image_attention_mask"][1, :, 1] = 0
+    if "bbox" in known:
+        given["bbox"] = torch.rand(rows, length, 4, generator=generator, dtype=dtype)
     ids[:, 0] = 1  # BLIP overwrites the first token
     if hasattr(config, "num_query_tokens"):
         token = getattr(config, "image_token_index", None) or config.video_token_index
@@ -2108,6 +2225,8 @@ def _captions(name: str, config: Any, generator: torch.Generator, dtype: torch.d
         given["qformer_attention_mask"] = (torch.arange(5) < torch.tensor([[5], [3], [4]])).long()
     if "labels" in known:
         given["labels"] = ids.masked_fill((mask == 0) | (ids > 97), -100)
+    elif "decoder_input_ids" in known:
+        given["decoder_input_ids"] = integers(3, 97, rows, 7)
     return given
 
 

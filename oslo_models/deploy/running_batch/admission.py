@@ -59,10 +59,13 @@ EXCLUSIVE: Mapping[str, str] = {
     "gemma4": "the tokens of an image attend to each other in both directions",
     "gemma4_unified": "the tokens of an image attend to each other in both directions",
     "hunyuan_vl": "its positions count the images of all rows of a call",
+    **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "a mask marks the places of its images, beside the tokens"),
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
-    "mllama": "some blocks read the features of images, beside the cache of tokens",
+    **dict.fromkeys(("idefics", "mllama"), "some blocks read the features of images, beside the cache of tokens"),
     "ovis2": "the tokens around an image have embeddings from the call with its pixels",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
+    "vibevoice_asr": "its forward has no argument for the positions of each row",
+    "voxtral_realtime": "its encoder keeps another cache, and each token reads a part of the sound",
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
