@@ -441,6 +441,9 @@ NO_CONTEXT_PARALLEL = dict.fromkeys(
 )
 """Classes of these types that ``context_parallel_size`` does not support, with the reason."""
 
+NO_DIVIDED_IMAGES: dict[str, str] = {}
+"""Model types that ``tower_parallel="images"`` does not support, with the reason."""
+
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),

@@ -29,7 +29,8 @@ from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_o
 from oslo_models.modeling.weight_mapping import WeightMapping
 from oslo_models.sharding.plan import Plan
 
-_KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy", "resize_token_embeddings"))]
+_LEFT_OUT = ("deploy", "resize_token_embeddings", "tower_parallel")
+_KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in _LEFT_OUT)]
 
 
 def initialize(
