@@ -221,7 +221,7 @@ def test_experts_that_the_checkpoint_stores_transposed_are_read(pool: Pool, tmp_
     pool.run(2, load_transposed, name, tmp_path, batch, logits)
 
 
-# tower_parallel="images" -----------------------------------------------------------------------------------------------
+# tower_parallel="images" ----------------------------------------------------------------------------------------------
 
 SEVERAL = ("llava", "qwen2_5_vl", "gemma4")
 """Types with images of one size, of several sizes by patch, and of several sizes with padding."""
