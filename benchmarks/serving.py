@@ -182,7 +182,10 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def ask_server(port: int, name: str, new: int, content: Any) -> Timed:
-    """Stream an answer to a text or to parts of a message. Lines are parsed after the last line, to leave more CPU time to the server."""
+    """Stream an answer to a text or to parts of a message.
+
+    Lines are parsed after the last line, to leave more CPU time to the server.
+    """
     message = {"role": "user", "content": content}
     body = {"model": name, "messages": [message], "stream": True, "max_tokens": new, "temperature": 0}
     url, headers = f"http://127.0.0.1:{port}/v1/chat/completions", {"Content-Type": "application/json"}
