@@ -74,7 +74,7 @@ class Plan:
         towers = {
             name: Plan(embed={}, blocks={}, head={name: DividedTower(), **_outside_of(name, tower.head)})
             for name, tower in self.towers.items()
-            if name not in _SOUND_TOWERS
+            if tower.blocks and name not in _SOUND_TOWERS
         }
         return replace(self, towers={**self.towers, **towers})
 
