@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
@@ -452,6 +454,10 @@ def refuse_divided(name: str, config: PreTrainedConfig, batch: dict[str, Tensor]
         model(**batch)
     model.gradient_checkpointing_disable()
     assert model(**batch).loss.isfinite()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    fully_shard(model.base_model.visual.blocks[0], mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="cannot be used with fully_shard of a .*Block inside of a tower"):
+        model(**batch)
 
 
 def test_what_ranks_that_divide_images_cannot_do_is_refused_on_every_rank(pool: Pool, seed: int) -> None:
