@@ -456,7 +456,7 @@ def refuse_divided(name: str, config: PreTrainedConfig, batch: dict[str, Tensor]
     assert model(**batch).loss.isfinite()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     fully_shard(model.base_model.visual.blocks[0], mesh=mesh["dp"])
-    with pytest.raises(ValueError, match="cannot be used with fully_shard of a .*Block inside of a tower"):
+    with pytest.raises(ValueError, match=r"cannot be used with fully_shard of a .*Block inside of a tower"):
         model(**batch)
 
 
