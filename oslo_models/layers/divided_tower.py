@@ -56,6 +56,8 @@ class DividedTowerModule(ShardedModule):
 
     def configure(self, entry: DividedTower, context: ShardingContext) -> None:
         super().configure(entry, context)
+        base: Any = context.model.base_model
+        base.register_forward_hook(_drop_pending)
         for name, module in self.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 raise ValueError(
@@ -63,7 +65,6 @@ class DividedTowerModule(ShardedModule):
                     f'all images of a batch; use tower_parallel="{WEIGHTS}"'
                 )
 
-    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the tower like its own class."""
         names = _argument_names(own_class(self))
@@ -220,12 +221,18 @@ class _PendingTuple(tuple[Any, ...]):
         return map(_resolved, super().__iter__())
 
 
-class _PendingOutput(ModelOutput):
-    """Output of a tower whose fields are gathered when they are read."""
+class PendingOutput(ModelOutput):
+    """Output of a tower whose fields are gathered when they are read, on all ranks.
+
+    Attributes:
+        _pending: names of the fields that nobody has read.
+    """
+
+    _pending: set[str]
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        pending = super().__getattribute__("__dict__").get("_pending", ())
+        pending = super().__getattribute__("__dict__")["_pending"]
         if name in pending:
             pending.remove(name)
             value = _PendingTuple(value) if name == "hidden_states" else _resolved(value)
@@ -251,10 +258,28 @@ class _PendingOutput(ModelOutput):
     def to_tuple(self) -> tuple[Any, ...]:
         return tuple(self.values())
 
+    def gathered(self) -> Any:
+        """Return the output as its own class, with all features."""
+        values = {name: tuple(each) if isinstance(each, _PendingTuple) else each for name, each in self.items()}
+        return type(self).__bases__[1](**values)
+
+    def without_pending(self) -> Any:
+        """Return the output as its own class, with the features that the model has read or set."""
+        left_out = {*self._pending, "hidden_states"}
+        return type(self).__bases__[1](**{name: self[name] for name in self if name not in left_out})
+
 
 @cache
 def _pending_class(cls: type[ModelOutput]) -> type[Any]:
-    return type(cls.__name__, (_PendingOutput, cls), {"__module__": cls.__module__})
+    return type(cls.__name__, (PendingOutput, cls), {"__module__": cls.__module__})
+
+
+def _drop_pending(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of a base model: the decoder has read what it needs of the outputs of towers."""
+    if isinstance(output, ModelOutput):
+        for name, value in [*output.items()]:
+            if isinstance(value, PendingOutput):
+                output[name] = value.without_pending()
 
 
 def _with_pending(output: Any, pending: Any) -> Any:
@@ -262,6 +287,6 @@ def _with_pending(output: Any, pending: Any) -> Any:
     if not isinstance(output, ModelOutput):
         return _resolved(pending)
     made: Any = type(output)(**pending)
+    vars(made)["_pending"] = {*pending}
     made.__class__ = _pending_class(type(output))
-    made.__dict__["_pending"] = {*pending}
     return made
