@@ -58,16 +58,21 @@ def check_batches(steps: list[Step], tp: int, options: dict[str, Any]) -> None:
     lines = []
     for step in steps:
         model = parallel_model(step.name, step.config, step.weights, tp, gather_logits=True, **options)
-        require_whole_towers(model, bool(options))
+        calls = require_whole_towers(model) if options else Counter()
         lines += step_differences(model, step, optional=UNREAD if options else ())
+        assert bool(calls) == (bool(options) and "pixel_values" in step.batch)
     assert not lines, "\n".join(lines)
 
 
-def require_whole_towers(model: Any, wanted: bool) -> None:
-    towers = [name for name, module in model.named_modules() if isinstance(module, DividedTowerModule)]
+def require_whole_towers(model: Any) -> Counter[str]:
+    """Check that every rank has whole towers. Return counts of their calls."""
+    towers = {name: module for name, module in model.named_modules() if isinstance(module, DividedTowerModule)}
     inside = [name for name in model.layouts if name.startswith(tuple(f"{tower}." for tower in towers))]
-    assert bool(towers and inside) == wanted
-    assert all(model.layouts[name].dim is None for name in inside)
+    assert inside and all(model.layouts[name].dim is None for name in inside)
+    calls: Counter[str] = Counter()
+    for name, tower in towers.items():
+        tower.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    return calls
 
 
 @pytest.mark.drawn(5)
