@@ -357,6 +357,9 @@ def check_recomputed(name: str, config: PreTrainedConfig, batch: dict[str, Tenso
             model.gradient_checkpointing_enable()
         model(**batch).loss.backward()
         gradients.append({key: param.grad for key, param in model.named_parameters()})
+    alone = cls.from_config_with_parallel(config, seed=0, dtype=torch.float64)
+    own = {key: param for key, param in model.named_parameters() if model.layouts[key].dim is None}
+    assert all(torch.equal(own[key], param) for key, param in alone.named_parameters() if key in own)
     lines = [line for key, grad in gradients[0].items() for line in differences(key, gradients[1][key], grad, 0.0)]
     assert not lines, "\n".join(lines)
 
