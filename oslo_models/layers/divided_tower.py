@@ -67,7 +67,7 @@ class DividedTowerModule(ShardedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the tower like its own class."""
-        names = _argument_names(own_class(self))
+        names = _argument_names(own_class(self))  # type: ignore[arg-type]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         call = TowerCall.of(given, names[0], type(self).__name__)
         ranges = divide_by_work(call.work, self.tp.size)
@@ -198,7 +198,8 @@ class _Pending:
     """Features that are gathered when they are read. All ranks read the same ones in the same order."""
 
     def __init__(self, gather: Callable[[], Tensor]) -> None:
-        self._gather, self._found = gather, None
+        self._gather = gather
+        self._found: Tensor | None = None
 
     def __call__(self) -> Tensor:
         if self._found is None:
@@ -288,5 +289,5 @@ def _with_pending(output: Any, pending: Any) -> Any:
         return _resolved(pending)
     made: Any = type(output)(**pending)
     vars(made)["_pending"] = {*pending}
-    made.__class__ = _pending_class(type(output))
+    made.__class__ = _pending_class(type(output))  # type: ignore[arg-type]
     return made

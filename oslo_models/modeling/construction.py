@@ -48,7 +48,7 @@ def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kw
     if arguments.deploy or kwargs.get("deployment"):
         return deploy(cls, method, source, arguments, kwargs)
     if arguments.tower_parallel == IMAGES:
-        cls = class_with_divided_images(cls)
+        cls = class_with_divided_images(cls)  # type: ignore[arg-type]
     timeout = (
         arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT
     )  # the checks of all ranks report an invalid timeout
