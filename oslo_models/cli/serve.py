@@ -78,7 +78,7 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     seeing = "load the model with its tower, and accept images as data URLs in chats; such a model computes one answer "
     seeing += "after the other (default: only if the zoo has no text model of its type)"
     add("--images", action=argparse.BooleanOptionalAction, help=seeing)
-    divided = "what the tensor-parallel ranks divide in the tower: its weights, or the images (default: weights)"
+    divided = "divide the weights of the tower over tensor-parallel ranks, or the images (default: weights)"
     add("--tower-parallel", choices=("weights", "images"), help=divided)
     add("--max-images", **sizes, default=8, help="images in a request (default: %(default)s)")
     pixels = "pixels of an image, checked before it is decoded (default: %(default)s)"

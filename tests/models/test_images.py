@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
-from oslo_models import AutoModelForImageTextToText, AutoModelForMultimodalLM, registry
+from oslo_models import AutoModelForImageTextToText, AutoModelForMultimodalLM, initialize, registry
 from oslo_models.config.arguments import Arguments
 from oslo_models.layers import divided_tower
 from oslo_models.layers.divided_tower import DividedTowerModule
@@ -231,6 +231,25 @@ def test_experts_that_the_checkpoint_stores_transposed_are_read(pool: Pool, tmp_
 
 # tower_parallel="images" ----------------------------------------------------------------------------------------------
 
+
+def check_in_place(step: Step) -> None:
+    torch.manual_seed(0)
+    model = zoo.original(step.name)._from_config(step.config, dtype=torch.float64)
+    model.load_state_dict(step.weights)
+    sizes = {"tensor_parallel_size": 2, "gather_logits": True, **DIVIDED}
+    initialize(model.train(), {"model_parallelism": sizes})
+    calls = require_whole_towers(model)
+    lines = step_differences(model, step, optional=UNREAD)
+    assert calls and not lines, "\n".join(lines)
+    assert type(model.deparallelize()) is zoo.original(step.name)
+    assert not any(isinstance(module, DividedTowerModule) for module in model.modules())
+
+
+def test_initialized_model_divides_images(pool: Pool, seed: int) -> None:
+    name, config, batch = rows_of_images("llava", (2, 0, 1), seed)
+    pool.run(2, check_in_place, reference_step(name, config, seed, batch=batch))
+
+
 SEVERAL = ("llava", "qwen2_5_vl", "gemma4")
 """Types with images of one size, of several sizes by patch, and of several sizes with padding."""
 
@@ -315,7 +334,7 @@ def check_divided_replicas(step: Step, batches: list[dict[str, Tensor]]) -> None
 
 
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl"])
-def test_replicas_whose_ranks_divide_images_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
+def test_replicas_with_divided_images_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
     found = [rows_of_images(model_type, counts, seed) for counts in ((3, 1), (0, 0))]
     (name, config, _), batches = found[0], [batch for _, _, batch in found]
     model = reference_model(name, config, seed)
@@ -339,7 +358,7 @@ def check_frozen(step: Step) -> None:
 
 
 @pytest.mark.parametrize("model_type", SEVERAL)
-def test_frozen_towers_whose_images_are_divided_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
+def test_frozen_towers_with_divided_images_match_transformers(pool: Pool, model_type: str, seed: int) -> None:
     name, config, batch = rows_of_images(model_type, (2, 0, 1), seed)
     model = reference_model(name, config, seed)
     weights = {**model.state_dict(), **full_parameters(model)}
@@ -370,9 +389,7 @@ def test_blocks_of_divided_towers_are_computed_again(pool: Pool, model_type: str
 
 
 @pytest.mark.parametrize("model_type", SEVERAL)
-def test_lora_of_towers_whose_images_are_divided_trains_as_on_one_process(
-    pool: Pool, model_type: str, seed: int
-) -> None:
+def test_lora_of_towers_with_divided_images_trains_as_on_one_process(pool: Pool, model_type: str, seed: int) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from support.adapters import check_run, reference_run
 
@@ -479,7 +496,7 @@ def refuse_divided(name: str, config: PreTrainedConfig, batch: dict[str, Tensor]
         model(**batch)
 
 
-def test_what_ranks_that_divide_images_cannot_do_is_refused_on_every_rank(pool: Pool, seed: int) -> None:
+def test_refusals_of_divided_images_on_every_rank(pool: Pool, seed: int) -> None:
     name, config, batch = rows_of_images("qwen2_5_vl", (3,), seed)
     pool.run(2, refuse_divided, name, config, batch)
 
