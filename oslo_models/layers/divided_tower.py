@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.utils import ModelOutput
@@ -287,6 +288,8 @@ def _with_pending(output: Any, pending: Any) -> Any:
     """Return the output of a tower with other features."""
     if not isinstance(output, ModelOutput):
         return _resolved(pending)
+    if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:  # guards need fields that stay the same
+        return type(output)(**_resolved(pending))
     made: Any = type(output)(**pending)
     vars(made)["_pending"] = {*pending}
     made.__class__ = _pending_class(type(output))  # type: ignore[arg-type]

@@ -400,6 +400,25 @@ def test_lora_of_towers_with_divided_images_trains_as_on_one_process(pool: Pool,
     pool.run(2, check_run, run, 2, 1, DIVIDED)
 
 
+def check_compiled(name: str, config: PreTrainedConfig, batch: dict[str, Tensor]) -> None:
+    cls: Any = registry.find(name)
+    model = cls.from_config_with_parallel(config, 2, seed=0, dtype=torch.float32, **DIVIDED)
+    floats = {key: value.float() if value.is_floating_point() else value for key, value in batch.items()}
+    weight = dict(model.named_parameters())["model.vision_tower.embeddings.patch_embedding.weight"]
+    gradients = []
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        call(**floats).loss.backward()
+        gradients.append(weight.grad.clone())
+    assert gradients[0].any()
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.zoo
+def test_compiled_model_divides_images(pool: Pool, seed: int) -> None:
+    pool.run(2, check_compiled, *rows_of_images("llava", (2, 0, 1), seed))
+
+
 def save_divided(name: str, folder: Path, split: Path, whole: Path) -> None:
     cls: Any = registry.find(name)
     model = cls.from_pretrained_with_parallel(folder, 3, **DIVIDED)
