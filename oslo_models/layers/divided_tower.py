@@ -72,7 +72,7 @@ class DividedTowerModule(ShardedModule):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         call = TowerCall.of(given, names[0], type(self).__name__)
         ranges = divide_by_work(call.work, self.tp.size)
-        with self._summing_gradients(), agree(self.tp, f"{type(self).__name__}", slow=False) as shapes:
+        with self._summing_gradients(), agree(self.tp, type(self).__name__, slow=False) as shapes:
             with self._own_random_stream():
                 output = super().forward(**self._own_arguments(call, ranges))
             features = _features(output)
