@@ -35,9 +35,11 @@ OUR_DRAFTING = (OUR_BATCH, OUR_DRAFTS, OUR_FUSED_BATCH, OUR_FUSED_DRAFTS)
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 OURS_OVER_CONTEXT, ULYSSES = "oslo_models-cp2", "deepspeed-ulysses-cp2"
+OURS_BY_IMAGES = "oslo_models-tp2-images"
 OURS_DIVIDED, TORCH_DIVIDED = "oslo_models-tp2-sequence", "torch-sequence-tp2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
+OUR_IMAGE_SERVERS = tuple(f"{OUR_SERVER}-images{way}" for way in ("", "-tp2", "-tp2-images"))
 SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
 ZERO_BUBBLE, OUR_1F1B, TORCH_1F1B = "oslo_models-zb-h1", "oslo_models-1f1b", "torch-1f1b-pp4"
 OUR_SCHEDULES = (ZERO_BUBBLE, OUR_1F1B)
@@ -50,6 +52,7 @@ OWN = (
     OUR_BATCH,
     OURS_DIVIDED,
     OURS,
+    OURS_BY_IMAGES,
     OUR_EXPERTS,
     OUR_STAGES,
     OURS_ALONE,
@@ -57,6 +60,7 @@ OWN = (
     OUR_DATA,
     DEPLOYED,
     *OUR_SERVERS,
+    *OUR_IMAGE_SERVERS,
 )
 
 
@@ -426,7 +430,8 @@ CASES = {
             for prompts in (1, 8)
         ),
         Case(
-            *("llava-100m", "LLaVA 105M, 196 tokens an image", vision.text_and_images, "llava-100m", (ALONE, OURS)),
+            *("llava-100m", "LLaVA 105M, 196 tokens an image", vision.text_and_images, "llava-100m"),
+            peers=(ALONE, OURS, OURS_BY_IMAGES),
             baseline=ALONE,
             tolerance=1e-3,
             options={"batch": 4, "prompt": 60, "new": 33, "timed": 3},
@@ -447,6 +452,13 @@ CASES = {
                 smoke={"clients": 2, "requests": 1, "new": 4},
             )
             for clients in (8, 32)
+        ),
+        Case(
+            *("serve-images", "LLaVA 105M, 8 streaming clients with images and 8 without", serving.image_streams),
+            *("llava-100m", ("transformers-serve", *OUR_IMAGE_SERVERS)),
+            baseline="transformers-serve",
+            options={"clients": 8, "interval": 1 / 16, "requests": 2, "prompt": (8, 64), "new": 64},
+            smoke={"clients": 2, "requests": 1, "new": 4},
         ),
         Case(
             *("agreement", "What the next step computes, to the other rank", serving.agreement, "", (OURS,)),

@@ -58,6 +58,8 @@ UNITS = {
     "first token, p99": "ms",
     "first token, one image": "ms",
     "first token, four images": "ms",
+    "first token, with an image": "ms",
+    "first token, without images": "ms",
     "serving, CPU": "tokens/CPU s",
     "agreement": "us",
     **{f"peak memory, {masks}": "MB" for masks in LONG_MASKS},

@@ -56,6 +56,10 @@ def _ours_fused(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return _ours(cls, checkpoint, **kwargs).fuse()
 
 
+def _ours_by_images(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    return _ours(cls, checkpoint, tower_parallel="images", **kwargs)
+
+
 def _ours_divided(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return _ours(cls, checkpoint, sequence_parallel=True, **kwargs)
 
@@ -213,6 +217,7 @@ PEERS = {
         Peer("oslo_models-tp2-fused-batch", 2, 1, _ours_fused),
         Peer("oslo_models-tp2-fused-drafts", 2, 1, _ours_fused),
         Peer("oslo_models-tp2", 2, 1, _ours),
+        Peer("oslo_models-tp2-images", 2, 1, _ours_by_images),
         Peer("oslo_models-tp2-sequence", 2, 1, _ours_divided),
         Peer("oslo_models-cp2", 2, 1, _ours_over_context),
         Peer("torch-sequence-tp2", 2, 1, _alone, _divided_by_torch),
@@ -228,6 +233,9 @@ PEERS = {
                 "oslo_models-serve-fused": serving.ours_alone_fused,
                 "oslo_models-serve-tp2": serving.ours,
                 "oslo_models-serve-tp2-fused": serving.ours_fused,
+                "oslo_models-serve-images": serving.images_alone,
+                "oslo_models-serve-images-tp2": serving.images_by_weights,
+                "oslo_models-serve-images-tp2-images": serving.images_by_images,
                 "oslo_models-serve-one-by-one": serving.one_by_one,
                 "transformers-serve": serving.plain,
                 "transformers-serve-continuous": serving.continuous,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import math
 import os
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.definitions import Peer, Result
 from benchmarks.free_port import free_port
@@ -42,12 +44,16 @@ _PROGRAMS = {
     "transformers": ("-c", "from transformers.cli.transformers import main; main()"),
 }
 _ROWS = ("--max-batch-size", "32", "--max-batch-length", "512", "--no-access-log")
+_IMAGES = (*_ROWS, "--images")
 _PAGES = ("--cb-num-blocks", "64", "--cb-max-batch-tokens", "512")
 _ONE_THREAD = ("--threads-per-worker", "1")  # the second core is for the HTTP server, as documented
 ours_alone = command("oslo", *_ROWS, *_ONE_THREAD)
 ours_alone_fused = command("oslo", *_ROWS, *_ONE_THREAD, "--fuse")
 ours = command("oslo", *_ROWS, "--tensor-parallel-size", "2")
 ours_fused = command("oslo", *_ROWS, "--tensor-parallel-size", "2", "--fuse")
+images_alone = command("oslo", *_IMAGES, *_ONE_THREAD)
+images_by_weights = command("oslo", *_IMAGES, "--tensor-parallel-size", "2")
+images_by_images = command("oslo", *_IMAGES, "--tensor-parallel-size", "2", "--tower-parallel", "images")
 one_by_one = command("oslo", *_ROWS, *_ONE_THREAD, "--max-batch-size", "1")
 continuous = command("transformers", "--continuous-batching", "--device", "cpu", *_PAGES)
 plain = command("transformers", "--device", "cpu")
@@ -74,37 +80,92 @@ def streams(
         new: Tokens of each answer.
     """
     add_tokenizer(checkpoint)
+    chance = random.Random(0)
+    prompts = [[_words(chance, prompt) for _ in range(requests)] for _ in range(clients)]
+    values, found = _serve(peer, cls, checkpoint, prompts, interval, new)
+    first = [each.first * 1e3 for mine in found for each in mine]
+    return Result({**values, "first token": percentile(first, 50), "first token, p99": percentile(first, 99)})
+
+
+def image_streams(
+    peer: Peer,
+    cls: str,
+    checkpoint: Path,
+    tiny: Path,
+    *,
+    clients: int,
+    interval: float,
+    requests: int,
+    prompt: tuple[int, int],
+    new: int,
+) -> Result:
+    """As `streams`, with ``clients`` whose chats have an image each, in turn with as many whose chats have none.
+
+    Every image is another one, so no server can keep its features.
+    """
+    add_processor(checkpoint)
+    chance = random.Random(0)
+
+    def content(number: int) -> Any:
+        text = _words(chance, prompt)
+        return text if number % 2 else [{"type": "text", "text": text}, _image(chance)]
+
+    contents = [[content(number) for _ in range(requests)] for number in range(2 * clients)]
+    values, found = _serve(peer, cls, checkpoint, contents, interval, new)
+    for name, chats in (("with an image", found[::2]), ("without images", found[1::2])):
+        values[f"first token, {name}"] = percentile([each.first * 1e3 for mine in chats for each in mine], 50)
+    return Result(values)
+
+
+def _words(chance: random.Random, count: tuple[int, int]) -> str:
+    return " ".join(chance.choices("abcde", k=chance.randint(*count)))
+
+
+def _image(chance: random.Random) -> dict[str, Any]:
+    """Return a part of a message with a random image, as a data URL."""
+    from PIL import Image
+
+    image, data = Image.frombytes("RGB", (8, 8), chance.randbytes(3 * 8 * 8)), io.BytesIO()
+    image.resize((224, 224)).save(data, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _serve(
+    peer: Peer, cls: str, checkpoint: Path, contents: list[list[Any]], interval: float, new: int
+) -> tuple[dict[str, float], list[list[Timed]]]:
+    """Start the server of a peer and measure its answers to several clients.
+
+    Args:
+        contents: contents of the messages of each client.
+
+    Returns:
+        Tokens per second and per CPU second, and the answers to each client.
+    """
     port = free_port()
     command = peer.load(cls, checkpoint, port=port)
     log = checkpoint / f"{peer.name}.log"
-    chance = random.Random(0)
-
-    def words() -> str:
-        return " ".join(chance.choices("abcde", k=chance.randint(*prompt)))
-
-    prompts = [[words() for _ in range(requests)] for _ in range(clients)]
     with log.open("w") as out, subprocess.Popen([sys.executable, *command], stdout=out, stderr=out) as server:
         try:
             wait_for(port, server, log)
             ask = partial(ask_server, port, str(checkpoint), new)
-            ask("a b c d e")  # warm-up
+            ask(contents[0][0])  # warm-up
 
             def client(number: int) -> list[Timed]:
                 time.sleep(number * interval)
-                return [ask(text) for text in prompts[number]]
+                return [ask(content) for content in contents[number]]
 
             began, used = time.monotonic(), _cpu_seconds(server.pid)
-            with ThreadPoolExecutor(clients) as threads:
-                found = [each for mine in threads.map(client, range(clients)) for each in mine]
+            with ThreadPoolExecutor(len(contents)) as threads:
+                found = [*threads.map(client, range(len(contents)))]
             seconds, used = time.monotonic() - began, _cpu_seconds(server.pid) - used
         finally:
             server.terminate()
             threading.Timer(20.0, server.kill).start() if server.poll() is None else None
-    first, tokens = [each.first * 1e3 for each in found], sum(each.tokens for each in found)
-    if tokens != clients * requests * new:
-        raise RuntimeError(f"{tokens} tokens came in place of {clients * requests * new}")
-    values = {"serving": tokens / seconds, "serving, CPU": tokens / used}
-    return Result({**values, "first token": percentile(first, 50), "first token, p99": percentile(first, 99)})
+    tokens = sum(each.tokens for mine in found for each in mine)
+    if tokens != (expected := new * sum(map(len, contents))):
+        raise RuntimeError(f"{tokens} tokens came in place of {expected}")
+    return {"serving": tokens / seconds, "serving, CPU": tokens / used}, found
 
 
 class Timed(NamedTuple):
@@ -120,9 +181,12 @@ def percentile(values: list[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
 
 
-def ask_server(port: int, name: str, new: int, prompt: str) -> Timed:
-    """Stream an answer. Lines are parsed after the last line, to leave more CPU time to the server."""
-    message = {"role": "user", "content": prompt}
+def ask_server(port: int, name: str, new: int, content: Any) -> Timed:
+    """Stream an answer to a text or to parts of a message.
+
+    Lines are parsed after the last line, to leave more CPU time to the server.
+    """
+    message = {"role": "user", "content": content}
     body = {"model": name, "messages": [message], "stream": True, "max_tokens": new, "temperature": 0}
     url, headers = f"http://127.0.0.1:{port}/v1/chat/completions", {"Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
@@ -166,18 +230,43 @@ def wait_for(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
     raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
 
 
-def add_tokenizer(checkpoint: Path) -> None:
-    """Save a tokenizer with one word for each token beside the model."""
+def add_tokenizer(checkpoint: Path) -> Any:
+    """Save a tokenizer with one word for each token beside the model. Return it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
-    size = AutoConfig.from_pretrained(checkpoint).vocab_size
+    size = AutoConfig.from_pretrained(checkpoint).get_text_config().vocab_size
     words = {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4, **{f"w{i}": i for i in range(5, size)}}
     made = Tokenizer(models.WordLevel(words, unk_token="a"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="a")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(checkpoint)
+    return tokenizer
+
+
+def add_processor(checkpoint: Path) -> None:
+    """Save the processor of a LLaVA beside the model. Its last token stands for an image."""
+    from tokenizers import AddedToken
+    from transformers import AutoConfig, LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer, config = add_tokenizer(checkpoint), AutoConfig.from_pretrained(checkpoint)
+    token, side = f"w{config.image_token_id}", config.vision_config.image_size
+    tokenizer.add_tokens([AddedToken(token, special=True)])
+    part = f"{{{{ '{token}' if part.type == 'image' else part.text }}}} "
+    parts = f"{{% for part in m.content %}}{part}{{% endfor %}}"
+    text = "{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}"
+    sizes = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    LlavaProcessor(
+        CLIPImageProcessorPil(**sizes, do_convert_rgb=True),
+        tokenizer,
+        patch_size=config.vision_config.patch_size,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        chat_template="{% for m in messages %}" + text + "{% endfor %}",
+        image_token=token,
+        num_additional_image_tokens=1,
+    ).save_pretrained(checkpoint)
 
 
 def agreement(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, timed: int) -> Result:

@@ -23,6 +23,7 @@ TITLES = {  # by the runner of a case
     "text_and_images": "text and images: first tokens after images, decoding, and training on rows of one image",
     "serve": "tokens per second from deploy=True, two workers, more is better",
     "streams": "streams of an HTTP server, which begin one after the other",
+    "image_streams": "streams of an HTTP server to clients with images beside clients without",
     "agreement": "deploy=True on one host, less is better",
     "train": "seconds per step, less is better",
     "train_long": "forward and backward of long sequences, one thread, less is better",

@@ -449,6 +449,15 @@ NO_CONTEXT_PARALLEL = dict.fromkeys(
 )
 """Classes of these types that ``context_parallel_size`` does not support, with the reason."""
 
+NO_DIVIDED_IMAGES = {
+    **dict.fromkeys(("emu3", "fuyu", "gemma4_unified"), "it has no tower of images"),
+    "git": "its rows have one image each, or the frames of one video",
+    **dict.fromkeys(
+        ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "its tower reads the patches of all images as one image"
+    ),
+}
+"""Model types that ``tower_parallel="images"`` does not support, with the reason."""
+
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),

@@ -78,6 +78,8 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     seeing = "load the model with its tower, and accept images as data URLs in chats; such a model computes one answer "
     seeing += "after the other (default: only if the zoo has no text model of its type)"
     add("--images", action=argparse.BooleanOptionalAction, help=seeing)
+    divided = "divide the weights of the tower over tensor-parallel ranks, or the images (default: weights)"
+    add("--tower-parallel", choices=("weights", "images"), help=divided)
     add("--max-images", **sizes, default=8, help="images in a request (default: %(default)s)")
     pixels = "pixels of an image, checked before it is decoded (default: %(default)s)"
     add("--max-image-pixels", **sizes, default=50_000_000, help=pixels)

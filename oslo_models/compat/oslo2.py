@@ -20,10 +20,12 @@ from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree, gather_objects
+from oslo_models.media.division import IMAGES
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.construction import join, start
 from oslo_models.modeling.derived.deriving import DerivedFromConfig
 from oslo_models.modeling.full_model import is_full, remove_parallel_state
+from oslo_models.modeling.own_plan import class_with_divided_images
 from oslo_models.modeling.parallel_class import parallel_class
 from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_of_libraries
 from oslo_models.modeling.weight_mapping import WeightMapping
@@ -78,6 +80,11 @@ def initialize(
         if plan is not None:
             arguments = replace(arguments, plan=plan)
         arguments.check({})
+        if arguments.tower_parallel == IMAGES and not isinstance(model, PreTrainedModel):
+            raise ValueError(
+                f'tower_parallel="{IMAGES}" is for models of transformers, and this is a {type(model).__name__}: leave '
+                "it out"
+            )
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         return initialize_module(model, arguments, inputs, world, broadcast_weights)
     with agree(world, "checking arguments of initialize"):
@@ -87,6 +94,8 @@ def initialize(
             arguments = replace(arguments, plan=DerivedFromConfig(type(model), inputs))
         cls = zoo_class(model, plan=arguments.plan)
         arguments.check_config(cls, model.config)
+        if arguments.tower_parallel == IMAGES:
+            cls = class_with_divided_images(cls)
         check_sections(sections, model, arguments)
         check_tp_mapping(tp_mapping, model)
         refuse_layers_of_libraries(model)
@@ -115,6 +124,7 @@ def _arguments(section: Mapping[str, Any]) -> Arguments:
     sizes = (
         *("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"),
         *("context_parallel_size", "sequence_parallel", "tensor_parallel_shares", "blocks_per_stage", "schedule"),
+        "tower_parallel",
     )
     left_out = ("enable", *(() if enable else sizes))
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})

@@ -15,15 +15,17 @@ from oslo_models.checkpoint.quantized.weight import missing_library
 from oslo_models.config.sources import HUB_ARGUMENTS
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.media.division import IMAGES, TOWER_PARALLEL, WEIGHTS
 from oslo_models.registry import (
     CONTEXT_PARALLEL,
     NO_CONTEXT_PARALLEL,
+    NO_DIVIDED_IMAGES,
     NO_SEQUENCE_PARALLEL,
     did_you_mean,
     model_type_of,
 )
 from oslo_models.sharding.pipeline_rules import ONE_F_ONE_B, SCHEDULES
-from oslo_models.sharding.plan import Plan
+from oslo_models.sharding.plan import DividedTower, Plan
 
 UNSUPPORTED = {
     "places the weights in transformers' own way; sizes here are tensor_parallel_size and pipeline_parallel_size": (
@@ -70,6 +72,7 @@ class Arguments:
     schedule: str = ONE_F_ONE_B
     sequence_parallel: bool = False
     context_parallel_size: int = 1
+    tower_parallel: str = WEIGHTS
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check the arguments that do not depend on the configuration of the model.
@@ -135,6 +138,7 @@ class Arguments:
                 "schedule out"
             )
         self._check_token_division(kwargs)
+        self._check_tower_parallel(kwargs)
         if self.seed is not None:
             check_size("seed", self.seed, 0)
         for reason, names in UNSUPPORTED.items():
@@ -216,6 +220,43 @@ class Arguments:
         if is_quantized:
             raise ValueError(f"{option} does not support quantised weights: pass dequantize=True, or leave it out")
 
+    def _check_tower_parallel(self, kwargs: Mapping[str, Any]) -> None:
+        if self.tower_parallel not in TOWER_PARALLEL:
+            known = " or ".join(f'"{each}"' for each in TOWER_PARALLEL)
+            raise ValueError(f"tower_parallel must be {known}, got {self.tower_parallel!r}")
+        if self.tower_parallel == WEIGHTS:
+            return
+        if self.tensor_parallel_size == 1:
+            raise ValueError(
+                f'tower_parallel="{IMAGES}" divides images over tensor-parallel ranks, and tensor_parallel_size is 1: '
+                "set it, or leave tower_parallel out"
+            )
+        others = {
+            "plan": self.plan is not None,
+            "quantization_config": kwargs.get("quantization_config") is not None,
+        }
+        for other, is_given in others.items():
+            if is_given:
+                raise ValueError(
+                    f'tower_parallel="{IMAGES}" cannot be used together with {other}: leave one of them out'
+                )
+
+    def _check_towers(self, cls: type[Any], plan: Plan, is_quantized: bool) -> None:
+        """Raise ``ValueError`` if ranks cannot divide the images of a model."""
+        if self.tower_parallel == WEIGHTS:
+            return
+        model_type, option = model_type_of(cls), f'tower_parallel="{IMAGES}"'
+        reason = NO_DIVIDED_IMAGES.get(model_type or "")
+        towers = plan.with_divided_images().towers.values()
+        if not any(isinstance(entry, DividedTower) for tower in towers for entry in tower.head.values()):
+            reason = "it has no tower of images"
+        if reason is not None:
+            raise ValueError(f'{option} does not support {cls.__name__}: {reason}; use tower_parallel="{WEIGHTS}"')
+        if is_quantized:
+            raise ValueError(
+                f'{option} does not support quantised weights: pass dequantize=True, or use tower_parallel="{WEIGHTS}"'
+            )
+
     def check_config(self, cls: type[Any], config: PreTrainedConfig) -> None:
         """Check the sizes against the model.
 
@@ -228,6 +269,11 @@ class Arguments:
                 and ``dequantize`` is not set; or its vocabulary cannot be resized to ``resize_token_embeddings``.
         """
         name, plan = type(config).__name__, cls.plan(config)
+        quantization = quantization_of(config)
+        is_quantized = quantization is not None and not self.dequantize
+        self._check_towers(cls, plan, is_quantized)
+        if self.tower_parallel == IMAGES:
+            plan = plan.with_divided_images()
         plan.check_ranks(cls.__name__, config, self.tensor_parallel_size)
         plan.check_stages(cls.__name__, self.pipeline_parallel_size)
         if self.expert_parallel_size > 1 and not plan.has_experts():
@@ -235,9 +281,9 @@ class Arguments:
                 f"expert_parallel_size={self.expert_parallel_size} is for mixtures of experts, and {cls.__name__} has "
                 "no experts to divide: leave it at 1"
             )
-        if (quantization := quantization_of(config)) is not None:
+        if quantization is not None:
             check_quantization(quantization, self.dequantize)
-        self._check_division_of(cls, quantization is not None and not self.dequantize)
+        self._check_division_of(cls, is_quantized)
         if (size := self.resize_token_embeddings) is None:
             return
         text = config.get_text_config()

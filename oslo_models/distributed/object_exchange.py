@@ -132,7 +132,7 @@ def _is_fake(axis: Axis) -> bool:
 
 
 @contextmanager
-def agree(axis: Axis, doing: str) -> Iterator[None]:
+def agree(axis: Axis, doing: str, slow: bool = True) -> Iterator[list[Any]]:
     """Run the block on every rank. If it raises on any rank, raise on all, so that no rank waits for a failed one.
 
     The failed rank re-raises its exception. The others raise an exception of the same type that names the failed rank.
@@ -140,18 +140,25 @@ def agree(axis: Axis, doing: str) -> Iterator[None]:
 
     Args:
         doing: the operation of the block, for the message: ``"loading /path"``.
+        slow: see `gather_objects`.
+
+    Yields:
+        A list for small objects of this rank. After the block, it has the list of every rank, in axis order.
     """
     error: Exception | None = None
+    shared: list[Any] = []
     try:
-        yield
+        yield shared
     except Exception as exc:  # noqa: BLE001  every failure has to reach the peers
         error = exc
-    reports = gather_objects(axis, None if error is None else (_constructible_type(type(error)), str(error)))
+    report = None if error is None else (_constructible_type(type(error)), str(error))
+    reports = gather_objects(axis, (report, [] if report else shared), slow)
     if error is not None:
         raise error
-    for rank, report in zip(axis.ranks, reports, strict=True):
-        if report is not None:
-            raise report[0](f"{doing}: rank {rank} failed: {report[1]}")
+    for rank, (other, _) in zip(axis.ranks, reports, strict=True):
+        if other is not None:
+            raise other[0](f"{doing}: rank {rank} failed: {other[1]}")
+    shared[:] = [theirs for _, theirs in reports]
 
 
 def _constructible_type(error_type: type[Exception]) -> type[Exception]:

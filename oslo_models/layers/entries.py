@@ -1,6 +1,9 @@
 """The plan and the entries that architectures share, for one import. Each entry stands beside its layer."""
 
-from oslo_models.layers import channels  # noqa: F401  convolutions with the entries of linear layers
+from oslo_models.layers import (
+    channels,  # noqa: F401  convolutions with the entries of linear layers
+    divided_tower,  # noqa: F401  its entry is data of the plan alone
+)
 from oslo_models.layers.experts import Experts
 from oslo_models.layers.linear import ColumnParallel, InnerRowParallel, RowParallel
 from oslo_models.layers.local_attributes import LocalAttributes

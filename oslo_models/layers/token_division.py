@@ -150,6 +150,7 @@ class TokenDivision(ABC):
             leaves, structure = tree_flatten(checkpoint(on_local, *(local_of(arg) for arg in args), **kwargs))
             return tree_unflatten([make(leaf) for make, leaf in zip(returned, leaves, strict=True)], structure)
 
+        vars(on_parts)["keywords"] = getattr(checkpoint, "keywords", {})  # divided towers refuse use_reentrant=True
         return on_parts
 
 

@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 
 from oslo_models.distributed.autograd_collectives import gather_from
 from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.divided_tower import DividedTowerModule
 from oslo_models.pipeline.sharded_model import ShardedModel
 
 
@@ -35,8 +36,11 @@ class AttentionOutputs:
         self.groups = model.attention_groups(model.config)
         self.replicated = {*model.replicated_attentions(model.config)}
         self.joined = model.joined_attentions(model.config)
-        for path, module in model.named_modules():
-            if isinstance(module, PreTrainedModel) and module is not model:
+        modules = dict(model.named_modules())
+        # the towers whose images the ranks divide have all heads
+        whole = {inner for each in modules.values() if isinstance(each, DividedTowerModule) for inner in each.modules()}
+        for path, module in modules.items():
+            if isinstance(module, PreTrainedModel) and module is not model and module not in whole:
                 side = next((part for part in path.split(".") if part in ("encoder", "decoder")), None)
                 module.register_forward_pre_hook(partial(_enter, self))
                 module.register_forward_hook(partial(_leave, self, side), with_kwargs=True, always_call=True)

@@ -246,6 +246,7 @@ class ParallelModel(
         schedule: str = "1f1b",
         sequence_parallel: bool = False,
         context_parallel_size: int = 1,
+        tower_parallel: str = "weights",
         **kwargs: Any,
     ) -> Self:
         """Load this rank's part of a checkpoint. Call this on every rank with the same arguments.
@@ -301,6 +302,9 @@ class ParallelModel(
             context_parallel_size: the number of ranks that divide the tokens of each row, in calls with gradients and
                 in long prompts. Attention exchanges heads between them (Jacobs et al., "DeepSpeed Ulysses", 2023). All
                 of them get the whole batch. The guide on long sequences lists the model types.
+            tower_parallel: what the tensor-parallel ranks divide in towers that encode images: ``"weights"``, as in
+                other layers, or ``"images"``. Each rank then holds whole towers and encodes some of the images. The
+                guide on text and images compares them, and lists the model types.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
                 ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
@@ -335,6 +339,7 @@ class ParallelModel(
             schedule=schedule,
             sequence_parallel=sequence_parallel,
             context_parallel_size=context_parallel_size,
+            tower_parallel=tower_parallel,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
@@ -360,6 +365,7 @@ class ParallelModel(
         schedule: str = "1f1b",
         sequence_parallel: bool = False,
         context_parallel_size: int = 1,
+        tower_parallel: str = "weights",
         **kwargs: Any,
     ) -> Self:
         """Construct this rank's part of a randomly initialised model. Call this on every rank with the same arguments.
@@ -390,6 +396,7 @@ class ParallelModel(
             schedule=schedule,
             sequence_parallel=sequence_parallel,
             context_parallel_size=context_parallel_size,
+            tower_parallel=tower_parallel,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)
 

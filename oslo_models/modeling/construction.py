@@ -28,12 +28,13 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group
 from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects, require_equal
 from oslo_models.distributed.rng import kept_random_state, synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.media.division import IMAGES
 from oslo_models.modeling.adapters.own_adapter import find_own_adapter
 from oslo_models.modeling.attention_choice import AttentionChoice
 from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.memory_check import bytes_on_rank, check_memory
 from oslo_models.modeling.meta_device import allocate, meta_device, uninitialized_on_meta
-from oslo_models.modeling.own_plan import class_with_plan
+from oslo_models.modeling.own_plan import class_with_divided_images, class_with_plan
 from oslo_models.modeling.packing import check_combination, freeze_packed, packing_reader, quantizing_reader
 from oslo_models.modeling.quantizing import quantize_linear_layers, skipped_modules
 from oslo_models.modeling.weight_mapping import WeightMapping, open_with_mapping
@@ -46,6 +47,8 @@ def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kw
         cls = class_with_plan((cls,), arguments.plan)
     if arguments.deploy or kwargs.get("deployment"):
         return deploy(cls, method, source, arguments, kwargs)
+    if arguments.tower_parallel == IMAGES:
+        cls = class_with_divided_images(cls)  # type: ignore[arg-type]
     timeout = (
         arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT
     )  # the checks of all ranks report an invalid timeout

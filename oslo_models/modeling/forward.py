@@ -24,6 +24,7 @@ from oslo_models.distributed.stopping import user_errors
 from oslo_models.fusion.decoding import with_own_code
 from oslo_models.fusion.lazy_logits import LazyLogits
 from oslo_models.layers.context_parts import ContextPart, ContextParts
+from oslo_models.layers.divided_tower import PendingOutput
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
 from oslo_models.modeling.context_parallel import check_attention_implementation, divides_prompts
@@ -138,6 +139,8 @@ def call_with_full_outputs(
         _check_division(model)
     with within_model(model):
         output: Any = gathered(getattr(model, name)(*args, **kwargs))
+        if isinstance(output, PendingOutput):
+            output = output.gathered()
     model._at(f"after {name}")
     if isinstance(output, ModelOutput):
         return type(output)(**_gather_fields(model, output, kwargs))

@@ -1,10 +1,10 @@
-"""Makes parallel classes with a user's plan, from supported architectures or any other transformers class."""
+"""Makes parallel classes with other plans, from supported architectures or any other transformers class."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -42,6 +42,17 @@ def class_with_plan(bases: tuple[type[Any], ...], plan: PlanLike) -> Any:
     if isinstance(plan, (DerivedPlan, DerivedFromConfig)):
         made.forward = as_model_code(made.forward)
     return made
+
+
+@cache
+def class_with_divided_images(cls: type[Any]) -> Any:
+    """Return a parallel class with whole towers of images on every rank (`Plan.with_divided_images`)."""
+
+    def plan(_: type[Any], config: PreTrainedConfig) -> Plan:
+        whole: Plan = cls.plan(config)
+        return whole.with_divided_images()
+
+    return type(cls.__name__, (cls,), {"plan": classmethod(plan), "__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,14 @@ class Norm(Replicated):
     """Replicated norm. The separate entry allows sequence parallelism to shard it."""
 
 
+@dataclass(frozen=True)
+class DividedTower(Replicated):
+    """Replicated tower. Each rank encodes some of the images of a call, and all ranks get all features."""
+
+    def covers_submodules(self) -> bool:
+        return True
+
+
 Entries = Mapping[str, Replicated]
 
 

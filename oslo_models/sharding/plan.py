@@ -9,6 +9,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from oslo_models.sharding.entry import DividedTower as DividedTower
 from oslo_models.sharding.entry import Entries as Entries
 from oslo_models.sharding.entry import LocalValue as LocalValue
 from oslo_models.sharding.entry import Norm as Norm
@@ -67,6 +68,15 @@ class Plan:
         blocks = {stack: over(entries) for stack, entries in self.blocks.items()}
         overrides = {stack: [*map(over, each)] for stack, each in self.block_overrides.items()}
         return replace(self, blocks=blocks, block_overrides=overrides)
+
+    def with_divided_images(self) -> Plan:
+        """Return the plan with whole towers of images on every rank: the ranks divide the images of a call."""
+        towers = {
+            name: Plan(embed={}, blocks={}, head={name: DividedTower(), **_outside_of(name, tower.head)})
+            for name, tower in self.towers.items()
+            if tower.blocks and name not in _SOUND_TOWERS
+        }
+        return replace(self, towers={**self.towers, **towers})
 
     def entries_of_blocks(self, stack: str, indices: Sequence[str]) -> Iterator[tuple[str, Entries]]:
         """Yield the number and the entries of some blocks of ``stack``. Call it on the plan of the full model.
@@ -173,3 +183,11 @@ class Plan:
     def __or__(self, other: Plan) -> Plan:
         """Return the plan of a model that runs the blocks of this plan and then the blocks of ``other``."""
         return Plan(**joined_fields(self, other))
+
+
+_SOUND_TOWERS = ("audio_tower", "encoder")
+
+
+def _outside_of(tower: str, entries: Entries) -> Entries:
+    """Return the entries that are not for modules of a tower."""
+    return {key: entry for key, entry in entries.items() if not f"{key}.".startswith(f"{tower}.")}

@@ -17,7 +17,7 @@ from support.reference import reference_model
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["tp=2", "pp=2"])
+@pytest.mark.parametrize("sizes", [(2, 1, "weights"), (2, 1, "images"), (1, 2, "weights")])
 @pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl"])
 def test_deployed_model_reads_images(tmp_path: Path, forked: None, model_type: str, sizes: Any, seed: int) -> None:
     name, config = zoo.main_head(model_type), zoo.config(model_type)
@@ -27,9 +27,10 @@ def test_deployed_model_reads_images(tmp_path: Path, forked: None, model_type: s
     prompts = [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     expected = [full.generate(**prompt, **options) for prompt in prompts]
-    tp, pp = sizes
+    tp, pp, divides = sizes
     load = AutoModelForImageTextToText.from_pretrained_with_parallel
-    with load(tmp_path, tp, pp, deploy=True, dtype=torch.float64) as model, ThreadPoolExecutor(4) as threads:
+    given = {"deploy": True, "dtype": torch.float64, "tower_parallel": divides}
+    with load(tmp_path, tp, pp, **given) as model, ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda prompt: model.generate(**prompt, **options), prompts))
         assert all(torch.equal(own, tokens) for own, tokens in zip(found, expected, strict=True))
         joins = "mm_encoder_outputs" in zoo.parameters_of_forward(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations_with_replacement, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oslo_models.media.division import TowerCall, divide_by_work
 from oslo_models.media.items import KINDS, divide_media, items_of_rows
 from oslo_models.media.sounds import tokens_of_sounds
 
@@ -210,3 +212,49 @@ def test_images_that_do_not_fit_the_placeholders_are_refused(changes: dict[str, 
     batch = {"input_ids": ids([[4], [4]]), "pixel_values": torch.randn(4, 3, 8, 8), **changes}
     with pytest.raises(ValueError, match=message):
         items_of_rows(IMAGE, batch, CONFIG)
+
+
+def test_ranges_have_the_least_largest_work(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        work, parts = [rng.randint(1, 9) for _ in range(rng.randint(1, 7))], rng.randint(1, 4)
+        ranges = divide_by_work(work, parts)
+        assert len(ranges) == parts
+        assert [place for start, stop in ranges for place in range(start, stop)] == [*range(len(work))]
+        cuts = combinations_with_replacement(range(len(work) + 1), parts - 1)
+        best = min(max(sum(work[a:b]) for a, b in pairwise((0, *cut, len(work)))) for cut in cuts)
+        assert max(sum(work[a:b]) for a, b in ranges) == best
+
+
+def test_arguments_of_a_tower_belong_to_its_items() -> None:
+    grids = torch.tensor(GRIDS)  # 16, 16 and 24 patches
+    call = TowerCall.of({"x": torch.randn(56, 5), "grid_thw": grids, "merge_sizes": grids[:, 0]}, "x", "Tower")
+    assert (call.dim, call.lengths, call.entries([(0, 1), (1, 3), (3, 3)])) == (0, [16, 16, 24], [16, 40, 0])
+    assert {name: value.tolist() for name, value in call.others(1, 2).items()} == {
+        "grid_thw": [GRIDS[1]],
+        "merge_sizes": [2],
+    }
+    assert TowerCall.of({"x": torch.randn(1, 56, 5), "grid_thw": grids}, "x", "Tower").dim == 1
+    pixels, sizes = torch.randn(2, 3, 8, 8), [(8, 4), (4, 4)]
+    call = TowerCall.of({"x": pixels, "image_sizes": sizes, "output_hidden_states": True}, "x", "Tower")
+    assert (call.dim, call.lengths, call.work) == (0, [1, 1], [32, 16])
+    assert call.others(1, 2) == {"image_sizes": [(4, 4)], "output_hidden_states": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"x": [torch.randn(3, 8, 8)]}, "cannot divide x of Tower: it is a list and no tensor; use tower_parallel"),
+        (
+            {"x": torch.randn(2, 8), "mask": torch.ones(3)},
+            r"mask of Tower: its shape is \(3,\), and there are 2 images",
+        ),
+        (
+            {"x": torch.randn(5, 8), "grid_thw": torch.tensor([[1, 2, 2]])},
+            r"its shape is \(5, 8\), grid_thw counts \[4\]",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_divided_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TowerCall.of(given, "x", "Tower")

@@ -27,11 +27,14 @@ from support.reference import (
 )
 
 
-def check_batches(steps: list[Step], tokens: list[Tokens], tp: int) -> None:
+def check_batches(steps: list[Step], tokens: list[Tokens], tp: int, towers: str) -> None:
     lines = []
     for step, expected in zip(steps, tokens, strict=True):
-        model = parallel_model(step.name, step.config, step.weights, tp, gather_logits=True)
-        lines += step_differences(model, step) + token_differences(model, step.batch, expected, GREEDY)
+        options = {"gather_logits": True, "tower_parallel": towers}
+        model = parallel_model(step.name, step.config, step.weights, tp, **options)
+        lines += step_differences(
+            model, step, optional=("image_outputs.",) if towers == "images" else ()
+        ) + token_differences(model, step.batch, expected, GREEDY)
     assert not lines, "\n".join(lines)
 
 
@@ -63,8 +66,9 @@ def test_sounds_in_any_rows_match_transformers(pool: Pool, model_type: str, seed
     steps = [reference_step(name, config, seed, batch=each) for each in batches]
     model = reference_model(name, config, seed)
     tokens = [generate_tokens(model, step.batch, GREEDY) for step in steps]
-    for tp in (2, 3):
-        pool.run(tp, check_batches, steps, tokens, tp)
+    for tp, towers in ((2, "weights"), (3, "weights"), (3, "images")):
+        if towers == "weights" or model_type.endswith("_thinker"):
+            pool.run(tp, check_batches, steps, tokens, tp, towers)
     for sizes in ((1, 2), (2, 2)):
         pool.run(sizes[0] * sizes[1], check_on_stages, steps, tokens, sizes)
 

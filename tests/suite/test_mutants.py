@@ -34,6 +34,7 @@ from oslo_models.layers import (
     context_rules,
     cross_entropy,
     deferred_gradients,
+    divided_tower,
     linear,
     local_attributes,
     local_experts,
@@ -638,6 +639,18 @@ def channels_without_sum(patch: Patch) -> None:
     patch.setattr(channels, "reduce_from", lambda axis, x: x)
 
 
+def towers_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(divided_tower, "reduce_from", lambda axis, x: x)
+
+
+def images_in_the_order_of_other_ranks(patch: Patch) -> None:
+    def gather_from(axis: Any, x: Tensor, dim: int, sizes: Any) -> Tensor:
+        parts = autograd_collectives.gather_from(axis, x, dim, sizes).split(sizes, dim)
+        return torch.cat(parts[::-1], dim)
+
+    patch.setattr(divided_tower, "gather_from", gather_from)
+
+
 def images_without_sum_of_gradients(patch: Patch) -> None:
     patch.setattr(poolformer, "copy_to", lambda axis, x: x)
 
@@ -1030,6 +1043,10 @@ MUTANTS: dict[str, list[Caught]] = {
                 norms_of_shards_of_one_context_rank,
             )
         ],
+    ],
+    "models/test_images.py": [
+        (mutant, "test_ranks_that_divide_images_train_like_transformers", {"model_type": "llava"})
+        for mutant in (towers_without_sum_of_gradients, images_in_the_order_of_other_ranks)
     ],
     "models/test_sounds.py": [
         (mutant, "test_sounds_in_any_rows_match_transformers", {"model_type": model_type})

@@ -207,11 +207,19 @@ def shard_differences(
     return lines
 
 
-def step_differences(model: Any, step: Step, tolerance: float = TOLERANCE, without: tuple[str, ...] = ()) -> list[str]:
-    """Take the same step with this rank's shard of the model; return a line for each different result."""
+def step_differences(
+    model: Any, step: Step, tolerance: float = TOLERANCE, without: tuple[str, ...] = (), optional: tuple[str, ...] = ()
+) -> list[str]:
+    """Take the same step with this rank's shard of the model; return a line for each different result.
+
+    Args:
+        without: first parts of the paths of outputs that the model must not return.
+        optional: first parts of the paths of outputs that the model need not return.
+    """
     outputs, value, input_gradients = take_step(model, step.batch, step.objective, lift=tolerance > 0)
     expected = {path: tensor for path, tensor in step.outputs.items() if not path.startswith(without or " ")}
-    lines = [] if outputs.keys() == expected.keys() else [f"outputs: {list(outputs)} instead of {list(expected)}"]
+    needed = {path for path in expected if path in outputs or not path.startswith(optional or " ")}
+    lines = [] if outputs.keys() == needed else [f"outputs: {list(outputs)} instead of {list(expected)}"]
     for path in outputs.keys() & expected.keys():
         lines += differences(f"output {path}", outputs[path], expected[path], tolerance)
     lines += differences("value", value, step.value, tolerance)
