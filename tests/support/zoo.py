@@ -2234,7 +2234,10 @@ def text_only(config: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ids = batch["input_ids"]
     for token in (getattr(config, name, -1) for name in ("image_token_id", "audio_token_id")):
         ids = ids.masked_fill(ids == token, 3)
-    return {**{key: value for key, value in batch.items() if key not in (*IMAGES, *SOUNDS)}, "input_ids": ids}
+    kept = {key: value for key, value in batch.items() if key not in (*IMAGES, *SOUNDS)}
+    if "image_token_pooling" in batch:  # Molmo 2 needs the kinds of tokens in training
+        kept["mm_token_type_ids"] = torch.zeros_like(ids)
+    return {**kept, "input_ids": ids}
 
 
 def _documents(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
