@@ -11,7 +11,7 @@ from transformers.models.step3p7 import modeling_step3p7 as hf
 
 from oslo_models.layers.entries import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import heads_of, mixture_of_experts, qkv
+from oslo_models.modeling.blocks import gated_mlp, heads_of, mixture_of_experts, qkv
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.llava import LlavaParallel
@@ -47,7 +47,8 @@ class Step3p7VisionModel(ScaledResidualsParallel, hf.Step3p7VisionModel):
 
 class Step3p7TextModel(LlamaParallel, hf.Step3p7TextModel):
     head_norms = ("self_attn.q_norm", "self_attn.k_norm")
-    mlp = {**LlamaParallel.mlp, **mixture_of_experts(shared="shared_experts")}
+    # routed experts are scaled after their sum, so shared ones have a sum of their own
+    mlp = {**LlamaParallel.mlp, **mixture_of_experts(), **gated_mlp("mlp.shared_experts")}
     optional = tuple(mlp)
 
     @classmethod

@@ -674,6 +674,8 @@ def _options(config: PreTrainedConfig, model_type: str, draw: random.Random) -> 
                 value = draw.choice(choices)
                 if value != known.get(key):
                     found[key] = value
+    if config.model_type == "step3p5":  # its configuration resets it when it is loaded
+        found.pop("hidden_act", None)
     return found
 
 

@@ -880,6 +880,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         "text_config": {
             **{**_LLAMA, **_WINDOW, **_SPARSE, **TOKENS, "model_type": "step3p5", "tie_word_embeddings": False},
             **{"num_sliding_attention_heads": 4, "n_routed_experts": 5, "share_expert_dim": 13},
+            "moe_router_scaling_factor": 2.0,
         },
         "vision_config": {
             **{**_BERT, "model_type": "step3p5_vision", "image_size": 16, "patch_size": 2, "mlp_ratio": 1.5},
