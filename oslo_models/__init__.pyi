@@ -60,6 +60,8 @@ from oslo_models.models.albert import AlbertModel as AlbertModel
 from oslo_models.models.apertus import ApertusForCausalLM as ApertusForCausalLM
 from oslo_models.models.apertus import ApertusForTokenClassification as ApertusForTokenClassification
 from oslo_models.models.apertus import ApertusModel as ApertusModel
+from oslo_models.models.apertus1p5 import Apertus1p5ForConditionalGeneration as Apertus1p5ForConditionalGeneration
+from oslo_models.models.apertus1p5 import Apertus1p5Model as Apertus1p5Model
 from oslo_models.models.apertus1p5_text import Apertus1p5TextForCausalLM as Apertus1p5TextForCausalLM
 from oslo_models.models.apertus1p5_text import Apertus1p5TextModel as Apertus1p5TextModel
 from oslo_models.models.arcee import ArceeForCausalLM as ArceeForCausalLM
@@ -198,6 +200,8 @@ from oslo_models.models.cosmos3_edge import Cosmos3EdgeForConditionalGeneration 
 from oslo_models.models.cosmos3_edge import Cosmos3EdgeModel as Cosmos3EdgeModel
 from oslo_models.models.cosmos3_edge import Cosmos3EdgeTextModel as Cosmos3EdgeTextModel
 from oslo_models.models.cosmos3_edge import Cosmos3EdgeVisionModel as Cosmos3EdgeVisionModel
+from oslo_models.models.cosmos3_omni import Cosmos3OmniForConditionalGeneration as Cosmos3OmniForConditionalGeneration
+from oslo_models.models.cosmos3_omni import Cosmos3OmniModel as Cosmos3OmniModel
 from oslo_models.models.cpmant import CpmAntForCausalLM as CpmAntForCausalLM
 from oslo_models.models.cpmant import CpmAntModel as CpmAntModel
 from oslo_models.models.ctrl import CTRLForSequenceClassification as CTRLForSequenceClassification
@@ -321,6 +325,9 @@ from oslo_models.models.ernie4_5 import Ernie4_5ForCausalLM as Ernie4_5ForCausal
 from oslo_models.models.ernie4_5 import Ernie4_5Model as Ernie4_5Model
 from oslo_models.models.ernie4_5_moe import Ernie4_5_MoeForCausalLM as Ernie4_5_MoeForCausalLM
 from oslo_models.models.ernie4_5_moe import Ernie4_5_MoeModel as Ernie4_5_MoeModel
+from oslo_models.models.ernie4_5_vl_moe import Ernie4_5_VLMoeForConditionalGeneration as Ernie4_5_VLMoeForConditionalGeneration
+from oslo_models.models.ernie4_5_vl_moe import Ernie4_5_VLMoeModel as Ernie4_5_VLMoeModel
+from oslo_models.models.ernie4_5_vl_moe import Ernie4_5_VLMoeTextModel as Ernie4_5_VLMoeTextModel
 from oslo_models.models.exaone4 import Exaone4ForCausalLM as Exaone4ForCausalLM
 from oslo_models.models.exaone4 import Exaone4ForQuestionAnswering as Exaone4ForQuestionAnswering
 from oslo_models.models.exaone4 import Exaone4ForSequenceClassification as Exaone4ForSequenceClassification
@@ -540,10 +547,17 @@ from oslo_models.models.ijepa import IJepaModel as IJepaModel
 from oslo_models.models.imagegpt import ImageGPTForCausalImageModeling as ImageGPTForCausalImageModeling
 from oslo_models.models.imagegpt import ImageGPTForImageClassification as ImageGPTForImageClassification
 from oslo_models.models.imagegpt import ImageGPTModel as ImageGPTModel
+from oslo_models.models.inkling2 import Inkling2ForConditionalGeneration as Inkling2ForConditionalGeneration
+from oslo_models.models.inkling2 import Inkling2Model as Inkling2Model
+from oslo_models.models.inkling2 import Inkling2VisionModel as Inkling2VisionModel
+from oslo_models.models.inkling2_loop import Inkling2LoopForConditionalGeneration as Inkling2LoopForConditionalGeneration
+from oslo_models.models.inkling2_loop import Inkling2LoopModel as Inkling2LoopModel
 from oslo_models.models.inkling2_loop_text import Inkling2LoopForCausalLM as Inkling2LoopForCausalLM
 from oslo_models.models.inkling2_loop_text import Inkling2LoopTextModel as Inkling2LoopTextModel
 from oslo_models.models.inkling2_text import Inkling2ForCausalLM as Inkling2ForCausalLM
 from oslo_models.models.inkling2_text import Inkling2TextModel as Inkling2TextModel
+from oslo_models.models.inkling_mm_model import InklingForConditionalGeneration as InklingForConditionalGeneration
+from oslo_models.models.inkling_mm_model import InklingModel as InklingModel
 from oslo_models.models.inkling_text import InklingForCausalLM as InklingForCausalLM
 from oslo_models.models.inkling_text import InklingTextModel as InklingTextModel
 from oslo_models.models.instructblip import InstructBlipForConditionalGeneration as InstructBlipForConditionalGeneration
@@ -745,6 +759,10 @@ from oslo_models.models.modernbert import ModernBertModel as ModernBertModel
 from oslo_models.models.modernbert_decoder import ModernBertDecoderForCausalLM as ModernBertDecoderForCausalLM
 from oslo_models.models.modernbert_decoder import ModernBertDecoderForSequenceClassification as ModernBertDecoderForSequenceClassification
 from oslo_models.models.modernbert_decoder import ModernBertDecoderModel as ModernBertDecoderModel
+from oslo_models.models.molmo2 import Molmo2ForConditionalGeneration as Molmo2ForConditionalGeneration
+from oslo_models.models.molmo2 import Molmo2Model as Molmo2Model
+from oslo_models.models.molmo2 import Molmo2TextModel as Molmo2TextModel
+from oslo_models.models.molmo2 import Molmo2VisionModel as Molmo2VisionModel
 from oslo_models.models.moonshine import MoonshineForConditionalGeneration as MoonshineForConditionalGeneration
 from oslo_models.models.moonshine import MoonshineModel as MoonshineModel
 from oslo_models.models.moss_transcribe_diarize import MossTranscribeDiarizeAudioModel as MossTranscribeDiarizeAudioModel
@@ -1039,6 +1057,10 @@ from oslo_models.models.starcoder2 import Starcoder2ForCausalLM as Starcoder2For
 from oslo_models.models.starcoder2 import Starcoder2ForSequenceClassification as Starcoder2ForSequenceClassification
 from oslo_models.models.starcoder2 import Starcoder2ForTokenClassification as Starcoder2ForTokenClassification
 from oslo_models.models.starcoder2 import Starcoder2Model as Starcoder2Model
+from oslo_models.models.step3p7 import Step3p7ForConditionalGeneration as Step3p7ForConditionalGeneration
+from oslo_models.models.step3p7 import Step3p7Model as Step3p7Model
+from oslo_models.models.step3p7 import Step3p7TextModel as Step3p7TextModel
+from oslo_models.models.step3p7 import Step3p7VisionModel as Step3p7VisionModel
 from oslo_models.models.swiftformer import SwiftFormerForImageClassification as SwiftFormerForImageClassification
 from oslo_models.models.swiftformer import SwiftFormerModel as SwiftFormerModel
 from oslo_models.models.swin import SwinForImageClassification as SwinForImageClassification
@@ -1194,6 +1216,7 @@ from transformers import AXK1Config as AXK1Config
 from transformers import AXK2Config as AXK2Config
 from transformers import AfmoeConfig as AfmoeConfig
 from transformers import AlbertConfig as AlbertConfig
+from transformers import Apertus1p5Config as Apertus1p5Config
 from transformers import Apertus1p5TextConfig as Apertus1p5TextConfig
 from transformers import ApertusConfig as ApertusConfig
 from transformers import ArceeConfig as ArceeConfig
@@ -1245,6 +1268,7 @@ from transformers import ConvNextV2Config as ConvNextV2Config
 from transformers import Cosmos3EdgeConfig as Cosmos3EdgeConfig
 from transformers import Cosmos3EdgeTextConfig as Cosmos3EdgeTextConfig
 from transformers import Cosmos3EdgeVisionConfig as Cosmos3EdgeVisionConfig
+from transformers import Cosmos3OmniConfig as Cosmos3OmniConfig
 from transformers import CpmAntConfig as CpmAntConfig
 from transformers import CvtConfig as CvtConfig
 from transformers import CwmConfig as CwmConfig
@@ -1285,6 +1309,9 @@ from transformers import Emu3TextConfig as Emu3TextConfig
 from transformers import EncoderDecoderConfig as EncoderDecoderConfig
 from transformers import Ernie4_5Config as Ernie4_5Config
 from transformers import Ernie4_5_MoeConfig as Ernie4_5_MoeConfig
+from transformers import Ernie4_5_VLMoeConfig as Ernie4_5_VLMoeConfig
+from transformers import Ernie4_5_VLMoeTextConfig as Ernie4_5_VLMoeTextConfig
+from transformers import Ernie4_5_VLMoeVisionConfig as Ernie4_5_VLMoeVisionConfig
 from transformers import ErnieConfig as ErnieConfig
 from transformers import Exaone4Config as Exaone4Config
 from transformers import Exaone4_5_Config as Exaone4_5_Config
@@ -1381,8 +1408,12 @@ from transformers import Idefics3Config as Idefics3Config
 from transformers import Idefics3VisionConfig as Idefics3VisionConfig
 from transformers import IdeficsConfig as IdeficsConfig
 from transformers import ImageGPTConfig as ImageGPTConfig
+from transformers import Inkling2Config as Inkling2Config
+from transformers import Inkling2LoopConfig as Inkling2LoopConfig
 from transformers import Inkling2LoopTextConfig as Inkling2LoopTextConfig
 from transformers import Inkling2TextConfig as Inkling2TextConfig
+from transformers import Inkling2VisionConfig as Inkling2VisionConfig
+from transformers import InklingConfig as InklingConfig
 from transformers import InklingTextConfig as InklingTextConfig
 from transformers import InstructBlipConfig as InstructBlipConfig
 from transformers import InstructBlipVideoConfig as InstructBlipVideoConfig
@@ -1463,6 +1494,9 @@ from transformers import MobileViTConfig as MobileViTConfig
 from transformers import MobileViTV2Config as MobileViTV2Config
 from transformers import ModernBertConfig as ModernBertConfig
 from transformers import ModernBertDecoderConfig as ModernBertDecoderConfig
+from transformers import Molmo2Config as Molmo2Config
+from transformers import Molmo2TextConfig as Molmo2TextConfig
+from transformers import Molmo2VisionConfig as Molmo2VisionConfig
 from transformers import MoonshineConfig as MoonshineConfig
 from transformers import MossTranscribeDiarizeAudioConfig as MossTranscribeDiarizeAudioConfig
 from transformers import MossTranscribeDiarizeConfig as MossTranscribeDiarizeConfig
@@ -1570,6 +1604,9 @@ from transformers import SpeechEncoderDecoderConfig as SpeechEncoderDecoderConfi
 from transformers import SqueezeBertConfig as SqueezeBertConfig
 from transformers import StableLmConfig as StableLmConfig
 from transformers import Starcoder2Config as Starcoder2Config
+from transformers import Step3p7Config as Step3p7Config
+from transformers import Step3p7TextConfig as Step3p7TextConfig
+from transformers import Step3p7VisionConfig as Step3p7VisionConfig
 from transformers import SwiftFormerConfig as SwiftFormerConfig
 from transformers import SwinConfig as SwinConfig
 from transformers import Swinv2Config as Swinv2Config
@@ -1617,6 +1654,7 @@ from transformers import xLSTMConfig as xLSTMConfig
 from transformers.models.afmoe.modeling_afmoe import AfmoePreTrainedModel as AfmoePreTrainedModel
 from transformers.models.albert.modeling_albert import AlbertPreTrainedModel as AlbertPreTrainedModel
 from transformers.models.apertus.modeling_apertus import ApertusPreTrainedModel as ApertusPreTrainedModel
+from transformers.models.apertus1p5.modeling_apertus1p5 import Apertus1p5PreTrainedModel as Apertus1p5PreTrainedModel
 from transformers.models.apertus1p5.modeling_apertus1p5 import Apertus1p5TextPreTrainedModel as Apertus1p5TextPreTrainedModel
 from transformers.models.arcee.modeling_arcee import ArceePreTrainedModel as ArceePreTrainedModel
 from transformers.models.aria.modeling_aria import AriaPreTrainedModel as AriaPreTrainedModel
@@ -1659,6 +1697,7 @@ from transformers.models.convbert.modeling_convbert import ConvBertPreTrainedMod
 from transformers.models.convnext.modeling_convnext import ConvNextPreTrainedModel as ConvNextPreTrainedModel
 from transformers.models.convnextv2.modeling_convnextv2 import ConvNextV2PreTrainedModel as ConvNextV2PreTrainedModel
 from transformers.models.cosmos3_edge.modeling_cosmos3_edge import Cosmos3EdgePreTrainedModel as Cosmos3EdgePreTrainedModel
+from transformers.models.cosmos3_omni.modeling_cosmos3_omni import Cosmos3OmniPreTrainedModel as Cosmos3OmniPreTrainedModel
 from transformers.models.cpmant.modeling_cpmant import CpmAntPreTrainedModel as CpmAntPreTrainedModel
 from transformers.models.ctrl.modeling_ctrl import CTRLPreTrainedModel as CTRLPreTrainedModel
 from transformers.models.cvt.modeling_cvt import CvtPreTrainedModel as CvtPreTrainedModel
@@ -1697,6 +1736,7 @@ from transformers.models.emu3.modeling_emu3 import Emu3PreTrainedModel as Emu3Pr
 from transformers.models.ernie.modeling_ernie import ErniePreTrainedModel as ErniePreTrainedModel
 from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5PreTrainedModel as Ernie4_5PreTrainedModel
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoePreTrainedModel as Ernie4_5_MoePreTrainedModel
+from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoePreTrainedModel as Ernie4_5_VLMoePreTrainedModel
 from transformers.models.exaone4.modeling_exaone4 import Exaone4PreTrainedModel as Exaone4PreTrainedModel
 from transformers.models.exaone4_5.modeling_exaone4_5 import Exaone4_5_PreTrainedModel as Exaone4_5_PreTrainedModel
 from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoePreTrainedModel as ExaoneMoePreTrainedModel
@@ -1842,6 +1882,7 @@ from transformers.models.mobilevit.modeling_mobilevit import MobileViTPreTrained
 from transformers.models.mobilevitv2.modeling_mobilevitv2 import MobileViTV2PreTrainedModel as MobileViTV2PreTrainedModel
 from transformers.models.modernbert.modeling_modernbert import ModernBertPreTrainedModel as ModernBertPreTrainedModel
 from transformers.models.modernbert_decoder.modeling_modernbert_decoder import ModernBertDecoderPreTrainedModel as ModernBertDecoderPreTrainedModel
+from transformers.models.molmo2.modeling_molmo2 import Molmo2PreTrainedModel as Molmo2PreTrainedModel
 from transformers.models.moonshine.modeling_moonshine import MoonshinePreTrainedModel as MoonshinePreTrainedModel
 from transformers.models.moss_transcribe_diarize.modeling_moss_transcribe_diarize import MossTranscribeDiarizePreTrainedModel as MossTranscribeDiarizePreTrainedModel
 from transformers.models.mpnet.modeling_mpnet import MPNetPreTrainedModel as MPNetPreTrainedModel
@@ -1920,6 +1961,7 @@ from transformers.models.speech_to_text.modeling_speech_to_text import Speech2Te
 from transformers.models.squeezebert.modeling_squeezebert import SqueezeBertPreTrainedModel as SqueezeBertPreTrainedModel
 from transformers.models.stablelm.modeling_stablelm import StableLmPreTrainedModel as StableLmPreTrainedModel
 from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2PreTrainedModel as Starcoder2PreTrainedModel
+from transformers.models.step3p7.modeling_step3p7 import Step3p7PreTrainedModel as Step3p7PreTrainedModel
 from transformers.models.swiftformer.modeling_swiftformer import SwiftFormerPreTrainedModel as SwiftFormerPreTrainedModel
 from transformers.models.swin.modeling_swin import SwinPreTrainedModel as SwinPreTrainedModel
 from transformers.models.swinv2.modeling_swinv2 import Swinv2PreTrainedModel as Swinv2PreTrainedModel

@@ -15,6 +15,7 @@ _ALL = {
     "afmoe": "Afmoe",
     "albert": "Albert",
     "apertus": "Apertus",
+    "apertus1p5": "Apertus1p5",
     "apertus1p5_text": "Apertus1p5Text",
     "arcee": "Arcee",
     "aria": "Aria",
@@ -58,6 +59,7 @@ _ALL = {
     "convnext": "ConvNext",
     "convnextv2": "ConvNextV2",
     "cosmos3_edge": "Cosmos3Edge",
+    "cosmos3_omni": "Cosmos3Omni",
     "cpmant": "CpmAnt",
     "ctrl": "CTRL",
     "cvt": "Cvt",
@@ -97,6 +99,7 @@ _ALL = {
     "ernie": "Ernie",
     "ernie4_5": "Ernie4_5",
     "ernie4_5_moe": "Ernie4_5_Moe",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
     "exaone4": "Exaone4",
     "exaone4_5": "Exaone4_5_",
     "exaone_moe": "ExaoneMoe",
@@ -170,8 +173,11 @@ _ALL = {
     "idefics3": "Idefics3",
     "ijepa": "IJepa",
     "imagegpt": "ImageGPT",
+    "inkling2": "Inkling2",
+    "inkling2_loop": "Inkling2Loop",
     "inkling2_loop_text": "Inkling2Loop",
     "inkling2_text": "Inkling2",
+    "inkling_mm_model": "Inkling",
     "inkling_text": "Inkling",
     "instructblip": "InstructBlip",
     "instructblipvideo": "InstructBlipVideo",
@@ -235,6 +241,7 @@ _ALL = {
     "mobilevitv2": "MobileViTV2",
     "modernbert": "ModernBert",
     "modernbert-decoder": "ModernBertDecoder",
+    "molmo2": "Molmo2",
     "moonshine": "Moonshine",
     "moss_transcribe_diarize": "MossTranscribeDiarize",
     "mpnet": "MPNet",
@@ -319,6 +326,7 @@ _ALL = {
     "squeezebert": "SqueezeBert",
     "stablelm": "StableLm",
     "starcoder2": "Starcoder2",
+    "step3p7": "Step3p7",
     "swiftformer": "SwiftFormer",
     "swin": "Swin",
     "swinv2": "Swinv2",
@@ -369,6 +377,7 @@ NO_SEQUENCE_PARALLEL = {
     **dict.fromkeys(
         ("deepseek_v4", "gemma3n_text", "hy_v4", "hy_v4_vl", "hy_v4_vl_text"), "its blocks read several hidden states"
     ),
+    "ernie4_5_vl_moe": "its experts read the kinds of all tokens",
     "ibert": "its blocks compute with integers and scales of whole tensors",
     "luke": "its blocks read hidden states of words and of entities",
     "reformer": "its blocks read two hidden states, and each changes the other",
@@ -379,7 +388,7 @@ NO_SEQUENCE_PARALLEL = {
             *("PaddleOCRVisionTransformer", "Qwen3VLVisionModel", "Qwen3VLMoeVisionModel", "Qwen3_5VisionModel"),
             *("Qwen3_5MoeVisionModel", "Qwen4ExpVisionModel", "CohereCompassVisionModel", "Cosmos3EdgeVisionModel"),
             *("Exaone4_5_VisionModel", "Lfm3VlVisionModel", "MuseGlimmerVisionModel", "Qwen3ASREncoder"),
-            "Kimi_K25VisionModel",
+            *("Kimi_K25VisionModel", "Inkling2VisionModel"),
         ),
         "its hidden states have no dimension of rows",
     ),
@@ -387,22 +396,21 @@ NO_SEQUENCE_PARALLEL = {
 """Model types and classes that ``sequence_parallel=True`` does not support, with the reason."""
 
 _HEADS = """
-    afmoe albert apertus apertus1p5_text arcee aria aria_text audio-spectrogram-transformer audioflamingo3 axk1 axk2
-    aya_vision bart beam beit bert bert-generation biogpt bitnet blenderbot blenderbot-small blip-2 camembert clip
-    cohere cohere2 cohere2_moe cohere2_vision cohere_compass cohere_compass_text cosmos3_edge ctrl cwm data2vec-audio
-    data2vec-text data2vec-vision deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl deepseek_vl_hybrid deit
-    depth_anything diffllama dinov2 dinov2_with_registers distilbert dory dots1 dots3_note_text dpr dpt electra emu3
-    encoder-decoder ernie ernie4_5 ernie4_5_moe exaone4 exaone4_5 exaone_moe falcon flex_olmo florence2 fun_asr_nano
-    fuyu gemma gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm46v glm4_moe
-    glm4_moe_lite glm4v glm4v_moe glm_moe_dsa glm_ocr glmasr got_ocr2 gpt2 gpt_bigcode gpt_neox gptj granite
+    afmoe albert apertus apertus1p5 apertus1p5_text arcee aria aria_text audio-spectrogram-transformer audioflamingo3
+    axk1 axk2 aya_vision bart beam beit bert bert-generation biogpt bitnet blenderbot blenderbot-small blip-2 camembert
+    clip cohere cohere2 cohere2_moe cohere2_vision cohere_compass cohere_compass_text cosmos3_edge cosmos3_omni ctrl cwm
+    data2vec-audio data2vec-text data2vec-vision deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl deepseek_vl_hybrid
+    deit depth_anything diffllama dinov2 dinov2_with_registers distilbert dory dots1 dots3_note_text dpr dpt electra
+    emu3 encoder-decoder ernie ernie4_5 ernie4_5_moe exaone4 exaone4_5 exaone_moe falcon flex_olmo florence2
+    fun_asr_nano fuyu gemma gemma3 gemma3_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm46v
+    glm4_moe glm4_moe_lite glm4v glm4v_moe glm_moe_dsa glm_ocr glmasr got_ocr2 gpt2 gpt_bigcode gpt_neox gptj granite
     granite4_vision granite_docling granite_speech granite_speech_plus granitemoe granitemoeshared helium hrm_text
     hubert hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 idefics3 ijepa
     internvl jais2 janus kimi_k25 kolibri1 laguna layoutlm lighton_ocr llama llava llava_next llava_next_video
-    llava_onevision
-    longcat_flash m2m_100 marian mbart mellum metaclip_2 minicpm3 minimax_m2 ministral ministral3 mistral mistral3
-    mistral4 mixtral mobilebert modernbert modernbert-decoder moonshine mt5 muse_glimmer musicflamingo nanochat
-    nemotron olmo olmo2 olmo3 olmoe omniasr omniasr_ctc opt ovis2 paddleocr_vl paligemma pegasus persimmon phi phi3
-    pix2struct pixtral plbart qianfan_ocr qwen2 qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3 qwen3_asr qwen3_moe
+    llava_onevision longcat_flash m2m_100 marian mbart mellum metaclip_2 minicpm3 minimax_m2 ministral ministral3
+    mistral mistral3 mistral4 mixtral mobilebert modernbert modernbert-decoder moonshine mt5 muse_glimmer musicflamingo
+    nanochat nemotron olmo olmo2 olmo3 olmoe omniasr omniasr_ctc opt ovis2 paddleocr_vl paligemma pegasus persimmon phi
+    phi3 pix2struct pixtral plbart qianfan_ocr qwen2 qwen2_5_vl qwen2_audio qwen2_moe qwen2_vl qwen3 qwen3_asr qwen3_moe
     qwen3_vl qwen3_vl_moe rag roberta roberta-prelayernorm roc_bert seed_oss sew siglip siglip2 smollm3 smolvlm
     solar_open speech-encoder-decoder stablelm starcoder2 t5 umt5 unispeech unispeech-sat video_llama_3 video_llava
     videomae vipllava vision-encoder-decoder vit vit_mae vit_msn voxtral wav2vec2 whisper xlm-roberta xlm-roberta-xl
@@ -467,6 +475,7 @@ _SINCE = {
     **dict.fromkeys(("omniasr", "omniasr_ctc", "sarvam_mla", "sarvam_moe", "dinov2"), (5, 24)),
     **dict.fromkeys(("depth_anything", "dinov2_with_registers", "hy_v4_vl", "moss_transcribe_diarize"), (5, 24)),
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), (5, 24)),
+    **dict.fromkeys(("apertus1p5", "inkling2", "inkling2_loop", "molmo2"), (5, 24)),
     **dict.fromkeys(("git", "hyperclovax_vision_v2", "minicpmv4_7"), (5, 18)),
     "minicpmv4_6": (5, 19),
     **dict.fromkeys(("minicpm_ocr", "video_llava"), (5, 21)),

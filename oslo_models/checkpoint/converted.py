@@ -83,25 +83,28 @@ class _Stack:
 
 @dataclass(frozen=True)
 class _Concatenation:
-    """Tensors that are concatenated along the first dimension, such as filters of queries, keys and values."""
+    """Tensors that are concatenated along a dimension, such as filters of queries, keys and values."""
 
+    dim: int
     parts: Sequence[str]
 
     def copy(self, reader: CheckpointReader, wanted: Index, out: Tensor) -> None:
         first = 0
         for part in self.parts:
-            size = reader.tensors[part].shape[0]
-            _copy_rows(reader, part, first, size, wanted, out)
+            size = reader.tensors[part].shape[self.dim]
+            _copy_rows(reader, part, first, size, wanted, out, self.dim)
             first += size
 
 
-def _copy_rows(reader: CheckpointReader, part: str, first: int, size: int, wanted: Index, out: Tensor) -> None:
+def _copy_rows(
+    reader: CheckpointReader, part: str, first: int, size: int, wanted: Index, out: Tensor, dim: int = 0
+) -> None:
     """Copy the wanted rows of a part, which are the rows ``first:first + size`` of its concatenation, into ``out``."""
-    rows, *others = wanted
+    rows = wanted[dim]
     start, stop = max(rows.start, first), min(rows.stop, first + size)
     if start < stop:
-        region = (slice(start - first, stop - first), *others)
-        out[start - rows.start : stop - rows.start].copy_(reader.read_region(part, region))
+        region = (*wanted[:dim], slice(start - first, stop - first), *wanted[dim + 1 :])
+        out.narrow(dim, start - rows.start, stop - start).copy_(reader.read_region(part, region))
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,21 @@ class _Interleaved:
                     self.source, (experts, slice(2 * (start - first), 2 * (stop - first)), columns)
                 )
                 out[:, start - rows.start : stop - rows.start].copy_(both[:, part::2])
+
+
+@dataclass(frozen=True)
+class _EverySecond:
+    """Every second row of a stored tensor, along a dimension."""
+
+    source: str
+    first: int
+    dim: int
+
+    def copy(self, reader: CheckpointReader, wanted: Index, out: Tensor) -> None:
+        rows = wanted[self.dim]
+        region = (*wanted[: self.dim], slice(2 * rows.start, 2 * rows.stop), *wanted[self.dim + 1 :])
+        both = reader.read_region(self.source, region)
+        out.copy_(both.unflatten(self.dim, (-1, 2)).select(self.dim + 1, self.first))
 
 
 @dataclass(frozen=True)
@@ -213,19 +231,25 @@ def with_stacks(reader: CheckpointReader, stacks: Mapping[str, Sequence[Piece]])
     return _with(reader, made, {piece.name for pieces in stacks.values() for piece in pieces})
 
 
-def with_concatenations(reader: CheckpointReader, concatenations: Mapping[str, Sequence[str]]) -> CheckpointReader:
+def with_concatenations(
+    reader: CheckpointReader, concatenations: Mapping[str, tuple[int, Sequence[str]]]
+) -> CheckpointReader:
     """Replace the parts of each concatenation by it. The checkpoint must have all parts.
+
+    Args:
+        concatenations: the dimension and the parts of each concatenation.
 
     Raises:
         CheckpointError: parts of a tensor differ in shape, or only some have a floating-point dtype.
     """
     made: Made = {}
-    for name, parts in concatenations.items():
-        require_alike(reader, name, parts, first_dim=1)
+    for name, (dim, parts) in concatenations.items():
+        require_alike(reader, name, parts, dim=dim)
         stored = [reader.tensors[part] for part in parts]
-        shape = (sum(part.shape[0] for part in stored), *stored[0].shape[1:])
-        made[name] = shape, stored[0].dtype, _Concatenation(parts)
-    return _with(reader, made, {part for parts in concatenations.values() for part in parts})
+        before, after = stored[0].shape[:dim], stored[0].shape[dim + 1 :]
+        shape = (*before, sum(part.shape[dim] for part in stored), *after)
+        made[name] = shape, stored[0].dtype, _Concatenation(dim, parts)
+    return _with(reader, made, {part for _, parts in concatenations.values() for part in parts})
 
 
 def with_chunks(reader: CheckpointReader, chunks: Mapping[str, Mapping[str, int]]) -> CheckpointReader:
@@ -250,6 +274,30 @@ def with_chunks(reader: CheckpointReader, chunks: Mapping[str, Mapping[str, int]
             made[name] = (rows, *stored.shape[1:]), stored.dtype, _Rows(source, first)
             first += rows
     return _with(reader, made, set(chunks))
+
+
+def with_alternations(
+    reader: CheckpointReader, alternations: Mapping[str, tuple[int, Sequence[str]]]
+) -> CheckpointReader:
+    """Replace tensors with alternating rows of two tensors by these.
+
+    Args:
+        alternations: the dimension of the rows and the names of the two tensors, by the name of the stored tensor.
+
+    Raises:
+        CheckpointError: a tensor has an odd number of rows.
+    """
+    made: Made = {}
+    for source, (dim, names) in alternations.items():
+        stored = reader.tensors[source]
+        if stored.shape[dim] % 2:
+            raise CheckpointError(
+                f"{source} in {reader.directory} has shape {stored.shape}, but its rows alternate between "
+                f"{' and '.join(names)} in the model: copy or save the checkpoint again"
+            )
+        shape = (*stored.shape[:dim], stored.shape[dim] // 2, *stored.shape[dim + 1 :])
+        made |= {name: (shape, stored.dtype, _EverySecond(source, i, dim)) for i, name in enumerate(names)}
+    return _with(reader, made, set(alternations))
 
 
 def with_halves(reader: CheckpointReader, interleaved: Mapping[str, str]) -> CheckpointReader:

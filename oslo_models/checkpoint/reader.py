@@ -169,17 +169,18 @@ def _translate(index: Index, full: Index, local: Index) -> Index:
     return tuple(slice(i.start + shift, i.stop + shift) for i, shift in zip(index, shifts, strict=True))
 
 
-def require_alike(reader: CheckpointReader, whole: str, parts: Sequence[str], first_dim: int = 0) -> None:
+def require_alike(reader: CheckpointReader, whole: str, parts: Sequence[str], dim: int | None = None) -> None:
     """Raise ``CheckpointError`` unless the parts of a tensor agree in size and in kind of dtype (float or not).
 
     Args:
         whole: the name of the full tensor, for the message.
-        first_dim: the first dimension to compare.
+        dim: the dimension in which they may differ.
     """
     first = reader.tensors[parts[0]]
     for name in parts[1:]:
         part = reader.tensors[name]
-        fits = len(part.shape) == len(first.shape) and part.shape[first_dim:] == first.shape[first_dim:]
+        pairs = enumerate(zip(part.shape, first.shape, strict=False))
+        fits = len(part.shape) == len(first.shape) and all(a == b or i == dim for i, (a, b) in pairs)
         if not fits or part.dtype.is_floating_point != first.dtype.is_floating_point:
             raise CheckpointError(
                 f"{reader.directory}: {name} is a {tuple(part.shape)} of {part.dtype}, and {parts[0]} a "

@@ -174,7 +174,8 @@ def _fused_operations(cls: Any) -> list[str]:
     config = cls.config_class()
     for each in (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))):
         for name in DEPTHS & each.to_dict().keys():
-            setattr(each, name, 1)
+            if each.model_type != "inkling_vision":  # with one layer, it needs scipy
+                setattr(each, name, 1)
         if hasattr(each, "num_kv_shared_layers"):  # there is no earlier block to share with
             each.num_kv_shared_layers = 0
             each.layer_types = each.layer_types[:1]

@@ -102,7 +102,7 @@ RMS_NORMS = _names("""
     granite_docling.GraniteDoclingTextRMSNorm hunyuan_vl.HunYuanVLRMSNorm idefics2.Idefics2RMSNorm
     lfm3_vl.Lfm3VlVisionRMSNorm mistral4.Mistral4RMSNorm ovis2.Ovis2RMSNorm pix2struct.Pix2StructLayerNorm
     chameleon.ChameleonRMSNorm qianfan_ocr.QianfanOCRVisionRMSNorm qwen2_5_omni.Qwen2_5OmniRMSNorm
-    qwen3_omni_moe.Qwen3OmniMoeCode2WavRMSNorm
+    ernie4_5_vl_moe.Ernie4_5_VLMoeRMSNorm molmo2.Molmo2RMSNorm qwen3_omni_moe.Qwen3OmniMoeCode2WavRMSNorm
     qwen3_omni_moe.Qwen3OmniMoeRMSNorm qwen3_omni_moe.Qwen3OmniMoeTextRMSNorm
     qwen3_omni_moe.Qwen3OmniMoeThinkerTextRMSNorm
     idefics.IdeficsRMSNorm kosmos2_5.Kosmos2_5LayerNorm phi4_multimodal.Phi4MultimodalRMSNorm udop.UdopLayerNorm
@@ -113,7 +113,7 @@ GEMMA_NORMS = _names("""
     gemma.GemmaRMSNorm gemma2.Gemma2RMSNorm gemma3.Gemma3RMSNorm minimax_m3_vl.MiniMaxM3VLRMSNorm qwen3_5.Qwen3_5RMSNorm
     qwen3_5_moe.Qwen3_5MoeRMSNorm qwen3_next.Qwen3NextRMSNorm recurrent_gemma.RecurrentGemmaRMSNorm
     vaultgemma.VaultGemmaRMSNorm
-    muse_glimmer.MuseGlimmerTextCenteredRMSNorm
+    muse_glimmer.MuseGlimmerTextCenteredRMSNorm step3p7.Step3p7RMSNorm
 """)
 """Copies of GemmaRMSNorm."""
 OLMO2_NORMS = _names("""
@@ -153,6 +153,7 @@ GATED_MLPS = _names("""
     deepseek_ocr2.DeepseekOcr2TextMLP deepseek_ocr2.DeepseekOcr2VisionMLP emu3.Emu3MLP
     granite4_vision.Granite4VisionTextMLP granite_docling.GraniteDoclingTextMLP hunyuan_vl.HunYuanVLMLP
     chameleon.ChameleonMLP mistral4.Mistral4MLP muse_glimmer.MuseGlimmerTextMLP ovis2.Ovis2MLP ovis2.Ovis2VisionMLP
+    ernie4_5_vl_moe.Ernie4_5_VLMoeMLP molmo2.Molmo2ImageProjectorMLP molmo2.Molmo2MLP
     qwen3_omni_moe.Qwen3OmniMoeCode2WavMlp qwen3_omni_moe.Qwen3OmniMoeMLP
     qwen3_omni_moe.Qwen3OmniMoeTalkerTextMLP qwen3_omni_moe.Qwen3OmniMoeThinkerTextMLP
     voxtral_realtime.VoxtralRealtimeMLP voxtral_realtime.VoxtralRealtimeTextMLP
@@ -218,6 +219,7 @@ LLAMA_BLOCKS = _names("""
     moonshine.MoonshineEncoderLayer
     cosmos3_edge.Cosmos3EdgeTextDecoderLayer deepseek_ocr2.DeepseekOcr2TextDecoderLayer
     deepseek_ocr2.DeepseekOcr2VisionEncoderLayer hunyuan_vl.HunYuanVLDenseV1DecoderLayer mistral4.Mistral4DecoderLayer
+    step3p7.Step3p7DecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
@@ -346,6 +348,8 @@ CALL_EAGER_ATTENTION = _names("""
     omniasr.OmniASRAttention parakeet.ParakeetEncoderAttention qwen2_audio.Qwen2AudioAttention
     qwen2_5_omni.Qwen2_5OmniAttention qwen2_5_omni.Qwen2_5OmniAudioAttention
     qwen2_5_omni.Qwen2_5OmniVisionAttention qwen3_asr.Qwen3ASRAudioAttention
+    ernie4_5_vl_moe.Ernie4_5_VLMoeTextAttention ernie4_5_vl_moe.Ernie4_5_VLMoeVisionAttention
+    molmo2.Molmo2Attention molmo2.Molmo2VisionAttention step3p7.Step3p7Attention step3p7.Step3p7VisionAttention
     qwen3_omni_moe.Qwen3OmniMoeAudioAttention qwen3_omni_moe.Qwen3OmniMoeCode2WavAttention
     qwen3_omni_moe.Qwen3OmniMoeTalkerCodePredictorAttention qwen3_omni_moe.Qwen3OmniMoeThinkerTextAttention
     qwen3_omni_moe.Qwen3OmniMoeVisionAttention voxtral.VoxtralAttention
@@ -441,7 +445,7 @@ ROTARY_LEFT_UNFUSED = _names("""
     mllama.MllamaTextSelfAttention paddleocr_vl.PaddleOCRAttention
     lasr.LasrEncoderAttention
     mistral4.Mistral4Attention muse_glimmer.MuseGlimmerTextAttention
-    qwen2_5_omni.DiTAttention qwen2_5_omni.Qwen2_5OmniAttention
+    molmo2.Molmo2Attention qwen2_5_omni.DiTAttention qwen2_5_omni.Qwen2_5OmniAttention step3p7.Step3p7Attention
     idefics.IdeficsAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""

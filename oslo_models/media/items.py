@@ -9,6 +9,7 @@ in these layouts:
 * by image or by tile: ``pixel_values [images, channels, height, width]``, perhaps with ``image_sizes [images, 2]``;
 * by image with its tiles: ``pixel_values [images, tiles, channels, height, width]``, padded to the most tiles of an
   image, with ``image_sizes [images, 2]``;
+* by patch of Inkling, each with one token: ``pixel_values [patches of all images, frames, height, width, channels]``;
 * by image with its patches: ``pixel_values [images, patches, values]``, padded to the most patches of an image, with
   ``image_position_ids [images, patches, 2]`` or ``spatial_shapes [images, 2]``;
 * by row: ``pixel_values [rows, images, ...]``, padded to the most images of a row.
@@ -87,10 +88,11 @@ KINDS = (
         ("audio_token_id", "audio_token_index"),
     ),
     Kind("sound", "audio", "input_values", ("padding_mask",), ("audio_token_id", "audio_token_index")),
+    Kind("sound", "audio", "audio_input_ids", ("audio_input_ids_mask",), ("audio_token_id",)),
 )
 PIXELS = tuple(name for kind in KINDS for name in (kind.values, *kind.pixels))
 """Arguments that only towers read: pixels, spectrograms and waveforms."""
-IMAGE, _, SOUND, _ = KINDS
+IMAGE, SOUND = KINDS[0], KINDS[2]
 IMAGES_OF_ROWS = "batch_num_images"
 """Argument with the number of images of each row."""
 
@@ -116,7 +118,7 @@ def divide_media(
     names: list[str] = []
     parts: list[dict[str, Any]] = [{} for _ in range(rows // size)]
     for kind in KINDS:
-        if _is_by_row(kind, batch):
+        if _is_by_row(kind, batch, config):
             given = [name for name in (kind.values, PIXEL_MASK) if batch.get(name) is not None]
             names += given
             for i, (part, count) in enumerate(zip(parts, _placeholders(kind, batch, config, size), strict=True)):
@@ -142,7 +144,7 @@ def items_of_rows(kind: Kind, batch: Mapping[str, Any], config: Any) -> list[int
         ValueError: the items do not fit the placeholder tokens. The message names the argument.
     """
     values = batch.get(kind.values)
-    if not isinstance(values, Tensor) or _is_by_row(kind, batch):
+    if not isinstance(values, Tensor) or _is_by_row(kind, batch, config):
         return None
     placeholders = _placeholders(kind, batch, config)
     tokens = _tokens_of_items(kind, batch, config, sum(placeholders))
@@ -168,7 +170,7 @@ def images_of_rows(batch: Mapping[str, Any], config: Any) -> list[dict[str, Any]
     """
     _, rows = divide_media(batch, len(batch["input_ids"]), 1, config)
     for row in rows:
-        if row and _is_by_row(IMAGE, row):
+        if row and _is_by_row(IMAGE, row, config):
             real = row[IMAGE.values][0].flatten(1).any(-1)  # as transformers counts padding images
             row |= {name: value[:, real] for name, value in row.items()}
     return rows
@@ -185,7 +187,7 @@ def places_of_images(ids_1L: Tensor, images: Mapping[str, Any], config: Any) -> 
         ValueError: the images do not fit the placeholder tokens.
     """
     places = ids_1L[0].eq(placeholder(IMAGE, config)).nonzero().flatten().tolist()
-    if _is_by_row(IMAGE, images):
+    if _is_by_row(IMAGE, images, config):
         count = images[IMAGE.values].shape[1]
         tokens: Sequence[int] = [len(places) // max(count, 1)] * count
     else:
@@ -204,11 +206,11 @@ def take_images(images: Mapping[str, Any], start: int, stop: int) -> dict[str, A
     return {name: _items(IMAGE, name, images, start, stop) for name in images}
 
 
-def _is_by_row(kind: Kind, batch: Mapping[str, Any]) -> bool:
-    values = batch.get(kind.values)
-    return (
-        kind.name == "image" and isinstance(values, Tensor) and values.dim() == 5 and batch.get("image_sizes") is None
-    )
+def _is_by_row(kind: Kind, batch: Mapping[str, Any], config: Any = None) -> bool:
+    values, tower = batch.get(kind.values), getattr(config, "vision_config", None)
+    if kind.name != "image" or not isinstance(values, Tensor) or getattr(tower, "model_type", "") == "inkling_vision":
+        return False  # a patch of Inkling has five dimensions
+    return values.dim() == 5 and batch.get("image_sizes") is None
 
 
 def placeholder(kind: Kind, config: Any) -> int:
@@ -270,8 +272,9 @@ def _tokens_of_items(kind: Kind, batch: Mapping[str, Any], config: Any, placehol
         own = batch.get(IMAGES_OF_ROWS)
         alone = [True] * len(sizes) if own is None else [count == 1 for count in own for _ in range(int(count))]
         return [tokens_of_tiles(size, config, one) for size, one in zip(sizes, alone, strict=True)]
-    if kind.name == "image" and sizes is not None and hasattr(tower, "patch_size"):
-        return list((torch.as_tensor(sizes) // (tower.patch_size * merged)).prod(-1).tolist())
+    side = getattr(tower, "patch_size", 0) * merged or getattr(tower, "spatial_scale_factor", 0)  # Apertus 1.5
+    if kind.name == "image" and sizes is not None and side:
+        return list((torch.as_tensor(sizes) // side).prod(-1).tolist())
     if placeholders % len(values):
         raise ValueError(
             f"{kind.values} has {len(values)} {kind.name}s, and input_ids have {placeholders} placeholder tokens, "
@@ -288,6 +291,8 @@ def _tokens_of_grids(kind: Kind, grid: Tensor, batch: Mapping[str, Any], config:
     if hasattr(tower, "max_image_size"):  # HunYuan has a token after each line of patches, and may have two around them
         lines, length = (grid[:, 1:] // merged).unbind(-1)
         return grid[:, 0] * lines * (length + 1) + 2 * hasattr(config, "im_newline_id")
+    if getattr(tower, "model_type", "") == "inkling2_vision":  # counts squares of patches
+        return grid.prod(-1)
     if area := getattr(tower, "merge_kernel_size", None):  # Kimi K2.5 takes the mean of all frames
         return grid[:, 1:].prod(-1) // prod(area)
     merged = batch.get(f"{kind.name}_merge_sizes", merged)  # VideoLLaMA 3

@@ -22,7 +22,7 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
     """
     encoder = getattr(config, "audio_config", None) or getattr(config, "acoustic_tokenizer_encoder_config", None)
     kind = getattr(encoder, "model_type", None)
-    if encoder is None or kind == "fun_asr_nano_encoder":  # a token for each frame
+    if encoder is None or kind in ("fun_asr_nano_encoder", "inkling_audio"):  # a token for each frame
         lengths = mask.sum(-1)
     elif kind == "qwen3_asr_encoder":  # three convolutions over each chunk
         if mask.shape[-1] % (2 * encoder.n_window):
@@ -43,6 +43,8 @@ def tokens_of_sounds(mask: Tensor, config: Any) -> list[int]:
         lengths = _halved(mask.sum(-1), 1) // 4
     elif kind == "moss_transcribe_diarize_audio":  # a convolution, and a projector of whole groups of positions
         lengths = (_halved(mask.sum(-1), 1) + config.audio_merge_size - 1) // config.audio_merge_size
+    elif kind == "wavtokenizer_encoder":  # convolutions with padding
+        lengths = (mask.sum(-1) + encoder.hop_length - 1) // encoder.hop_length
     elif kind == "omniasr_audio":  # convolutions without padding
         lengths = mask.sum(-1)
         for kernel, stride in zip(encoder.conv_kernel, encoder.conv_stride, strict=True):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
     Interleave,
-    MergeModulelist,
     PrefixChange,
     Transpose,
     WeightConverter,
@@ -29,6 +29,7 @@ from oslo_models.checkpoint import CheckpointError, CheckpointReader
 from oslo_models.checkpoint.converted import (
     Merge,
     Piece,
+    with_alternations,
     with_chunks,
     with_concatenations,
     with_halves,
@@ -122,17 +123,24 @@ def expert_pieces(conversions: Conversions, shapes: Mapping[str, Sequence[int]])
         conversions: the conversions of the model, or of a stage of it.
         shapes: the shapes of the full tensors, by their names in the full model.
     """
-    stacks = {}
+    stacks: dict[str, list[Piece]] = {}
     for name, converter in conversions.converted(shapes, _stacks):
-        parts = len(converter.source_patterns)
-        marks = torch.arange(shapes[name][0] * parts).view(-1, parts, 1)
-        named = conversions.revert({name: marks})
-        stacks[name] = [Piece(piece, *divmod(int(mark), parts)) for piece, mark in named.items()]
+        first, *others = converter.target_patterns
+        if others and first not in name:
+            continue  # a later stack of several that continue the numbers of the first
+        together, parts = [name, *(name.replace(first, other, 1) for other in others)], len(converter.source_patterns)
+        size = shapes[name][0] * parts
+        marks = torch.arange(len(together) * size).view(len(together), -1, parts, 1)
+        for piece, mark in conversions.revert(dict(zip(together, marks, strict=True))).items():
+            stack, place = divmod(int(mark), size)
+            stacks.setdefault(together[stack], []).append(Piece(piece, *divmod(place, parts)))
     return stacks
 
 
-def concatenated_parts(conversions: Conversions, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
-    """Map each tensor that transformers concatenates from checkpoint tensors to the names of these parts.
+def concatenated_parts(
+    conversions: Conversions, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[int, list[str]]]:
+    """Map each tensor that transformers concatenates from checkpoint tensors to the dimension and the parts' names.
 
     Args:
         conversions: the conversions of the model, or of a stage of it.
@@ -140,9 +148,10 @@ def concatenated_parts(conversions: Conversions, shapes: Mapping[str, Sequence[i
     """
     found = {}
     for name, converter in conversions.converted(shapes, _concatenates):
-        marks = torch.arange(_number_of_parts(converter, conversions.config, shapes[name][0])).view(-1, 1)
-        named = conversions.revert({name: marks})
-        found[name] = sorted(named, key=lambda part, named=named: int(named[part]))  # type: ignore[misc]
+        dim = converter.operations[0].dim
+        marks = torch.arange(_number_of_parts(converter, conversions.config, shapes[name][dim]))
+        named = conversions.revert({name: marks.view(*[1] * dim, -1, 1)})
+        found[name] = dim, sorted(named, key=lambda part, named=named: int(named[part]))  # type: ignore[misc]
     return found
 
 
@@ -156,10 +165,10 @@ def _number_of_parts(converter: WeightConverter, config: Any, rows: int) -> int:
 
 
 def _concatenates(converter: WeightConverter) -> bool:
-    """Whether a conversion concatenates tensors along their first dimension."""
+    """Whether a conversion concatenates tensors along their first dimension, or along the second (Step 3.7)."""
     operations, targets = converter.operations, converter.target_patterns
     known = [type(operation) for operation in operations] == [Concatenate] and len(targets) == 1
-    return known and operations[0].dim == 0
+    return known and operations[0].dim in (0, 1)
 
 
 def chunked_names(conversions: Conversions, shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, int]]:
@@ -171,7 +180,20 @@ def chunked_names(conversions: Conversions, shapes: Mapping[str, Sequence[int]])
         conversions: the conversions of the model, or of a stage of it.
         shapes: the shapes of the full tensors, by their names in the full model.
     """
-    found, converters = {}, conversions.converters(_chunks)
+    return {
+        saved: {
+            part: _half_of_pairs(converter, target, shapes[part][0], conversions.config)
+            for part, target in zip(parts, converter.target_patterns, strict=True)
+        }
+        for saved, converter, parts in _divided(conversions, shapes, _chunks)
+    }
+
+
+def _divided(
+    conversions: Conversions, shapes: Mapping[str, Sequence[int]], is_kind: Callable[[WeightConverter], bool]
+) -> Iterator[tuple[str, WeightConverter, list[str]]]:
+    """Yield each checkpoint tensor that conversions of one kind divide, the conversion, and the names of the parts."""
+    converters = conversions.converters(is_kind)
     names = set(shapes) if converters else set()
     for name in sorted(names):
         for converter in converters:
@@ -181,18 +203,14 @@ def chunked_names(conversions: Conversions, shapes: Mapping[str, Sequence[int]])
             if is_first and names.issuperset(parts):
                 empty = {part: torch.empty(tuple(shapes[part]), device="meta") for part in parts}
                 (saved,) = conversions.revert(empty)
-                found[str(saved)] = {
-                    part: _half_of_pairs(converter, target, shapes[part][0], conversions.config)
-                    for part, target in zip(parts, converter.target_patterns, strict=True)
-                }
-    return found
+                yield str(saved), converter, parts
 
 
 def _half_of_pairs(converter: WeightConverter, target: str, rows: int, config: Any) -> int:
     """Return half of the rows of a head, or 0 if transformers does not permute the rows of this part."""
     for operation in converter.operations:
         if type(operation).__name__ == _PERMUTE and any(name in target for name in operation.permute_layer_names):
-            heads: int = getattr(config, operation.subconfig_key).num_attention_heads
+            heads: int = getattr(config, operation.subconfig_key, config).num_attention_heads
             return rows // heads // 2
     return 0
 
@@ -209,6 +227,25 @@ def _chunks(converter: WeightConverter) -> bool:
     operations = [type(operation).__name__ for operation in converter.operations]
     known = operations in (["Chunk"], ["Split"], ["Chunk", _PERMUTE]) and len(converter.target_patterns) > 1
     return known and converter.operations[0].dim == 0 and len(converter.source_patterns) == 1
+
+
+def alternating_names(
+    conversions: Conversions, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, tuple[int, list[str]]]:
+    """Map each checkpoint tensor with alternating rows of two tensors of the model to the dimension and their names.
+
+    Args:
+        conversions: the conversions of the model, or of a stage of it.
+        shapes: the shapes of the full tensors, by their names in the full model.
+    """
+    divided = _divided(conversions, shapes, _alternates)
+    return {saved: (converter.operations[0].dim, parts) for saved, converter, parts in divided}
+
+
+def _alternates(converter: WeightConverter) -> bool:
+    """Whether a conversion de-interleaves a tensor and splits it into its halves (Inkling)."""
+    known = [type(operation) for operation in converter.operations] == [Interleave, Chunk]
+    return known and len(converter.target_patterns) == 2 and len({each.dim for each in converter.operations}) == 1
 
 
 def interleaved_names(conversions: Conversions, names: Iterable[str]) -> dict[str, str]:
@@ -265,8 +302,14 @@ def _merge(converter: WeightConverter, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _merges(converter: WeightConverter) -> bool:
-    """Whether a conversion merges the queries of messages (Inkling 2 Loop, since transformers 5.24)."""
-    return [type(operation).__name__ for operation in converter.operations] == ["Inkling2LoopMergeMessageQueries"]
+    """Whether a conversion computes a replicated tensor as a whole.
+
+    It merges the queries of messages (Inkling 2 Loop, since transformers 5.24), or transposes a router (ERNIE 4.5 VL).
+    """
+    (operation, *others), (target, *_) = converter.operations, converter.target_patterns
+    if isinstance(operation, Transpose) and not others:
+        return not operation.check_dims and target.endswith("gate.weight")
+    return type(operation).__name__ == "Inkling2LoopMergeMessageQueries" and not others
 
 
 def transposes_experts(converter: Any) -> bool:
@@ -310,9 +353,11 @@ def is_unpadding(converter: WeightConverter) -> bool:
 
 
 def _stacks(converter: WeightConverter) -> bool:
-    """Whether a conversion stacks matrices into one parameter."""
-    kinds = [type(operation) for operation in converter.operations]
-    return kinds in ([MergeModulelist], [MergeModulelist, Concatenate]) and len(converter.target_patterns) == 1
+    """Whether a conversion stacks matrices into one parameter, or into one for each kind of token (ERNIE 4.5 VL)."""
+    kinds = [type(operation).__name__ for operation in converter.operations]
+    if kinds == ["ErnieFuseAndSplitTextVisionExperts"]:
+        return True
+    return kinds in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) and len(converter.target_patterns) == 1
 
 
 def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> CheckpointReader:
@@ -340,11 +385,11 @@ def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> Checkpoint
                 f"{missing[0]}: copy or save the checkpoint again"
             )
     reader = with_stacks(reader, found)
-    parts: dict[str, list[str]] = {}
-    for name, split in concatenated_parts(conversions, shapes).items():
+    parts: dict[str, tuple[int, list[str]]] = {}
+    for name, (dim, split) in concatenated_parts(conversions, shapes).items():
         there = [*map(rename, split)]
         if reader.tensors.keys() >= {*there} and name not in reader.tensors:
-            parts[name] = there
+            parts[name] = dim, there
     reader = with_concatenations(reader, parts)
     chunks: dict[str, dict[str, int]] = {}
     paired: dict[str, int] = {}
@@ -353,6 +398,12 @@ def stacking_reader(reader: CheckpointReader, model: ShardedModel) -> Checkpoint
             chunks[saved] = {rename(part): shapes[part][0] for part in halves}
             paired |= {rename(part): half for part, half in halves.items() if half}
     reader = with_pairs(with_chunks(reader, chunks), paired)
+    dealt = {
+        saved: (dim, [*map(rename, names)])
+        for source, (dim, names) in alternating_names(conversions, shapes).items()
+        if (saved := rename(source)) in reader.tensors
+    }
+    reader = with_alternations(reader, dealt)
     alternating = {
         name: saved
         for name, source in interleaved_names(conversions, shapes).items()

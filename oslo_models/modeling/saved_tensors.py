@@ -11,6 +11,7 @@ from torch import Tensor
 
 from oslo_models.modeling.conversions import (
     Conversions,
+    alternating_names,
     chunked_names,
     concatenated_parts,
     expert_pieces,
@@ -60,15 +61,19 @@ def _parts(
         if len({layouts[chunk].dim for chunk in chunks}) == 1:  # else they stay separate, which transformers also loads
             yield saved, _Joined(chunks), _together(layouts, [*chunks])
             inside.update(chunks)
+    for saved, (dim, pair) in alternating_names(conversions, shapes).items():
+        yield saved, _Dealt(dim, pair), _dealt(layouts[pair[0]], dim)
+        inside.update(pair)
     for name in names:
         layout = layouts[name]
         rank = 0 if model.mesh is None else model.mesh.rank_in(layout)
         if name in inside:
             continue
         if name in joined:
-            for index, saved in enumerate(joined[name]):
-                of_part, rows = _of_part(layout, index, len(joined[name]), rank)
-                yield saved, _Rows(name, rows), of_part
+            dim, saved_parts = joined[name]
+            for index, saved in enumerate(saved_parts):
+                of_part, rows = _of_part(layout, dim, index, len(saved_parts), rank)
+                yield saved, _Rows(name, dim, rows), of_part
         elif name in alternating:
             yield alternating[name], _Alternating(name), _alternating(layout)
         elif name in merged:
@@ -103,13 +108,15 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of the local tensor."""
+    """Rows of the local tensor, along a dimension."""
 
     name: str
+    dim: int
     rows: Range
 
     def of(self, tensors: _LatestTensors) -> Tensor:
-        return tensors[self.name][slice(*self.rows)]
+        start, stop = self.rows
+        return tensors[self.name].narrow(self.dim, start, stop - start)
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,17 @@ class _Joined:
 def _in_pairs(x: Tensor, half: int) -> Tensor:
     """Return rows of whole heads with the rows of each rotary pair side by side."""
     return x.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2) if half else x
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """Tensor with alternating rows of two tensors, along a dimension."""
+
+    dim: int
+    pair: Sequence[str]
+
+    def of(self, tensors: _LatestTensors) -> Tensor:
+        return torch.stack([tensors[name] for name in self.pair], self.dim + 1).flatten(self.dim, self.dim + 1)
 
 
 @dataclass(frozen=True)
@@ -238,20 +256,33 @@ def _of_piece(stack: Layout, expert: int, parts: int) -> Layout:
     return Layout(shape, stack.dim - 1, own)
 
 
-def _of_part(whole: Layout, index: int, parts: int, rank: int) -> tuple[Layout, Range]:
-    """Return the layout and the local rows of one of the ``parts``, which transformers saves in equal sizes."""
-    size = -(-whole.shape[0] // parts)
-    first, last = index * size, min((index + 1) * size, whole.shape[0])
-    shape = (last - first, *whole.shape[1:])
-    if whole.dim is None:
-        return Layout(shape), (first, last)
+def _of_part(whole: Layout, dim: int, index: int, parts: int, rank: int) -> tuple[Layout, Range]:
+    """Return the layout and the local rows of one of the ``parts``, which transformers saves in equal sizes.
+
+    Args:
+        dim: the dimension along which the parts are concatenated.
+    """
+    rows = whole.shape[dim]
+    size = -(-rows // parts)
+    first, last = index * size, min((index + 1) * size, rows)
+    shape = (*whole.shape[:dim], last - first, *whole.shape[dim + 1 :])
+    if whole.dim != dim:
+        return replace(whole, shape=shape), (first, last)
     own = [
         tuple((max(a, first) - first, min(b, last) - first) for a, b in ranges if a < last and b > first)
         for ranges in whole.ranges
     ]
     local = whole.ranges[rank]
     start, stop = (sum(max(min(b, end) - a, 0) for a, b in local) for end in (first, last))
-    return Layout(shape, 0, tuple(ranges or ((0, 0),) for ranges in own)), (start, stop)
+    return replace(whole, shape=shape, ranges=tuple(ranges or ((0, 0),) for ranges in own)), (start, stop)
+
+
+def _dealt(part: Layout, dim: int) -> Layout:
+    """Return the layout of a tensor with alternating rows of two tensors that have the same layout."""
+    shape = (*part.shape[:dim], 2 * part.shape[dim], *part.shape[dim + 1 :])
+    if part.dim != dim:
+        return replace(part, shape=shape)
+    return replace(part, shape=shape, ranges=tuple(tuple((2 * a, 2 * b) for a, b in own) for own in part.ranges))
 
 
 def _alternating(whole: Layout) -> Layout:

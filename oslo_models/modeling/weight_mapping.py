@@ -223,7 +223,7 @@ class WeightMapping:
         new_vocab = getattr(self.model.config.get_text_config(), "vocab_size", None)
         if (old_vocab, *layout.shape[1:]) == shape and layout.shape[0] == new_vocab and layout.dim == 0:
             return ResizedSlice(reader, source, layout, rank)
-        unpadded = getattr(self.model.config, "unpadded_vocab_size", None)  # Inkling 2, since transformers 5.24
+        unpadded = getattr(self.model.config.get_text_config(), "unpadded_vocab_size", None)  # Inkling 2, since 5.24
         if (new_vocab, *layout.shape[1:]) == shape and layout.shape[0] == unpadded:
             return UnpaddedSlice(reader, source, layout, rank)
         if (*layout.shape[:-1], old_vocab) == shape and layout.shape[-1] == new_vocab and layout.dim is None:

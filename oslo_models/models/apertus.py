@@ -10,8 +10,8 @@ from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
-class ApertusParallel(LlamaParallel):
-    """Sharding plan of the Apertus family."""
+class ApertusBlocksParallel(LlamaParallel):
+    """Sharding plan of decoders with the blocks of Apertus."""
 
     norms = ("attention_layernorm", "feedforward_layernorm")
     head_norms = ("self_attn.q_norm", "self_attn.k_norm")
@@ -21,6 +21,10 @@ class ApertusParallel(LlamaParallel):
         "mlp.act_fn": HeadNorm(),
         "mlp.down_proj": RowParallel(),
     }
+
+
+class ApertusParallel(ApertusBlocksParallel):
+    """Sharding plan of the Apertus family."""
 
     def _initialize_constructed(self) -> None:
         for module in self.modules():

@@ -4,19 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers import Apertus1p5TextConfig
+from transformers import Apertus1p5TextConfig, PreTrainedModel
 from transformers.models.apertus1p5 import modeling_apertus1p5 as hf
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.apertus import ApertusParallel
 
 
-class Apertus1p5TextModel(ApertusParallel, hf.Apertus1p5TextModel):
-    pass
-
-
-class Apertus1p5TextForCausalLM(ApertusParallel, hf.Apertus1p5TextForCausalLM):
-    head_plan = LM_HEAD
+class PrunedHead(PreTrainedModel):
+    """Loss of a model whose LM head may lack the last tokens."""
 
     @property
     def loss_function(self) -> Callable[..., Tensor]:
@@ -30,4 +26,12 @@ class Apertus1p5TextForCausalLM(ApertusParallel, hf.Apertus1p5TextForCausalLM):
 
     @loss_function.setter
     def loss_function(self, value: Callable[..., Tensor]) -> None:
-        hf.Apertus1p5TextForCausalLM.loss_function.fset(self, value)
+        PreTrainedModel.loss_function.fset(self, value)
+
+
+class Apertus1p5TextModel(ApertusParallel, hf.Apertus1p5TextModel):
+    pass
+
+
+class Apertus1p5TextForCausalLM(PrunedHead, ApertusParallel, hf.Apertus1p5TextForCausalLM):
+    head_plan = LM_HEAD

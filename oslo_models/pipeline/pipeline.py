@@ -420,7 +420,7 @@ def _count_words(config: Any) -> int:
     text = config.get_text_config(decoder=True)  # PaliGemma has another number beside it
     vocab: int = getattr(text, "vocab_size", None) or config.vocab_size
     vocab -= text.model_type == "imagegpt"
-    return min(vocab, *(getattr(config, name, None) or vocab for name in ("unpadded_vocab_size", "output_vocab_size")))
+    return min(vocab, *(getattr(text, name, None) or vocab for name in ("unpadded_vocab_size", "output_vocab_size")))
 
 
 def _catch(run: Callable[[], Any]) -> tuple[Any, Exception | None]:

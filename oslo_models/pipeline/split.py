@@ -300,15 +300,13 @@ def _count_routers(
     ]
     counts_by_class = isinstance(router, type) and issubclass(router, nn.Module)
     stage.records_routers = recorded is not None and (any(experts) or counts_by_class)
-    if not any(experts) and counts_by_class:  # experts without stacked weights
-        experts = [
-            [
-                _outputs_of(each)
-                for each in model.get_submodule(f"{prefix}{stack}.{block}").modules()
-                if isinstance(each, router)
-            ]
-            for stack, block in blocks
-        ]
+    if counts_by_class:
+        inside = [model.get_submodule(f"{prefix}{stack}.{block}").modules() for stack, block in blocks]
+        routers = [[each for each in modules if isinstance(each, router)] for modules in inside]
+        if not any(experts):  # experts without stacked weights
+            experts = [[*map(_outputs_of, own)] for own in routers]
+        elif any(routers):  # two mixtures of ERNIE 4.5 VL have logits together
+            experts = [counts[: len(own)] for counts, own in zip(experts, routers, strict=True)]
     stage.routers = tuple(sum(map(len, experts[slice(*local)])) for local in stage.ranges)
     stage.num_experts = max((count for counts in experts for count in counts), default=0)
 

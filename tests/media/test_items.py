@@ -15,7 +15,7 @@ from oslo_models.media.division import TowerCall, divide_by_work
 from oslo_models.media.items import KINDS, divide_media, items_of_rows
 from oslo_models.media.sounds import tokens_of_sounds
 
-IMAGE, VIDEO, SOUND, _ = KINDS
+IMAGE, VIDEO, SOUND, *_ = KINDS
 TOWER = SimpleNamespace(spatial_merge_size=2, patch_size=4)
 CONFIG = SimpleNamespace(image_token_id=7, video_token_id=8, vision_config=TOWER)
 
@@ -79,6 +79,7 @@ GRIDS = [[1, 4, 4], [2, 2, 4], [3, 4, 2]]
         ({"im_newline_id": 9, "vision_config": {"max_image_size": 8}}, {}, (2 * 3 + 2, 2 * 3 + 2, 3 * 2 * 2 + 2)),
         ({"vision_config": {"max_image_size": 8}}, {}, (2 * 3, 2 * 3, 3 * 2 * 2)),  # without tokens around an image
         ({}, {"image_merge_sizes": torch.tensor([1, 2, 1])}, (16, 4, 24)),
+        ({"vision_config": {"model_type": "inkling2_vision"}}, {}, (16, 16, 24)),
     ],
 )
 def test_images_by_patch_have_tokens_by_their_type(
@@ -92,6 +93,21 @@ def test_images_by_patch_have_tokens_by_their_type(
     _, parts = divide_media({**batch, **more}, 3, 1, own)
     assert [len(part.get("pixel_values", ())) for part in parts] == [16, 0, 16 + 24]
     assert [part.keys() - {"pixel_values", "image_grid_thw"} for part in parts] == [{*more}, set(), {*more}]
+
+
+def test_images_of_codes_have_tokens_by_their_sizes() -> None:
+    sizes, own = torch.tensor([[8, 8], [16, 8]]), SimpleNamespace(image_token_id=7)
+    own.vision_config = SimpleNamespace(spatial_scale_factor=8)
+    batch = {"input_ids": ids([[2], [1]]), "pixel_values": torch.randn(2, 3, 16, 8), "image_sizes": sizes.flip(0)}
+    assert items_of_rows(IMAGE, batch, own) == [1, 1]
+
+
+def test_patches_of_five_dimensions_have_a_token_each() -> None:
+    own = SimpleNamespace(image_token_id=7, vision_config=SimpleNamespace(model_type="inkling_vision"))
+    batch = {"input_ids": ids([[3], [], [1, 2]]), "pixel_values": torch.randn(6, 2, 4, 4, 3)}
+    assert items_of_rows(IMAGE, batch, own) == [3, 0, 3]
+    _, parts = divide_media(batch, 3, 1, own)
+    assert torch.equal(torch.cat([part["pixel_values"] for part in parts if part]), batch["pixel_values"])
 
 
 def test_images_with_padded_patches_have_tokens_by_their_shapes() -> None:
@@ -163,6 +179,8 @@ def hearing(kind: str | None, **sizes: Any) -> Any:
             [3000, 1, 0, 320, 321],
             [10, 1, 0, 1, 2],
         ),
+        (hearing("inkling_audio"), "input_features_mask", [4, 0, 7], [4, 0, 7]),
+        (hearing("wavtokenizer_encoder", hop_length=600), "input_features_mask", [1, 600, 601, 3000], [1, 1, 2, 5]),
         (hearing(None), "input_features_mask", [4, 0, 7], [4, 0, 7]),
     ],
 )

@@ -116,7 +116,7 @@ def check_drawn(
         raise AssertionError(text) from error
 
 
-@pytest.mark.drawn(36)
+@pytest.mark.drawn(37)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n: int, seed: int) -> None:
@@ -124,7 +124,7 @@ def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n
     check_drawn(pool, zoo.main_head(model_type), model_type, n, seed + n)
 
 
-@pytest.mark.drawn(18)
+@pytest.mark.drawn(19)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_class_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     draw = random.Random(f"{model_type} {seed}")
@@ -132,7 +132,7 @@ def test_drawn_class_matches_transformers(pool: Pool, model_type: str, seed: int
     check_drawn(pool, draw.choice(names), model_type, draw.choice((2, 3)), seed)
 
 
-@pytest.mark.drawn(18)
+@pytest.mark.drawn(19)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_configuration_with_sharded_layers_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     check_drawn(pool, zoo.main_head(model_type), model_type, 2, seed, tp=2)
@@ -244,7 +244,7 @@ def test_drawn_configuration_with_experts_over_ranks_matches_transformers(
         raise AssertionError(f"{sizes} {text}") from error
 
 
-@pytest.mark.drawn(18)
+@pytest.mark.drawn(19)
 @pytest.mark.parametrize("model_type", [kind for kind in TYPES if kind != "vit_mae"])
 def test_drawn_configuration_with_fully_sharded_weights_matches_transformers(
     pool: Pool, model_type: str, seed: int
@@ -576,7 +576,7 @@ def check_drawn_stages(step: Step, options: dict[str, Any], folder: Path) -> Non
     assert bool(counts["sum"]) == ("loss" in step.outputs), counts
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(
     "model_type", [pytest.param(kind, marks=pytest.mark.zoo) if index % 2 else kind for index, kind in enumerate(TYPES)]
 )
@@ -794,7 +794,7 @@ def answered(step: Step, seed: int, options: Mapping[str, Any], ways: Any) -> tu
     return step, {} if depend_on_rounding(step.name, step.config, seed, step.batch, tokens, ways) else tokens
 
 
-@pytest.mark.drawn(18)
+@pytest.mark.drawn(19)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_divided_prompt_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     """Left padding. Outputs and cache of a call without gradients, and tokens of greedy and beam search."""
@@ -1226,7 +1226,7 @@ def share_of_saved_bytes(step: Step, n: int, options: dict[str, Any], tp: int = 
     return part / whole
 
 
-@pytest.mark.drawn(18)
+@pytest.mark.drawn(19)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_blocks_save_the_tokens_of_a_rank(pool: Pool, model_type: str, seed: int) -> None:
     """Three of nine tokens, and masks, positions and whole keys in addition, which count for much in tiny models."""

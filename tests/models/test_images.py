@@ -91,8 +91,8 @@ def test_text_alone_and_images_in_other_rows_match_transformers(pool: Pool, mode
 
 
 ONE_STAGE = (
-    *("deepseek_ocr2", "emu3", "florence2", "granite4_vision", "hunyuan_vl", "hy_v4_vl", "minicpm_ocr", "minicpmv4_6"),
-    *("minicpmv4_7", "mllama", "qwen4_exp"),
+    *("deepseek_ocr2", "emu3", "florence2", "granite4_vision", "hunyuan_vl", "hy_v4_vl", "inkling2", "inkling2_loop"),
+    *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mllama", "molmo2", "qwen4_exp", "step3p7"),
 )
 """Types that are not split into stages."""
 

@@ -744,6 +744,15 @@ def parts_in_another_order(patch: Patch) -> None:
     Edit("modeling.conversions:concatenated_parts", "int(named[part])", "-int(named[part])")(patch)
 
 
+def alternating_rows_swapped(patch: Patch) -> None:
+    Edit("checkpoint.converted:_EverySecond.copy", "self.dim + 1, self.first", "self.dim + 1, 1 - self.first")(patch)
+
+
+def experts_in_reverse_order(patch: Patch) -> None:
+    own = "Piece(piece, *divmod(place, parts))"
+    Edit("modeling.conversions:expert_pieces", own, "Piece(piece, (size - 1 - place) // parts, place % parts)")(patch)
+
+
 def filters_without_sum_over_copies(patch: Patch) -> None:
     patch.setattr(state_space, "SumReplicatedGrad", SimpleNamespace(apply=lambda param, *args: param))
 
@@ -1101,6 +1110,9 @@ MUTANTS: dict[str, list[Caught]] = {
                 (values_of_all_ranks_without_sum_of_gradients, "inkling_text"),
                 (weights_of_shared_experts_without_sum_of_gradients, "inkling_text"),
                 (shared_experts_summed_by_themselves_and_with_routed_ones, "inkling_text"),
+                (alternating_rows_swapped, "inkling_mm_model"),
+                (experts_in_reverse_order, "ernie4_5_vl_moe"),
+                (parts_in_another_order, "step3p7"),
             )
         ],
         *[

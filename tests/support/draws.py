@@ -178,6 +178,16 @@ def _fit_inkling2_loop(values: Values, draw: random.Random) -> None:
     values["loop_num_passes"], values["loop_gate_rank"] = draw.randint(1, 3), draw.randint(2, 6)
 
 
+def _fit_inkling_vision(values: Values, draw: random.Random) -> None:
+    values["num_hidden_layers"] = draw.randint(3, 4)  # fewer need scipy
+
+
+def _fit_step3p7(values: Values, draw: random.Random) -> None:
+    count = values["num_key_value_heads"]
+    values["num_sliding_attention_heads"] = draw.choice([n for n in range(3, 7) if n % count == 0])
+    values["share_expert_dim"] = draw.randint(7, 15)
+
+
 def _fit_apertus1p5(values: Values, draw: random.Random) -> None:
     values["output_vocab_size"] = draw.randint(30, 61)
 
@@ -512,14 +522,19 @@ def _fit_qwen_tower(text: Values, tower: Values) -> None:
         text["num_hidden_layers"] = 3
         if "layer_types" in text:
             text["layer_types"] = [*text["layer_types"], "sliding_attention"][:3]
-    tower["hidden_size" if "embed_dim" in tower else "out_hidden_size"] = text["hidden_size"]
+    if "embed_dim" in tower or "out_hidden_size" in tower:
+        tower["hidden_size" if "embed_dim" in tower else "out_hidden_size"] = text["hidden_size"]
 
 
-def _fit_sections(text: Values) -> None:
+def _fit_sections(text: Values, draw: random.Random) -> None:
     if "partial_rotary_factor" in text["rope_parameters"]:  # Qwen3.5
         text["head_dim"] = 8
     if len(text["rope_parameters"]["mrope_section"]) == 4:  # HunYuan-VL
         text["head_dim"] = 8
+        return
+    if text["model_type"] == "ernie4_5_vl_moe_text":  # as many for rows as for columns, and some for times
+        heads, half = text["num_attention_heads"], draw.choice((3, 4))
+        text["hidden_size"], text["rope_parameters"]["mrope_section"] = 2 * half * heads, [1, 1, half - 2]
         return
     sections = {2: [1, 0, 0], 4: [1, 1, 0], 6: [1, 1, 1], 8: [2, 1, 1]}
     width = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
@@ -573,6 +588,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("hubert", "unispeech", "unispeech-sat", "wav2vec2-bert"), _fit_wav2vec2),
     **dict.fromkeys(("wav2vec2-conformer", "wav2vec2"), _fit_wav2vec2),
     "idefics_vision": _fit_idefics_vision,
+    "inkling_vision": _fit_inkling_vision,
     "inkling2_loop_text": _fit_inkling2_loop,
     "inkling2_text": _fit_inkling,
     "inkling_text": _fit_inkling,
@@ -600,9 +616,10 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen4_exp_vision", "glm4v_vision", "glm4v_moe_vision", "glm_ocr_vision"), _fit_rotary_grid),
     **dict.fromkeys(("paddleocr_vl_vision", "exaone4_5_vision", "lfm3_vl_vision"), _fit_rotary_grid),
-    **dict.fromkeys(("cohere_compass_vision", "kimi_k25_vision"), _fit_rotary_grid),
+    **dict.fromkeys(("cohere_compass_vision", "ernie4_5_vl_moe_vision", "kimi_k25_vision"), _fit_rotary_grid),
     **dict.fromkeys(("qwen2_5_omni_vision_encoder", "qwen3_omni_moe_vision_encoder"), _fit_rotary_grid),
     **dict.fromkeys(("video_llama_3_vision", "muse_glimmer_vision"), _fit_rotary_grid),
+    **dict.fromkeys(("inkling2_vision", "step3p5_vision"), _fit_rotary_grid),
     "minimax_m3_vl_vision": _fit_rotary_volume,
     "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
@@ -613,6 +630,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     **dict.fromkeys(("pvt", "pvt_v2"), _fit_segformer),
     **dict.fromkeys(("donut-swin", "swin", "swinv2"), _fit_windows),
     "squeezebert": _fit_squeezebert,
+    "step3p5": _fit_step3p7,
     **dict.fromkeys(("videomae", "vit_mae"), _fit_masked),
     "voxtral_encoder": _fit_voxtral_encoder,
     "wavlm": _fit_wavlm,
@@ -672,6 +690,8 @@ def _options(config: PreTrainedConfig, model_type: str, draw: random.Random) -> 
                 value = draw.choice(choices)
                 if value != known.get(key):
                     found[key] = value
+    if config.model_type == "step3p5":  # its configuration resets it when it is loaded
+        found.pop("hidden_act", None)
     return found
 
 
@@ -729,6 +749,11 @@ def _configured(
         values["vision_config"]["hidden_size"] = text["hidden_size"] = text["num_heads"] * text["d_kv"]
     if model_type == "mllama":
         values["vision_config"]["vision_output_dim"] = 2 * values["vision_config"]["hidden_size"]
+    if model_type == "molmo2":
+        values["adapter_config"]["hidden_size"] = values["vision_config"]["hidden_size"]
+        values["adapter_config"]["text_hidden_size"] = values["text_config"]["hidden_size"]
+    if "text_hidden_size" in values.get("vision_config", {}):
+        values["vision_config"]["text_hidden_size"] = values["text_config"]["hidden_size"]
     if "output_dim" in values.get("audio_config", {}):
         values["audio_config"]["output_dim"] = values["text_config"]["hidden_size"]
     if model_type == "fun_asr_nano":
@@ -745,7 +770,7 @@ def _configured(
     if "depth" in values.get("vision_config", {}):
         _fit_qwen_tower(values["text_config"], values["vision_config"])
     if "mrope_section" in values.get("text_config", {}).get("rope_parameters", {}):
-        _fit_sections(values["text_config"])
+        _fit_sections(values["text_config"], draw)
     if not parts:
         _sizes({} if model_type == "clip" else values, model_type, draw)
         if "vocab_size" in zoo.config(variant).to_dict() and not {"image_size", "backbone_config"} & values.keys():

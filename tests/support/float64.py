@@ -32,7 +32,8 @@ _CASTS = {
 _SMALLEST = torch.finfo(torch.float64).min
 _PRODUCTS = {torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__}
 _PRODUCTS |= {F.grid_sample, torch.grid_sampler}  # GLM-4V's positions, at coordinates in float32
-_OTHERS = {F.batch_norm, Tensor.float, torch.full, Tensor.__mul__, Tensor.mul, Tensor.scatter_reduce, torch._grouped_mm}
+_OTHERS = {F.batch_norm, Tensor.float, torch.full, torch.zeros, Tensor.__mul__, Tensor.mul, Tensor.scatter_reduce}
+_OTHERS |= {torch._grouped_mm}
 _CHANGED = frozenset(_CASTS | _PRODUCTS | _OTHERS)
 """All changed functions: every other function, and thus nearly every call, takes the fast path."""
 
@@ -60,6 +61,8 @@ class lifted_casts(TorchFunctionMode):  # noqa: N801  reads as the context manag
         elif func in _CASTS:
             if _is_double(args[0]):
                 args, kwargs = (args[0], *map(_widen, args[1:])), {key: _widen(value) for key, value in kwargs.items()}
+        elif func is torch.zeros and "size" in kwargs:  # ERNIE 4.5 VL's logits of routers, filled by kind of token
+            kwargs = {key: _widen(value) for key, value in kwargs.items()}
         elif func is torch.full and "dtype" not in kwargs and _overflows(*args[1:2], **kwargs):
             kwargs = {**kwargs, "dtype": torch.float64}  # XGLM's smallest number
         elif func in (Tensor.__mul__, Tensor.mul) and isinstance(args[1], float) and args[1] == _SMALLEST:

@@ -229,6 +229,34 @@ _GRANITE_EAR: dict[str, Any] = {
     **{"input_dim": 7, "num_layers": 2, "hidden_dim": 22, "num_heads": 6, "dim_head": 4, "feedforward_mult": 2},
     **{"output_dim": 9, "context_size": 4, "max_pos_emb": 5, "conv_kernel_size": 3},
 }
+_INKLING2: dict[str, Any] = {
+    **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
+    **{**_MIXTURE, "n_routed_experts": 5, "route_scale": 2.0, "tie_word_embeddings": False},
+    **{"layer_types": ["hybrid_sliding", "hybrid"], "n_layers_per_attn_res_block": 2},
+    **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
+    **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3, "unpadded_vocab_size": 97},
+    **{"qk_l2_clip_threshold": 0.2, "rel_l2_clip_threshold": 0.1, "final_logit_softcapping": 3.0},
+}
+_INKLING2_LOOP: dict[str, Any] = {
+    **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
+    **{**_MIXTURE, "n_routed_experts": 5, "route_scale": 2.0, "tie_word_embeddings": False},
+    **{"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid"]},
+    **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_gate_rank": 5, "loop_num_passes": 2},
+    **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
+    **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3, "unpadded_vocab_size": 97},
+    **{"n_layers_per_attn_res_block": 1, "final_logit_softcapping": 3.0},
+}
+_INKLING2_TOWER: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"model_type": "inkling2_vision", "patch_size": 4, "posemb_grid_size": 3, "projection_hidden_dim": 20},
+    **{"text_hidden_size": 24, "layer_scale_init_value": 0.7},
+}
+_INKLING: dict[str, Any] = {
+    **{**_LLAMA, **_SPARSE, "layer_types": ["hybrid", "hybrid_sliding"], "tie_word_embeddings": False},
+    **{"n_routed_experts": 5, "n_shared_experts": 2, "route_scale": 2.0, "logits_mup_width_multiplier": 2.0},
+    **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
+    **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3},
+}
 
 
 def _mrope(*sections: int) -> dict[str, Any]:
@@ -463,6 +491,19 @@ MORE: dict[str, Mapping[str, Any]] = {
             "image_size": 24,
             "num_attention_heads": 3,
         },
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            **{**_KV, **TOKENS, "model_type": "ernie4_5_vl_moe_text", "num_hidden_layers": 3, "moe_k": 2},
+            **{"hidden_size": 36, "moe_num_experts": 5, "moe_num_shared_experts": 1},
+            "moe_intermediate_size": [11, 9],
+            "rope_parameters": _mrope(1, 1, 1),
+        },
+        "vision_config": {
+            **{"depth": 2, "hidden_size": 24, "intermediate_size": 35, "num_heads": 6, "patch_size": 4},
+            "model_type": "ernie4_5_vl_moe_vision",
+        },
+        **{**_SEEING, "image_start_token_id": 96, "image_end_token_id": 95},
     },
     "exaone4_5": {
         "text_config": {**_KV, **_WINDOW, **TOKENS, "model_type": "exaone4"},
@@ -821,6 +862,72 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         **{**_SEEING, "video_token_id": 96, "out_hidden_size": 96, "projector_hidden_size": 20},
     },
+    "apertus1p5": {
+        "text_config": {**_UNTIED, **TOKENS, "model_type": "apertus1p5_text", "output_vocab_size": 97},
+        "vision_config": {
+            **{"model_type": "apertus1p5_vision_tokenizer", "codebook_size": 8, "embed_dim": 4, "latent_channels": 4},
+            **{"base_channels": 32, "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1},
+        },
+        "audio_config": {
+            **{"model_type": "wavtokenizer_encoder", "num_filters": 4, "upsampling_ratios": [2, 2]},
+            **{"kernel_size": 3, "last_kernel_size": 3, "num_lstm_layers": 1, "hidden_size": 8, "codebook_dim": 8},
+            "codebook_size": 4,
+        },
+        **{**_SEEING, "audio_token_id": 96, "image_token_offset": 70, "audio_token_offset": 78},
+    },
+    "cosmos3_omni": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "num_hidden_layers": 3, "model_type": "qwen3_vl_text"},
+            "rope_parameters": _mrope(1, 1, 1),
+        },
+        "vision_config": {
+            **{**_QWEN_TOWER, "model_type": "qwen3_vl_vision", "num_position_embeddings": 16},
+            "deepstack_visual_indexes": [0],
+        },
+        **_QWEN_SEEING,
+    },
+    "inkling2": {
+        "text_config": {**_INKLING2, **TOKENS, "model_type": "inkling2_text"},
+        **{"vision_config": _INKLING2_TOWER, **_SEEING},
+    },
+    "inkling2_loop": {
+        "text_config": {**_INKLING2_LOOP, **TOKENS, "model_type": "inkling2_loop_text"},
+        **{"vision_config": _INKLING2_TOWER, **_SEEING},
+    },
+    "inkling_mm_model": {
+        "text_config": {**_INKLING, **TOKENS, "model_type": "inkling_text"},
+        "vision_config": {"model_type": "inkling_vision", "patch_size": 2, "num_hidden_layers": 3},
+        "audio_config": {"model_type": "inkling_audio", "n_mel_bins": 3, "mel_vocab_size": 5},
+        **{**_SEEING, "audio_token_id": 96},
+    },
+    "molmo2": {
+        "text_config": {
+            **{**_LLAMA, **TOKENS, "model_type": "molmo2_text", "tie_word_embeddings": False},
+            **{"additional_vocab_size": 5, "rope_scaling_layers": [1]},
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+        },
+        "vision_config": {
+            **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 6},
+            **{"num_key_value_heads": 2, "head_dim": 5, "image_size": [16, 16], "patch_size": 4},
+        },
+        "adapter_config": {
+            **{"hidden_size": 24, "intermediate_size": 17, "num_attention_heads": 3, "num_key_value_heads": 3},
+            **{"head_dim": 4, "text_hidden_size": 24, "vision_feature_layer": [1, 0]},
+        },
+        **{"image_patch_id": 98, "pad_token_id": 0},
+    },
+    "step3p7": {
+        "text_config": {
+            **{**_LLAMA, **_WINDOW, **_SPARSE, **TOKENS, "model_type": "step3p5", "tie_word_embeddings": False},
+            **{"num_sliding_attention_heads": 4, "n_routed_experts": 5, "share_expert_dim": 13},
+            "moe_router_scaling_factor": 2.0,
+        },
+        "vision_config": {
+            **{**_BERT, "model_type": "step3p5_vision", "image_size": 16, "patch_size": 2, "mlp_ratio": 1.5},
+            "layer_scale_init_value": 0.7,
+        },
+        **_SEEING,
+    },
     "cosmos3_edge": {
         "text_config": {
             **{**_UNTIED, **TOKENS, "model_type": "cosmos3_edge_text", "head_dim": 8},
@@ -1008,29 +1115,9 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"hc_mult": 3, "swiglu_limit": 0.5, "tie_word_embeddings": False},
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]},
     },
-    "inkling2_text": {
-        **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
-        **{**_MIXTURE, "n_routed_experts": 5, "route_scale": 2.0, "tie_word_embeddings": False},
-        **{"layer_types": ["hybrid_sliding", "hybrid"], "n_layers_per_attn_res_block": 2},
-        **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
-        **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3, "unpadded_vocab_size": 97},
-        **{"qk_l2_clip_threshold": 0.2, "rel_l2_clip_threshold": 0.1, "final_logit_softcapping": 3.0},
-    },
-    "inkling2_loop_text": {
-        **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
-        **{**_MIXTURE, "n_routed_experts": 5, "route_scale": 2.0, "tie_word_embeddings": False},
-        **{"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid"]},
-        **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_gate_rank": 5, "loop_num_passes": 2},
-        **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
-        **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3, "unpadded_vocab_size": 97},
-        **{"n_layers_per_attn_res_block": 1, "final_logit_softcapping": 3.0},
-    },
-    "inkling_text": {
-        **{**_LLAMA, **_SPARSE, "layer_types": ["hybrid", "hybrid_sliding"], "tie_word_embeddings": False},
-        **{"n_routed_experts": 5, "n_shared_experts": 2, "route_scale": 2.0, "logits_mup_width_multiplier": 2.0},
-        **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
-        **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3},
-    },
+    "inkling2_text": _INKLING2,
+    "inkling2_loop_text": _INKLING2_LOOP,
+    "inkling_text": _INKLING,
     "dory": {
         **{**_LLAMA, **_WINDOW, "num_hidden_layers": 4, "layer_types": 2 * _WINDOW["layer_types"]},
         **{"n_input_layers": 1, "n_output_layers": 1, "tie_word_embeddings": False},
@@ -1664,6 +1751,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "apertus1p5_text": {
         *("Apertus1p5ForConditionalGeneration", "Apertus1p5Model", "Apertus1p5VisionTokenizerModel"),
     },
+    "apertus1p5": {"Apertus1p5TextForCausalLM", "Apertus1p5TextModel", "Apertus1p5VisionTokenizerModel"},
     "hy_v4_vl_text": {"HYV4VLForConditionalGeneration", "HYV4VLModel", "HYV4VLVisionModel"},
     "hy_v4_vl": {"HYV4VLTextModel"},
     "minicpm_ocr": {"MiniCPMOcrVisionModel"},
@@ -1678,6 +1766,13 @@ LEFT_OUT: dict[str, set[str]] = {
     "chameleon": {"ChameleonVQVAE"},
     "emu3": {"Emu3ForCausalLM", "Emu3TextModel", "Emu3VQVAE"},
     "inkling2_loop_text": {"Inkling2LoopForConditionalGeneration", "Inkling2LoopModel"},
+    "inkling2_loop": {"Inkling2LoopForCausalLM", "Inkling2LoopTextModel"},
+    "inkling2": {"Inkling2ForCausalLM", "Inkling2TextModel"},
+    "molmo2": {"Molmo2Adapter"},
+    "ernie4_5_vl_moe": {  # older names
+        *("Ernie4_5_VL_MoeForConditionalGeneration", "Ernie4_5_VL_MoeModel", "Ernie4_5_VL_MoeTextModel"),
+    },
+    "inkling_mm_model": {"InklingAudioModel", "InklingForCausalLM", "InklingTextModel", "InklingVisionModel"},
     "blt": {"BltPatcher"},  # a submodel of the other classes
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
     "inkling2_text": {"Inkling2ForConditionalGeneration", "Inkling2Model", "Inkling2VisionModel"},
@@ -1750,7 +1845,8 @@ SLOW_TESTS_ONLY = {
     *("audioflamingo3", "canary", "cohere_asr", "fun_asr_nano", "glmasr", "granite_speech5_ctc", "granite_speech_plus"),
     *("lasr_ctc", "moss_transcribe_diarize", "musicflamingo", "omniasr", "qwen2_audio", "sew-d"),
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "idefics", "kosmos-2", "kosmos-2.5", "pp_formulanet", "udop"),
-    *("phi4_multimodal", "vibevoice_asr", "voxtral_realtime"),
+    *("phi4_multimodal", "vibevoice_asr", "voxtral_realtime", "ernie4_5_vl_moe", "apertus1p5", "cosmos3_omni"),
+    *("inkling2", "inkling2_loop", "inkling_mm_model", "molmo2", "step3p7"),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
@@ -1905,17 +2001,18 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
     sees = "pixel_values" in known  # beside text
-    hears = bool({"input_features", "input_values"} & known.keys())
+    hears = bool({"input_features", "input_values", "audio_input_ids"} & known.keys())
     hears &= not sees or getattr(config, "audio_config", None) is not None
-    longer = {"deepseek_ocr2": 445, "florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18}.get(
-        config.model_type, 26 if sees and hears else 14
-    )
+    longer = {
+        **{"deepseek_ocr2": 445, "florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18},
+        "step3p7": 22,
+    }.get(config.model_type, 26 if sees and hears else 14)
     length = (38 if hasattr(config, "image_grid_pinpoints") else longer) if sees or hears else length
     length = 26 if "image_pixel_values" in known else length
     vocab = getattr(getattr(config, "text_config", config), "vocab_size", None) or config.decoder.vocab_size
     vocab -= name.startswith("ImageGPT")  # its head lacks the token of the start
     for smaller in ("unpadded_vocab_size", "output_vocab_size"):
-        vocab = min(vocab, getattr(config, smaller, None) or vocab)
+        vocab = min(vocab, getattr(getattr(config, "text_config", config), smaller, None) or vocab)
     choices = (2,) if name.endswith(("MultipleChoice", "DoubleHeadsModel")) else ()
     shape = (rows, *choices, length)
     ids, mask = integers(3, vocab, *shape), torch.ones(shape, dtype=torch.long)
@@ -2002,6 +2099,7 @@ TILED: dict[str, dict[tuple[int, int], int]] = {
     **{kind: {(8, 8): 4, (4, 8): 2, (8, 4): 2} for kind in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
     # by the number of tiles
     "deepseek_ocr2": {(0, 0): 145, (1, 0): 145 + 144, (0, 1): 145},
+    "step3p7": {(1, 0): 8, (2, 0): 12, (0, 0): 4},
     "llava_onevision": {(16, 16): 4 + 2 * 3, (20, 30): 4 + 1 * 3, (30, 30): 4 + 2 * 3},
 }
 """Heights and widths of images, with their tokens, of model types that divide images into tiles of 4 patches, or that
@@ -2016,6 +2114,8 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     around = getattr(config, "visual_indicator_token_ids", ())  # only beside images
     starts = [getattr(config, f"{kind}_start_token_id", None) for kind in ("audio", "vision")]
     among_sounds = starts[0] is not None  # its positions count the tokens before and after each item
+    if config.model_type == "ernie4_5_vl_moe":  # older releases of transformers count them
+        around = (config.image_start_token_id, config.image_end_token_id)
     for indicator in (*around, *(starts if among_sounds else ())):
         ids = ids.masked_fill(ids == indicator, 3)
     for row, images in enumerate(IMAGES_OF_ROWS):
@@ -2031,6 +2131,8 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
     if "image_grid_thw" in (known := parameters_of_forward(name)):
         if "mm_token_type_ids" in known:
             given["mm_token_type_ids"] = (ids == token).long()
+        if "moe_mm_token_type_ids" in known:
+            given["moe_mm_token_type_ids"] = ((ids == token) | (ids == config.image_start_token_id)).long()
         if "image_merge_sizes" in known:
             given["image_merge_sizes"] = torch.full((sum(IMAGES_OF_ROWS),), 2)
         grids, patches = _patches(config.vision_config, generator, dtype)
@@ -2040,10 +2142,20 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
         pixels = torch.randn(1, 3, 4, 4 * int(sizes.prod(-1).sum()), generator=generator, dtype=dtype)
         types = {"mm_token_type_ids": (ids == token).long()} if "mm_token_type_ids" in known else {}
         return {**given, **types, "pixel_values": pixels, "target_sizes": sizes}
-    if "pixel_values_local" in known:  # DeepSeek-OCR 2
+    if "pixel_values_local" in known:  # DeepSeek-OCR 2 and Step 3.7
         counts = torch.tensor([*TILED[config.model_type]])[:, 0]
         own, tiles = (torch.randn(n, 3, side, side, generator=generator, dtype=dtype) for n in (3, int(counts.sum())))
         return {**given, "pixel_values": own, "pixel_values_local": tiles, "num_local_patches": counts}
+    if "image_token_pooling" in known:  # Molmo 2; each token pools the patches of a square, one of them three
+        squares = torch.arange(16).view(2, 2, 2, 2).transpose(1, 2).reshape(4, 4)
+        pooling = torch.cat([squares + 16 * image for image in range(sum(IMAGES_OF_ROWS))])
+        pooling[5, 3] = -1
+        given |= {"image_token_pooling": pooling, "mm_token_type_ids": (ids == token).long()}
+        given["image_grids"] = torch.tensor(sum(IMAGES_OF_ROWS) * [[2, 2, 0, 0]])
+        return {**given, "pixel_values": torch.randn(sum(IMAGES_OF_ROWS), 16, 48, generator=generator, dtype=dtype)}
+    if config.model_type == "inkling_mm_model":  # a token for each patch of two frames
+        patches = torch.randn(each * sum(IMAGES_OF_ROWS), 2, 2, 2, 3, generator=generator, dtype=dtype)
+        return {**given, "pixel_values": patches}
     if config.model_type in TILED:
         sizes = torch.tensor([*TILED[config.model_type]])
         pixels = torch.randn(len(sizes), 5, 3, side, side, generator=generator, dtype=dtype)
@@ -2076,7 +2188,7 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
         given["pixel_values"] = torch.rand(len(pixels), len(places) ** 2, 48, generator=generator, dtype=dtype)
         given["image_position_ids"] = torch.cartesian_prod(places, places).flip(-1).repeat(len(pixels), 1, 1)
         given["mm_token_type_ids"] = (ids == token).long()
-    if name.startswith(("Emu3", "Mistral3", "LightOn")):
+    if name.startswith(("Apertus1p5", "Emu3", "Mistral3", "LightOn")):
         given["image_sizes"] = torch.full((len(pixels), 2), side)
     if "token_type_ids" in parameters_of_forward(name):  # PaliGemma's mark its answers, Gemma 3's its images
         given["token_type_ids"] = ((ids == token) ^ name.startswith("PaliGemma")).long()
@@ -2086,7 +2198,8 @@ def _images(name: str, config: Any, ids: Tensor, generator: torch.Generator, dty
 FRAMES = {
     **dict.fromkeys(("audioflamingo3_encoder", "qwen2_audio_encoder", "voxtral_encoder"), (16, 16, 12, 8)),
     **dict.fromkeys(("moss_transcribe_diarize_audio", "voxtral_realtime_encoder"), (16, 16, 12, 8)),
-    "fun_asr_nano_encoder": (4, 4, 3, 2),
+    **dict.fromkeys(("fun_asr_nano_encoder", "inkling_audio"), (4, 4, 3, 2)),
+    "wavtokenizer_encoder": (16, 16, 11, 8),
     "glmasr_encoder": (32, 32, 28, 20),
     "omniasr_audio": (50, 50, 40, 30),
     "vibevoice_acoustic_tokenizer_encoder": (16, 16, 12, 8),
@@ -2105,7 +2218,10 @@ def _features(encoder: Any, generator: torch.Generator, dtype: torch.dtype) -> d
         return {"input_features": sounds, "input_features_mask": kept}
     frames, *lengths = FRAMES[kind]
     mask = (torch.arange(frames) < torch.tensor(lengths)[:, None]).long()
-    if kind in ("omniasr_audio", "vibevoice_acoustic_tokenizer_encoder"):
+    if kind == "inkling_audio":  # tokens of each frequency
+        codes = torch.randint(encoder.mel_vocab_size, (3, frames, encoder.n_mel_bins), generator=generator)
+        return {"audio_input_ids": codes, "audio_input_ids_mask": mask}
+    if kind in ("omniasr_audio", "vibevoice_acoustic_tokenizer_encoder", "wavtokenizer_encoder"):
         return {"input_values": torch.randn(3, 1, frames, generator=generator, dtype=dtype), "padding_mask": mask}
     if kind == "fun_asr_nano_encoder":
         sounds = torch.randn(3, frames, encoder.input_size, generator=generator, dtype=dtype)
@@ -2174,9 +2290,12 @@ def _tiles_of_rows(ids: Tensor, side: int, generator: torch.Generator, dtype: to
 
 def _patches(config: Any, generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the patches of all images as one row, and the grid of each image."""
+    if config.model_type == "inkling2_vision":  # of squares of patches
+        grids, side = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 2, 2]]), config.spatial_merge_size * config.patch_size
+        return grids, torch.randn(len(grids) * 4, side, side, 3, generator=generator, dtype=dtype)
     grids, side = torch.tensor(sum(IMAGES_OF_ROWS) * [[1, 4, 4]]), config.patch_size
     shape: tuple[int, ...] = (3, side, side)
-    flat = ("temporal_patch_size", "max_image_size", "num_patches", "patch_temporal")
+    flat = ("temporal_patch_size", "temporal_merge_size", "max_image_size", "num_patches", "patch_temporal")
     if any(hasattr(config, name) for name in flat):
         frames = getattr(config, "temporal_patch_size", getattr(config, "patch_temporal", 1))
         shape = (3 * frames * side**2,)
@@ -2235,7 +2354,10 @@ def text_only(config: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ids = batch["input_ids"]
     for token in (getattr(config, name, -1) for name in ("image_token_id", "audio_token_id")):
         ids = ids.masked_fill(ids == token, 3)
-    return {**{key: value for key, value in batch.items() if key not in (*IMAGES, *SOUNDS)}, "input_ids": ids}
+    kept = {key: value for key, value in batch.items() if key not in (*IMAGES, *SOUNDS)}
+    if "image_token_pooling" in batch:  # Molmo 2 needs the kinds of tokens in training
+        kept["mm_token_type_ids"] = torch.zeros_like(ids)
+    return {**kept, "input_ids": ids}
 
 
 def _documents(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -2349,11 +2471,16 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "aspect_ratio_ids" in known:
         tiles = _tiles_of_rows(torch.zeros(rows, 9), side, generator, dtype)
         return {key: value for key, value in tiles.items() if key in known}
+    if "image_grid_thw" in known:
+        grids, patches = _patches(config, generator, dtype)
+        return {"pixel_values": patches, "image_grid_thw": grids}
     if "grid_thw" in known:
         grids, patches = _patches(config, generator, dtype)
         if "pixel_values" in known:
             return {"pixel_values": patches[None] if name.startswith("Paddle") else patches, "grid_thw": grids}
         return {"hidden_states": patches, "grid_thw": grids}
+    if name.startswith("Molmo2"):
+        return {"pixel_values": torch.randn(rows, 16, 48, generator=generator, dtype=dtype)}
     main = original(name).main_input_name if "input_ids" in known else next(key for key in shapes if key in known)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:

@@ -32,8 +32,9 @@ _KINDS = {
 """Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
 WITH_STATES = frozenset(
     (
-        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_loop_text"),
-        *("inkling2_text", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl"),
+        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2", "inkling2_loop"),
+        *("inkling2_loop_text", "inkling2_text", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm2_vl"),
+        *("lfm3", "lfm3_vl"),
         *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
         *("qwen3_5_text", "qwen3_next", "zamba", "zamba2", "zaya"),
     )
@@ -42,13 +43,16 @@ WITH_STATES = frozenset(
 IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "zamba"))
 """Types among them with scans of prompts that cannot continue from a state. A step computes their whole prompt."""
 EXCLUSIVE: Mapping[str, str] = {
-    "deepseek_ocr2": "an image and its tiles are in different arguments",
+    **dict.fromkeys(("deepseek_ocr2", "step3p7"), "an image and its tiles are in different arguments"),
+    "ernie4_5_vl_moe": "its experts read the kinds of the tokens, another argument of a call",
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
     "flaubert": "it has no key-value cache",
     "xlnet": "it predicts with a separate query, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
-    "inkling_text": "it scales queries by the number of columns of the longest row",
+    **dict.fromkeys(
+        ("inkling_mm_model", "inkling_text"), "it scales queries by the number of columns of the longest row"
+    ),
     "recurrent_gemma": "transformers keeps its states in its modules, beside the cache",
     "rwkv": "transformers mixes the states of its rows when it decodes several",
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
@@ -58,6 +62,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "gemma3": "the tokens of an image attend to each other in both directions",
     "gemma4": "the tokens of an image attend to each other in both directions",
     "gemma4_unified": "the tokens of an image attend to each other in both directions",
+    "molmo2": "the tokens of an image attend to each other in both directions",
     "hunyuan_vl": "its positions count the images of all rows of a call",
     **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "a mask marks the places of its images, beside the tokens"),
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),

@@ -42,8 +42,8 @@ def layers_with_states(model: ShardedModel) -> list[Any]:
     cache = DynamicCache(config=model.config)
     if own is not None:
         own.restrict(cache)
-    if model.config.model_type == "inkling2_loop_text":  # else its forward copies layers
-        config: Any = model.config
+    config: Any = model.config.get_text_config(decoder=True)
+    if config.model_type == "inkling2_loop_text":  # else its forward copies layers
         looped = cache.layers[config.loop_layer_index_start : config.loop_layer_index_end]
         return [*cache.layers, *looped * (config.loop_num_passes - 1)]
     return cache.layers
