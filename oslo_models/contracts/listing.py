@@ -349,6 +349,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "torch._C._disabled_torch_function_impl",
         "checkpoint.quantized.packed distributed.sharded_tensor layers.lazy_mask",
     ),
+    _contract("torch._C._dynamo.eval_frame.get_eval_frame_callback", "layers.divided_tower"),
     _contract("torch._C._autograd._top_saved_tensors_default_hooks", "layers.deferred_gradients"),
     _contract("torch._C._current_graph_task_id", "layers.token_division"),
     _contract("torch._C._len_torch_dispatch_stack", "distributed.collectives"),

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.utils import ModelOutput
@@ -284,11 +283,20 @@ def _drop_pending(module: nn.Module, args: Any, output: Any) -> None:
                 output[name] = value.without_pending()
 
 
+def _is_compiled() -> bool:
+    """Return whether a compiled function calls the tower, also where its graph breaks."""
+    try:
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    except ImportError:  # features are gathered at once, which is right in any case
+        return True
+    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+
+
 def _with_pending(output: Any, pending: Any) -> Any:
     """Return the output of a tower with other features."""
     if not isinstance(output, ModelOutput):
         return _resolved(pending)
-    if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:  # guards need fields that stay the same
+    if _is_compiled():  # guards need fields that stay the same
         return type(output)(**_resolved(pending))
     made: Any = type(output)(**pending)
     vars(made)["_pending"] = {*pending}
