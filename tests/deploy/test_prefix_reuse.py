@@ -26,8 +26,8 @@ from support.reference import reference_model
 class Row:
     """A row with given new tokens, without a model."""
 
-    def __init__(self, number: int, prompt: list[int], answer: list[int]) -> None:
-        self.number, self.prompt, self.answer = number, prompt, answer
+    def __init__(self, number: int, prompt: list[int], answer: list[int], tenant: int = 0) -> None:
+        self.number, self.prompt, self.answer, self.tenant = number, prompt, answer, tenant
         self.keys, self.images = prompt, None
         self.new: list[int] = []
         self.ended, self.shares = False, True
@@ -139,6 +139,25 @@ def test_rows_with_states_are_reused_as_a_whole() -> None:
     assert prefixes.find([1, 2, 3, 4, 9], []) == (1, 4)
 
 
+def test_prompts_reuse_rows_of_their_tenant_only() -> None:
+    """Rows that run, and rows that have ended. Rows of another tenant are neither reused nor replaced."""
+    scheduler, prompt = Scheduler(4, 16, Prefixes(4, 2)), [1, 2, 3, 4]
+    reused = []
+    for number, (tenant, answer) in enumerate([(7, [5, 6]), (8, [5]), (7, [5]), (8, [5]), (7, [5]), (9, [5])]):
+        scheduler.add(Row(number, prompt, answer, tenant))
+        step = scheduler.plan(0)
+        assert step.joining == 1
+        reused.append(step.reused)
+        scheduler.rows[-1].take()
+        if number == 3:  # all leave
+            scheduler.rows[0].take()
+    assert reused == [0, 0, 3, 3, 3, 0]
+    both = [Row(number, prompt, [5], tenant) for number, tenant in enumerate((3, 4))]
+    for row in both:
+        scheduler.add(row)
+    assert [prompt.length for prompt in scheduler.plan(0).whole] == [4, 4]  # not after each other
+
+
 @pytest.mark.parametrize(("is_dropped", "reused"), [(False, 5), (True, 0)])
 def test_state_of_a_row_that_is_dropped_is_not_reused(is_dropped: bool, reused: int) -> None:
     """The step that was published before may have advanced the state by the newest token."""
@@ -209,10 +228,16 @@ def test_deployed_model_counts_reused_tokens(tmp_path: Path, seed: int, sizes: d
                 change()
             assert torch.equal(model.generate(**batch, **options), found)
             assert model.reused_prompt_tokens - before == reused
+        for reused in (0, 29):
+            known = model.reused_prompt_tokens
+            assert torch.equal(model.generate(**batch, **options, tenant=5), expected)
+            assert model.reused_prompt_tokens - known == reused
         turn = {"input_ids": torch.cat([expected, batch["input_ids"]], 1)}
         turn["attention_mask"] = torch.ones_like(turn["input_ids"])
         assert torch.equal(model.generate(**turn, **options), whole.generate(**turn, **options))
-        assert model.reused_prompt_tokens - before == 29 + 37
+        assert model.reused_prompt_tokens - before == 29 + 29 + 37
+        with pytest.raises(ValueError, match="tenant must be an integer"):
+            model.generate(**batch, **options, tenant=-1)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

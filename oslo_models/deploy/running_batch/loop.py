@@ -129,7 +129,7 @@ class RunningBatch:
         """Drop cached settings, former rows and CUDA graphs. Call it on all ranks between the same two steps."""
         self._settings.forget()
         for runner in self.runners:
-            runner.rows.kept.clear()
+            runner.rows.forget()
             runner.drop_graphs()
         self._slots.forget_prefixes()
 

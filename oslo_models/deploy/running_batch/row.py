@@ -40,6 +40,7 @@ class Row:
             log-probabilities from scores and a token; ``None`` without log-probabilities.
         device: on which tokens are chosen.
         images: of the prompt.
+        tenant: see `Request`.
 
     Attributes:
         number: of the call.
@@ -69,7 +70,9 @@ class Row:
         device: torch.device,
         keeps_logprobs: bool = False,
         images: PromptImages | None = None,
+        tenant: int = 0,
     ) -> None:
+        self.tenant = tenant
         self.number, self.prompt, self.seed, self._device = number, prompt, seed, device
         self.images, self.keys = images, prompt if images is None else images.reuse_keys()
         assert len(self.keys) == len(prompt)
@@ -301,7 +304,9 @@ def _make_row(
     if settings is None:
         ids_BL, prompt, settings = _prepare_row(model, request, given, decoding)
         known.keep(key, settings)
-    return Row(request.number, ids_BL, prompt, request.seed, settings, known.device, images=images)
+    return Row(
+        request.number, ids_BL, prompt, request.seed, settings, known.device, images=images, tenant=request.tenant
+    )
 
 
 def _prepare_row(
