@@ -99,12 +99,21 @@ def rollouts(
 
 
 def mixed_rows(
-    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, shortest: int, longest: int, steps: int, timed: int
+    peer: Peer,
+    cls: str,
+    checkpoint: Path,
+    tiny: Path,
+    *,
+    rows: int,
+    shortest: int,
+    longest: int,
+    steps: int,
+    timed: int,
 ) -> Result:
     """Decoding steps of rows with lengths from a log-uniform distribution, and the memory of their keys and values.
 
-    The median of ``timed`` rounds of steps after a warm-up round. Only the last token of each prompt is computed. A peer
-    with a name that ends in ``-reserved`` reserves all slots at their maximum length, as the server does.
+    The median of ``timed`` rounds of steps after a warm-up round. Only the last token of each prompt is computed. A
+    peer with a name that ends in ``-reserved`` reserves all slots at their maximum length, as the server does.
     """
     import random
 

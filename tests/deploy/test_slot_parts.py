@@ -91,7 +91,7 @@ def test_parts_keep_the_positions_of_each_row(seed: int) -> None:
                     slot = rng.randrange(len(rows))
                     cache.fork(slot, 1)
                     rows.append(rows[slot])
-                elif action == "reuse" and rows + [*former]:
+                elif action == "reuse" and [*rows, *former]:
                     known = dict(enumerate(rows)) | former
                     slot = rng.choice([*known])
                     length, given = rng.randint(1, len(known[slot])), SlotCache(1, LENGTH)

@@ -32,11 +32,7 @@ PATIENCE = 64
 """Steps until a part gives back memory that it does not need."""
 GROWTH = 8
 """A part with full memory grows by this share of its slots."""
-TYPES = frozenset(
-    (
-        *("gpt2", "llama", "mistral", "qwen2", "qwen3"),
-    )
-)
+TYPES = frozenset((*("gpt2", "llama", "mistral", "qwen2", "qwen3"),))
 """Types of decoders with tested parts. Their layers pass keys and values from the cache to the attention function."""
 
 
