@@ -32,7 +32,25 @@ PATIENCE = 64
 """Steps until a part gives back memory that it does not need."""
 GROWTH = 8
 """A part with full memory grows by this share of its slots."""
-TYPES = frozenset((*("gpt2", "llama", "mistral", "qwen2", "qwen3"),))
+TYPES = frozenset(
+    (
+        *("afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "beam", "bert-generation", "biogpt"),
+        *("bitnet", "chameleon", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text"),
+        *("cosmos3_edge_text", "ctrl", "cwm", "data2vec-text", "dbrx", "dory", "dots1", "ernie4_5"),
+        *("ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text"),
+        *("gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4v_moe_text"),
+        *("glm4v_text", "glm_ocr_text", "gpt2", "gpt_bigcode", "gpt_oss", "gptj", "granite"),
+        *("granite4_vision_text", "granite_docling_text", "granite_swa", "granitemoe", "granitemoe_swa"),
+        *("granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
+        *("hyperclovax", "jais2", "kolibri1", "laguna", "llama", "llama4_text", "mellum", "mimo_v2_flash"),
+        *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder"),
+        *("muse_glimmer_text", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
+        *("paddleocr_vl_text", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_omni_text"),
+        *("qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_omni_moe_text"),
+        *("qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm"),
+        *("starcoder2", "vaultgemma"),
+    )
+)
 """Types of decoders with tested parts. Their layers pass keys and values from the cache to the attention function."""
 
 
@@ -46,6 +64,8 @@ def reason_against_parts(model: ShardedModel) -> str | None:
     if getattr(model, "token_division", None) is not None:
         return "its tokens are divided over ranks"
     attention = config._attn_implementation
+    if attention == "eager" and getattr(config, "reorder_and_upcast_attn", False):
+        return "its layers compute eager attention themselves: reorder_and_upcast_attn=True in its configuration"
     if attention not in IMPLEMENTATIONS and not getattr(model, "has_exact_rollouts", False):
         return f"attn_implementation={attention!r}: parts need 'sdpa' or 'eager'"
     return None
