@@ -43,6 +43,10 @@ from oslo_models.layers.invariant_sums import rounded_states
 from oslo_models.pipeline.sharded_model import ShardedModel
 
 
+PASS_POSITIONS = frozenset(("moss_transcribe_diarize",))
+"""Types whose forward passes ``position_ids`` to a decoder without naming them."""
+
+
 def stored_states(model: ShardedModel) -> Stored | None:
     """Return the function that rounds keys and values for `use_exact_rollouts`; ``None`` for other models."""
     if not getattr(model, "has_exact_rollouts", False):
@@ -72,7 +76,8 @@ class StepRunner:
     ) -> None:
         self.model, self._keeps_logits, self._packed = model, keeps_logits, packed
         # looked up once, because each lookup takes as long as a layer
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        named_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._takes_positions = named_positions or model.config.model_type in PASS_POSITIONS
         self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
         capture, self.eager_reason = capture_of(model)
         stored, self._layers = stored_states(model), layers_with_states(model)
