@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -72,7 +72,8 @@ def attention_by_parts(
     """
     attend = _own_function(own, module)
     if not isinstance(key, PartStates):
-        return attend(module, query, key, value, attention_mask, *args, **kwargs)
+        plain: tuple[Tensor, Tensor | None] = attend(module, query, key, value, attention_mask, *args, **kwargs)
+        return plain
     attended, first = [], 0
     for keys, values in zip(key.parts, value.parts, strict=True):
         rows, first = slice(first, first + len(keys)), first + len(keys)
@@ -84,19 +85,20 @@ def attention_by_parts(
     return torch.cat(attended), None
 
 
-def _own_function(own: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _own_function(own: str, module: nn.Module) -> Any:
     """Return the function that a layer calls without parts."""
     if own in TORCH_ATTENTION and isinstance(module, DecodingAttention):
         own = DECODING
     if own != "eager":
-        return ALL_ATTENTION_FUNCTIONS[own]  # type: ignore[no-any-return]
+        return ALL_ATTENTION_FUNCTIONS[own]
     if isinstance(module, FusedEagerAttention):
-        return ALL_ATTENTION_FUNCTIONS[FUSED_EAGER]  # type: ignore[no-any-return]
-    return _eager_function(type(module))
+        return ALL_ATTENTION_FUNCTIONS[FUSED_EAGER]
+    cls: Any = type(module)
+    return _eager_function(cls)
 
 
 @functools.cache
-def _eager_function(cls: type) -> Any:
+def _eager_function(cls: Any) -> Any:
     """Return the eager attention of the file of a layer, which the layer passes to transformers' registry."""
     files = (vars(sys.modules[base.__module__]) for base in cls.__mro__)
     return next(names["eager_attention_forward"] for names in files if "eager_attention_forward" in names)

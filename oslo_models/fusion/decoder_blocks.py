@@ -113,8 +113,8 @@ class BlockDecoding:
             shown, added = (mask, None) if mask is not None and mask.dtype is torch.bool else (None, mask)
             given = decode_attention.arguments(query, key, value, attention.scaling, shown, added, attended)
         else:  # such as a cache in another dtype, or in parts
-            states = (query, key, value, mask)
-            given = attention_by_parts(DECODING, attention, *states, scaling=attention.scaling)[0].contiguous()
+            attended, _ = attention_by_parts(DECODING, attention, query, key, value, mask, scaling=attention.scaling)
+            given = attended.contiguous()
         memory = None if sums is None else shared_memory_of(sums)
         return decoder_block.finish(self._packed, x_B1N, given, memory, lambda part: all_reduce(sums, part))  # type: ignore[arg-type]
 

@@ -178,7 +178,7 @@ class PartedSlots(Cache):
             for slot in sorted(slots):  # equal rows stay in the order of slots
                 own = part.slots.index(slot)
                 length = part.lengths[own]
-                target_part.take(part.layers, own, part.begin(own) + length, length, slot)
+                target_part.enter(part.layers, own, part.begin(own) + length, length, slot)
                 part.leave(own)
         self._note()
 
@@ -215,7 +215,7 @@ class PartedSlots(Cache):
             former[0].former[former[1]] = displaced
         else:
             self._drop(slot)
-        self._part_of(length).take(layers, row, stop, length, slot)
+        self._part_of(length).enter(layers, row, stop, length, slot)
         self._note()
 
     def _drop(self, slot: int) -> None:
@@ -295,7 +295,7 @@ class _Part(SlotCache):
         longer = max(lengths) - max(self.lengths, default=0)
         self.make_room(len(self.lengths) + len(self.kept) + len(lengths), max(0, longer))
 
-    def take(self, layers: Sequence[Any], row: int, stop: int, length: int, slot: int) -> None:
+    def enter(self, layers: Sequence[Any], row: int, stop: int, length: int, slot: int) -> None:
         """Append a row of other layers. A former row in its place moves."""
         own, displaced = len(self.lengths), -1
         if own in self.kept:

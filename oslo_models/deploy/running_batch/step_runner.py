@@ -42,7 +42,6 @@ from oslo_models.fusion.attention_parts import attending_by_parts
 from oslo_models.layers.invariant_sums import rounded_states
 from oslo_models.pipeline.sharded_model import ShardedModel
 
-
 PASS_POSITIONS = frozenset(("moss_transcribe_diarize",))
 """Types whose forward passes ``position_ids`` to a decoder without naming them."""
 
