@@ -289,6 +289,17 @@ def test_decoders_of_the_zoo_attend_by_parts(variant: str, seed: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@torch.no_grad()
+def test_exact_rollouts_are_the_same_bits(seed: int) -> None:
+    torch.manual_seed(seed)
+    cls: Any = registry.find(zoo.lm_head("llama"))
+    model = cls.from_config_with_parallel(zoo.config("llama")).eval().use_exact_rollouts()
+    expected, _ = decoded(model)
+    with running.short_parts():
+        found, has_parts = decoded(model)
+    assert has_parts and torch.equal(found, expected)
+
+
 def test_static_steps_and_states_are_in_one_part(pair: Any) -> None:
     model, _ = pair
     with running.short_parts():

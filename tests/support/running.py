@@ -86,6 +86,7 @@ def short_parts(least: int = 8, spare: int = 6) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slot_parts, "LEAST", least)
         patch.setattr(slot_parts, "SPARE", spare)
+        patch.setattr(slot_parts, "PATIENCE", 3)
         yield
 
 
