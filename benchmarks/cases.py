@@ -396,10 +396,10 @@ CASES = {
             smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
         ),
         Case(
-            *("llama-100m-mixed-rows", "Llama 100M, 32 rows of 32 to 4,096 tokens", measure.mixed_rows, "llama-100m"),
+            *("llama-100m-mixed-rows", "Llama 100M, 32 rows of 32 to 2,048 tokens", measure.mixed_rows, "llama-100m"),
             peers=(RESERVED, OURS_ALONE),
             baseline=RESERVED,
-            options={"rows": 32, "shortest": 32, "longest": 4096, "steps": 8, "timed": 3},
+            options={"rows": 32, "shortest": 32, "longest": 2048, "steps": 8, "timed": 3},
             smoke={"rows": 3, "shortest": 4, "longest": 700, "steps": 2, "timed": 1},
         ),
         Case(

@@ -182,6 +182,8 @@ def test_equal_rows_are_one_part_in_their_order() -> None:
 
 
 def test_sizes_of_parts() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "deployment.md"
+    assert f"{len(slot_parts.TYPES)} types" in " ".join(guide.read_text().split())
     assert sizes_of_parts(4096) == [512, 1024, 2048, 4096, 4608]
     assert sizes_of_parts(448) == [512] and sizes_of_parts(100) == [164] and sizes_of_parts(455) == [512, 519]
 

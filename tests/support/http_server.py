@@ -77,7 +77,7 @@ class LocalModel:
             return self.model(**inputs)
 
     def generate(
-        self, seed: Any, cancellation: Any, streamer: Any, tenant: int, decoding: Any = None, **options: Any
+        self, seed: Any, cancellation: Any, streamer: Any, decoding: Any = None, tenant: int = 0, **options: Any
     ) -> Any:
         if seed is not None:
             torch.manual_seed(seed)
