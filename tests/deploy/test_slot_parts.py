@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,10 +249,19 @@ def test_rows_of_mixed_lengths_have_their_own_logits(seed: int, attention: str, 
     assert several > 15
 
 
+MORE = [pytest.param(each, marks=pytest.mark.zoo) for each in ("cohere2", "gemma2", "gpt_oss", "mixtral", "olmo3")]
+
+
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-@pytest.mark.parametrize("variant", ["gpt2", "llama"])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", *MORE])
 def test_calls_get_their_own_tokens(pool: Pool, tmp_path: Path, seed: int, variant: str, sizes: dict[str, int]) -> None:
+    """Rows join, leave and are reused in any order, on several ranks."""
     running.compare(pool, variant, tmp_path, seed, parts=True, **sizes)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_calls_with_drafts_get_their_own_tokens(pool: Pool, tmp_path: Path, seed: int, sizes: dict[str, int]) -> None:
+    running.compare(pool, "llama", tmp_path, seed, limits=replace(running.LIMITS, drafted=3), parts=True, **sizes)
 
 
 def decoded(model: Any) -> tuple[Tensor, bool]:
@@ -302,12 +314,20 @@ def test_exact_rollouts_are_the_same_bits(seed: int) -> None:
     assert has_parts and torch.equal(found, expected)
 
 
-def test_static_steps_and_states_are_in_one_part(pair: Any) -> None:
+def test_other_models_are_in_one_part(pair: Any) -> None:
     model, _ = pair
     with running.short_parts():
         assert isinstance(StepRunner(model, BatchLimits(2, 60, 60)).rows, PartedSlots)
         assert isinstance(running.static_runner(model, BatchLimits(2, 60, 60), lambda compute: compute).rows, SlotCache)
     assert isinstance(StepRunner(model, BatchLimits(2, 60, 60)).rows, SlotCache)  # shorter than the first part
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), config=model.config)
+    assert "GPU" in (reason_against_parts(on_gpu) or "")
+    on_gpu.device, on_gpu.config = torch.device("cpu"), copy.deepcopy(model.config)
+    assert reason_against_parts(on_gpu) is None
+    on_gpu.config._attn_implementation = "flex_attention"
+    assert "'sdpa' or 'eager'" in (reason_against_parts(on_gpu) or "")
+    on_gpu.token_division = object()
+    assert "divided" in (reason_against_parts(on_gpu) or "")
     bamba: Any = registry.find(zoo.lm_head("bamba"))
     reason = reason_against_parts(bamba.from_config_with_parallel(zoo.config("bamba")))
     assert reason is not None and "states" in reason

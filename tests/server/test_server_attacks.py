@@ -369,6 +369,18 @@ def test_error_messages_with_half_a_surrogate_pair_can_be_sent() -> None:
 # Keys -----------------------------------------------------------------------------------------------------------------
 
 
+def test_memory_of_the_batch_is_reserved_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[str] = []
+    model = SimpleNamespace(can_generate=lambda: True, describe_batch=str, reserve_batch=lambda: reserved.append("all"))
+    kind = SimpleNamespace(from_pretrained_with_parallel=lambda *args, **options: model)
+    for name, value in (("_config_of", None), ("_kind", kind), ("_embeds", False)):
+        monkeypatch.setattr(command, name, lambda *args, value=value: value)
+    for options in ([], ["--no-reserve"]):
+        args = make_parser().parse_args(["serve", "model", *options])
+        assert command._load("model", args, None) is model
+    assert reserved == ["all"]
+
+
 def test_api_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     file, empty = tmp_path / "key", tmp_path / "empty"
     file.write_text("secret\n")

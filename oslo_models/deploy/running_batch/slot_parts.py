@@ -32,6 +32,8 @@ PATIENCE = 64
 """Steps until a part gives back memory that it does not need."""
 GROWTH = 8
 """A part with full memory grows by this share of its slots."""
+ON_GPUS = False
+"""Whether rows on GPUs are in parts. Off until it is measured there: each part launches the kernels of an attention."""
 TYPES = frozenset(
     (
         *("afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "beam", "bert-generation", "biogpt"),
@@ -56,6 +58,8 @@ TYPES = frozenset(
 
 def reason_against_parts(model: ShardedModel) -> str | None:
     """Return why the rows of a model are in one part; ``None`` if they can be in several."""
+    if model.device.type == "cuda" and not ON_GPUS:
+        return "its device is a GPU: each part launches the kernels of an attention, which was not measured"
     if has_states(model.config):
         return "some of its blocks keep states of rows"
     config = model.config.get_text_config(decoder=True)
