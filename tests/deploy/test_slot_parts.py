@@ -18,6 +18,7 @@ import transformers
 from torch import Tensor
 
 from oslo_models import GPT2LMHeadModel, registry
+from oslo_models.deploy.messages import Reused
 from oslo_models.deploy.running_batch import admission, slot_parts
 from oslo_models.deploy.running_batch.limits import BatchLimits, columns
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
@@ -27,6 +28,7 @@ from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.fusion.attention_parts import PartStates
 
 from support import deployment, running, zoo
+from support.batch_loop import Application, greedy, request
 from support.float64 import lifted_casts
 from support.pool import Pool
 
@@ -249,6 +251,37 @@ def test_rows_of_mixed_lengths_have_their_own_logits(seed: int, attention: str, 
     assert several > 15
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_loop_reuses_prefixes_of_rows_in_parts(pair: Any, seed: int, groups: int) -> None:
+    """Chats whose turns grow from part to part, beside other calls; between them, the memory is reserved."""
+    model, whole = pair
+    rng = random.Random(seed)
+    calls = running.requests(rng, 16)
+    chat, text = list[dict[str, Any]](), greedy(seed, 3, 9)["input_ids"]
+    for turn in range(4):
+        call = greedy(seed + turn, 6, 5)
+        text = torch.cat((text, call["input_ids"]), 1)
+        chat.append({**call, "input_ids": text, "attention_mask": torch.ones_like(text)})
+        text = running.alone(whole, {"seed": 0, **chat[-1]})
+    with running.short_parts():
+        application = Application(model, BatchLimits(6, 64, 16), groups)
+        for number, call in enumerate(calls):
+            application.send(rng.randrange(40), request(number, call))
+        for turn, call in enumerate(chat):
+            application.send(20 + 15 * turn, request(100 + turn, call))
+        application.run()
+        runners = application.batch.runners
+        assert all(isinstance(runner.rows, PartedSlots) for runner in runners)
+        application.batch.reserve()
+        assert all(isinstance(runner.rows, SlotCache) for runner in runners)
+        application.send(0, request(200, chat[-1]))
+        application.run()
+    for number, call in (*enumerate(calls), *enumerate(chat, 100), (200, chat[-1])):
+        assert torch.equal(application.answer(number).result, running.alone(whole, {"seed": 0, **call}))
+    reused = [each.tokens for each in application.sent if isinstance(each, Reused)]
+    assert max(reused) > 30 and reused[-1] == chat[-1]["input_ids"].shape[1] - 1
+
+
 MORE = [pytest.param(each, marks=pytest.mark.zoo) for each in ("cohere2", "gemma2", "gpt_oss", "mixtral", "olmo3")]
 
 
@@ -357,5 +390,5 @@ def test_batches_of_mixed_lengths_have_the_tokens_of_generate(
     prompts = [[draw.randrange(3, 90) for _ in range(length)] for length in (2, 50, 9, 21, 4, 30)]
     options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     expected = [whole.generate(torch.tensor([each]), **options)[0, len(each) :].tolist() for each in prompts]
-    for greedy, drafted, sampled, plain in pool.run(2, mixed, tmp_path, sizes, prompts, options):
-        assert greedy == drafted == expected and sampled == plain
+    for plain, drafted, sampled, in_one in pool.run(2, mixed, tmp_path, sizes, prompts, options):
+        assert plain == drafted == expected and sampled == in_one
