@@ -240,7 +240,7 @@ SLOW: list[Row] = [
     (f"{IMAGES}:PromptImages.chunk_end", "if first < stop < end", "if False", SEEN, HELD, {}),
     (f"{IMAGES}:PromptImages.whole", "if first < length < end", "if False", SEEN, HELD, {}),
     (f"{RUNNER}.free", "self._offsets[-1]", "self._offsets[slot]", SEEN, BETWEEN_IMAGES, QWEN),
-    (f"{RUNNER}._decode_eagerly", "if any(map(any, self._offsets))", "if False", SEEN, BETWEEN_IMAGES, QWEN),
+    (f"{RUNNER}._decode_eagerly", "if any(map(any, offsets))", "if False", SEEN, BETWEEN_IMAGES, QWEN),
     (f"{SCHEDULER}._next_step", "begins or images[0] < images[1]", "begins", SEEN, HELD, {}),
     (f"{SCHEDULER}._find_prefix", "prompt.images.whole(found)", "found", SEEN, AT_END, LLAVA),
     (f"{TAKES}._compute", "except ImagesError as error", "except ZeroDivisionError as error", SEEN, FAILS, LLAVA),
