@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from oslo_kernels import decoder_block
 from oslo_models import GPT2LMHeadModel, registry
 from oslo_models.deploy.messages import Reused
 from oslo_models.deploy.running_batch import admission, slot_parts
@@ -334,6 +335,29 @@ def test_decoders_of_the_zoo_attend_by_parts(variant: str, seed: int) -> None:
         found, has_parts = decoded(model)
     assert has_parts
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_blocks_in_cpp_attend_by_parts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused blocks in float32 compute tokens of several parts, too."""
+    torch.manual_seed(seed)
+    cls: Any = registry.find(zoo.lm_head("llama"))
+    model = cls.from_config_with_parallel(zoo.config("llama"), dtype=torch.float32).eval().fuse(measure=False)
+    finished, finish = list[bool](), decoder_block.finish
+
+    def noted(packed: bytes, x: Tensor, given: Any, *args: Any) -> Tensor:
+        finished.append(isinstance(given, Tensor))  # attention by parts has computed it
+        return finish(packed, x, given, *args)
+
+    monkeypatch.setattr(decoder_block, "finish", noted)
+    expected, _ = decoded(model)
+    if not finished:
+        pytest.skip("this CPU computes no blocks in C++")
+    assert not any(finished)
+    with running.short_parts():
+        found, has_parts = decoded(model)
+    assert has_parts and any(finished)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
