@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from oslo_models.deploy.running_batch.limits import LEAST_COLUMNS, columns
 from oslo_models.deploy.running_batch.slot_states import StateLayer, number_of_states
-
-if TYPE_CHECKING:
-    from oslo_models.deploy.running_batch.slot_parts import Slots
 
 Stored = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -268,10 +265,13 @@ class SlotCache(Cache):
         if slot in self.lags:
             self.lags |= dict.fromkeys(range(first, first + count), self.lags[slot])
 
-    def begin_with(self, other: Slots, slot: int, length: int) -> None:
+    def begin_with(self, other: Any, slot: int, length: int) -> None:
         """Replace all rows by one: the first ``length`` positions of a row or former row of another cache.
 
         With states, these are all of its positions.
+
+        Args:
+            other: a `SlotCache` or a `slot_parts.PartedSlots`.
         """
         other, slot = other.located(slot)
         begin, end = other.kept.get(slot, (0, 0))
