@@ -23,6 +23,7 @@ from benchmarks.definitions import Peer, Result
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
 OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
+RESERVED = "oslo_models-reserved"
 ROWS = "transformers-rows"
 ENGINES = ("transformers-compile", "llama.cpp")
 """Peers that generate only."""
@@ -56,6 +57,7 @@ OWN = (
     OUR_EXPERTS,
     OUR_STAGES,
     OURS_ALONE,
+    RESERVED,
     ONE_THREAD,
     OUR_DATA,
     DEPLOYED,
@@ -399,6 +401,13 @@ CASES = {
             baseline="transformers-batch",
             options={"prompts": 4, "group": 8, "prompt": 64, "new": 256, "mean": 128, "timed": 1},
             smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
+        ),
+        Case(
+            *("llama-100m-mixed-rows", "Llama 100M, 32 rows of 32 to 2,048 tokens", measure.mixed_rows, "llama-100m"),
+            peers=(RESERVED, OURS_ALONE),
+            baseline=RESERVED,
+            options={"rows": 32, "shortest": 32, "longest": 2048, "steps": 8, "timed": 3},
+            smoke={"rows": 3, "shortest": 4, "longest": 700, "steps": 2, "timed": 1},
         ),
         Case(
             *("llama-100m-grpo", "Llama 100M, GRPO, 2 groups of 8 completions", grpo.take_steps, "llama-100m"),

@@ -23,6 +23,8 @@ LONG_MASKS = ("causal", "window", "packing", "padding")
 UNITS = {
     "generation": "tokens/s",
     "rollouts": "tokens/s",
+    "mixed rows": "tokens/s",
+    "memory of mixed rows": "MB",
     "drafts": "tokens/s",
     "right drafts": "%",
     "training step": "s",

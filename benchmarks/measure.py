@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -95,6 +96,54 @@ def rollouts(
         count = complete()
         rates.append(count / (time.perf_counter() - start))
     return Result({"rollouts": statistics.median(rates[1:])})
+
+
+def mixed_rows(
+    peer: Peer,
+    cls: str,
+    checkpoint: Path,
+    tiny: Path,
+    *,
+    rows: int,
+    shortest: int,
+    longest: int,
+    steps: int,
+    timed: int,
+) -> Result:
+    """Decoding steps of rows with lengths from a log-uniform distribution, and the memory of their keys and values.
+
+    The median of ``timed`` rounds of steps after a warm-up round. Only the last token of each prompt is computed. A
+    peer with a name that ends in ``-reserved`` reserves all slots at their maximum length, as the server does.
+    """
+    import random
+
+    import torch
+
+    from oslo_models.deploy.running_batch.limits import BatchLimits
+    from oslo_models.deploy.running_batch.step import Step
+    from oslo_models.deploy.running_batch.step_runner import StepRunner
+
+    model = peer.load(cls, checkpoint).eval()
+    most = longest + steps * (timed + 1)
+    model.config.max_position_embeddings = max(model.config.max_position_embeddings, most)
+    chance, rates = random.Random(0), []
+    lengths = [round(math.exp(chance.uniform(math.log(shortest), math.log(longest)))) for _ in range(rows)]
+    with torch.no_grad():
+        runner = StepRunner(model, BatchLimits(rows, most, reuse=False))
+        if peer.name.endswith("-reserved"):
+            runner.reserve()
+        runner.prompt.lengths = [0]
+        runner.prompt.make_room(1, longest)
+        for length in lengths:
+            runner.prompt.lengths, runner.prompt.stop = [length - 1], length - 1
+            runner.run(Step(0, chunk=[5], joins=True))
+        for _ in range(timed + 1):
+            start = time.perf_counter()
+            for _ in range(steps):
+                runner.run(Step(0, tokens=[5] * rows))
+            rates.append(rows * steps / (time.perf_counter() - start))
+    values = {"mixed rows": statistics.median(rates[1:]), "memory of mixed rows": runner.rows.bytes_held / 1e6}
+    return Result(values)
 
 
 def draft(

@@ -209,6 +209,7 @@ PEERS = {
         Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
         Peer("transformers-ep2", 2, 1, _native_experts, needs=("accelerate",)),
         Peer("oslo_models", 1, 2, _ours_alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
+        Peer("oslo_models-reserved", 1, 2, _ours_alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("transformers-batch", 1, 2, _alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("oslo_models-one-thread", 1, 1, _ours_alone),
         Peer("transformers-lookup", 1, 2, _alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),

@@ -18,6 +18,7 @@ TITLES = {  # by the runner of a case
     "generate": "tokens per second, more is better",
     "first_token": "milliseconds to the first token, less is better",
     "rollouts": "tokens per second of sampled groups, until their end tokens, more is better",
+    "mixed_rows": "decoding steps of rows of different lengths",
     "take_steps": "GRPO: rollouts, and whole steps",
     "draft": "tokens per second with drafted tokens, more is better",
     "text_and_images": "text and images: first tokens after images, decoding, and training on rows of one image",

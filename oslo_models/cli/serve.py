@@ -64,6 +64,10 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     threads = "torch's threads in each worker on CPUs; a core beside them for the server makes many streams faster"
     anew = "compute every prompt from its first token, also where it begins as one that was computed before"
     add("--threads-per-worker", **sizes, help=threads)
+    grows = (
+        "let the memory of the answers grow and shrink with them, so that long and short ones share it; it can run out"
+    )
+    add("--no-reserve", dest="reserve", action="store_false", help=grows)
     add("--no-prefix-reuse", dest="reuse_prefixes", action="store_false", help=anew)
     drafts = "tokens that are drafted for each answer and checked in one step: they followed its newest tokens before "
     drafts += "(default: none; 4 with --speculative-model)"

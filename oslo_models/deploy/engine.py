@@ -207,6 +207,7 @@ class Engine:
         joins: bool = False,
         gives_way: bool = False,
         images: tuple[tuple[Any, ...], ...] = (),
+        tenant: int = 0,
     ) -> Any:
         """Call a method of the model on all ranks.
 
@@ -217,7 +218,7 @@ class Engine:
             cancellation: cancels the call from another thread.
             joins: compute the call in the running batch.
             gives_way: run steps of the running batch between the tokens of the call.
-            images: of a call that joins; see `Request`.
+            images, tenant: of a call that joins; see `Request`.
 
         Raises:
             TimeoutError: it took longer. The call is cancelled.
@@ -231,9 +232,8 @@ class Engine:
         seed = self._seeds.getrandbits(32) if seed is None else seed
         number = next(self._numbers)
         streams = streamer is not None
-        request = Request(
-            number, method, args, kwargs or {}, seed, streams, gather, generation_config, joins, gives_way, images
-        )
+        options = (gather, generation_config, joins, gives_way, images, tenant)
+        request = Request(number, method, args, kwargs or {}, seed, streams, *options)
         try:
             data = encode(request, number)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -53,6 +53,7 @@ class Request(NamedTuple):
         joins: compute this call of `generate` in the running batch.
         gives_way: run steps of the running batch between the tokens of this call of `generate`.
         images: of each row of a call that joins; see `PromptImages`. Plain tuples, whose tensors are sent as bytes.
+        tenant: a call reuses prefixes of calls with the same number only.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Request(NamedTuple):
     joins: bool = False
     gives_way: bool = False
     images: tuple[tuple[Any, ...], ...] = ()
+    tenant: int = 0
 
 
 class Cancel(NamedTuple):

@@ -82,11 +82,14 @@ class Deployment(DeployedAdapters, RemoteModule):
         timeout: float | None = None,
         seed: int | None = None,
         cancellation: Cancellation | None = None,
+        tenant: int = 0,
         **kwargs: Any,
     ) -> Any:
         """As transformers' ``generate``. The tokens are on the CPU. ``cancellation`` ends it from another thread.
 
-        ``adapter_names`` names the adapter of each row, see `DeployedAdapters`.
+        ``adapter_names`` names the adapter of each row, see `DeployedAdapters`. A call reuses the keys and values of calls
+        with the same ``tenant`` only, a number.
+
 
         Raises:
             CallCancelled: ``cancellation`` cancelled the call.
@@ -100,13 +103,15 @@ class Deployment(DeployedAdapters, RemoteModule):
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
         _check_call(timeout, seed)
+        if not (isinstance(tenant, Integral) and 0 <= int(tenant) < 2**63):
+            raise ValueError(f"tenant must be an integer from 0 to 2**63 - 1, got {tenant!r:.40}")
         check_generation(kwargs, self.generation_config)
         check_prompt(kwargs, self._positions, lambda: self._skeleton)
         # always sent after a first change, so that the workers also learn when it is changed back
         self._config_changed = self._config_changed or not _are_equal(self.generation_config, self._sent_config)
         changed = self.generation_config if self._config_changed else None
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
-        options["cancellation"] = cancellation
+        options |= {"cancellation": cancellation, "tenant": tenant}
         options["joins"] = self._admission.joins(kwargs, self.generation_config, streamer is not None)
         options["gives_way"] = not options["joins"] and self._admission.reason is None
         if options["joins"]:

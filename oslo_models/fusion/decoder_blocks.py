@@ -28,7 +28,8 @@ from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.distributed.shared_memory import shared_memory_of
-from oslo_models.fusion.decode_attention import DECODING, decoding_attention
+from oslo_models.fusion.attention_parts import PARTS, attention_by_parts
+from oslo_models.fusion.decode_attention import DECODING
 from oslo_models.fusion.decoder_layers import GPT2, BlockForm, BlockLayers, block_of
 from oslo_models.layers.blockwise_attention import TORCH_ATTENTION
 
@@ -107,12 +108,13 @@ class BlockDecoding:
         )
         key, value = update_cache(cached, key, value, attention.layer_idx, {})
         given: Any
-        if decode_attention.computes(query, key, value, (mask,)):
+        if isinstance(key, Tensor) and decode_attention.computes(query, key, value, (mask,)):
             attended = x_B1N.new_empty(rows, 1, heads, width)
             shown, added = (mask, None) if mask is not None and mask.dtype is torch.bool else (None, mask)
             given = decode_attention.arguments(query, key, value, attention.scaling, shown, added, attended)
-        else:  # such as a cache in another dtype
-            given = decoding_attention(attention, query, key, value, mask, scaling=attention.scaling)[0].contiguous()
+        else:  # such as a cache in another dtype, or in parts
+            attended, _ = attention_by_parts(DECODING, attention, query, key, value, mask, scaling=attention.scaling)
+            given = attended.contiguous()
         memory = None if sums is None else shared_memory_of(sums)
         return decoder_block.finish(self._packed, x_B1N, given, memory, lambda part: all_reduce(sums, part))  # type: ignore[arg-type]
 
@@ -132,7 +134,7 @@ class BlockDecoding:
         return self._block
 
 
-_SUPPORTED = (*TORCH_ATTENTION, DECODING)
+_SUPPORTED = (*TORCH_ATTENTION, DECODING, *(PARTS + own for own in TORCH_ATTENTION))
 
 
 def _global_hooks() -> bool:

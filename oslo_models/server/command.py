@@ -341,6 +341,7 @@ def _load(name: str, args: argparse.Namespace, secret: str | None) -> Any:
     if args.fuse:
         model.fuse()
     if model.can_generate():
-        model.reserve_batch()
+        if args.reserve:
+            model.reserve_batch()
         print(f"{name}: {model.describe_batch()}", file=sys.stderr, flush=True)
     return model

@@ -88,6 +88,7 @@ class AnswerGenerator:
 
     def _call(self, job: GenerationJob, cancellation: Cancellation, streamer: Any) -> torch.Tensor:
         options = {**self._arguments(job), "streamer": streamer, "seed": job.seed, "cancellation": cancellation}
+        options["tenant"] = job.tenant
         if job.decoding is None:
             return self.model.generate(**options)
         try:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import json
 import logging
+import os
 import re
 import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +30,8 @@ log = logging.getLogger("oslo_models.server")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Accepted request ids from clients. Other ids are replaced, because ids are written to logs."""
+TENANT: ContextVar[int] = ContextVar("TENANT", default=0)
+"""Number of the API key of the current request; 0 without a key. Prompts reuse prefixes of their own key only."""
 PROBES = frozenset({LIVE, READY})
 """Paths allowed with any host name, because probes call the server by its address."""
 OPEN_PATHS = PROBES | {"/health"}
@@ -41,6 +46,7 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
+        self._salt = os.urandom(16)
         self.replace(keys)
 
     def replace(self, keys: Sequence[str]) -> None:
@@ -52,6 +58,10 @@ class ApiKeys:
     def include(self, given: str) -> bool:
         """Return whether this is an accepted key. Compares in constant time, to reveal no prefix of a key."""
         return sum(hmac.compare_digest(given.encode(), key) for key in self._keys) > 0
+
+    def number(self, given: str) -> int:
+        """Return a number for a key that stays the same when other keys are replaced, and does not reveal the key."""
+        return int.from_bytes(hashlib.blake2b(given.encode(), digest_size=7, key=self._salt).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -128,6 +138,7 @@ class Guard:
 
     def _check(self, scope: Any, headers: dict[bytes, str]) -> None:
         """Raise for a request that the access rules forbid."""
+        TENANT.set(0)
         host = re.sub(r":\d*$", "", headers.get(b"host", "")).strip("[]").lower()
         if self._hosts is not None and host not in self._hosts and scope["path"] not in PROBES:
             raise RequestError(400, "this server does not have this name; --allowed-hosts adds names", "host")
@@ -138,6 +149,8 @@ class Guard:
             scheme, _, key = headers.get(b"authorization", "").partition(" ")
             has_key = self.access.api_keys.include(key.strip()) and scheme.lower() == "bearer"
             scope.setdefault("state", {})["has_key"] = has_key
+            if has_key:
+                TENANT.set(self.access.api_keys.number(key.strip()))
             if not has_key and scope["path"] not in OPEN_PATHS:
                 message = "a wrong API key, or none, in the header 'Authorization: Bearer KEY'"
                 raise RequestError(401, message, headers={"WWW-Authenticate": "Bearer"})

@@ -18,6 +18,7 @@ from oslo_models.server.embeddings import Embedder
 from oslo_models.server.errors import RequestError
 from oslo_models.server.generation import AnswerGenerator
 from oslo_models.server.generation_defaults import GenerationDefaults
+from oslo_models.server.guard import TENANT
 from oslo_models.server.images import ImageLimits
 from oslo_models.server.media_chats import MediaChats, takes_media
 from oslo_models.server.metrics import Metrics
@@ -197,7 +198,10 @@ class ServedModel:
         else:
             prompts = await self.in_tokenizer(request.encode, self.tokenizer)
         decoding = await asyncio.get_running_loop().run_in_executor(self._compiling, self._decoding, request)
-        return prompts, await self.in_tokenizer(self._jobs, request, prompts, decoding, media)
+        jobs = await self.in_tokenizer(self._jobs, request, prompts, decoding, media)
+        for job in jobs:
+            job.tenant = TENANT.get()
+        return prompts, jobs
 
     def _jobs(
         self,

@@ -63,6 +63,7 @@ class GenerationJob:
         context: the last tokens of the prompt, if the text continues the prompt.
         adapter: the adapter's name in the model; ``None`` without an adapter.
         media: further arguments of `generate` with the images of the prompt.
+        tenant: see `Deployment.generate`.
     """
 
     ids: list[int]
@@ -79,6 +80,7 @@ class GenerationJob:
     context: list[int] = field(default_factory=list)
     adapter: str | None = None
     media: dict[str, Any] = field(default_factory=dict)
+    tenant: int = 0
 
 
 class TokenReader:

@@ -12,6 +12,7 @@ from support.pool import Pool
 BATCH, LOOP = "deploy.running_batch", "deploy/test_running_batch_loop.py"
 POOLED, HEAD = "deploy/test_running_batch.py", "deploy/test_running_batch_head.py"
 SLOTS, RUNNER, ROW = f"{BATCH}.slot_cache:SlotCache", f"{BATCH}.step_runner:StepRunner", f"{BATCH}.row"
+MASK, PARTS = f"{BATCH}.slot_cache:mask_of", "deploy/test_slot_parts.py"
 TAKES, SCHEDULER, ADMISSION = f"{BATCH}.loop:RunningBatch", f"{BATCH}.scheduler:Scheduler", f"{BATCH}.admission"
 TOGETHER = "test_short_prompts_are_computed_together"
 OWN, FAIR = "test_calls_are_answered_with_their_own_tokens", "test_schedule_is_fair_and_bounded"
@@ -77,6 +78,11 @@ BETWEEN_IMAGES, FAILS, DROPPED_IMAGES = (
 AT_END = "test_prompt_that_ends_with_an_image_is_computed_from_its_first_token"
 NEXT_TURN = "test_answer_about_an_image_is_part_of_the_next_prompt"
 
+TENANTS, MIXED, MOVES = (
+    "test_prompts_reuse_rows_of_their_tenant_only",
+    "test_rows_of_mixed_lengths_have_their_own_logits",
+    "test_parts_keep_the_positions_of_each_row",
+)
 AFTER = "test_steps_after_drafts_have_the_logits_of_the_kept_tokens"
 DRAFTED, FOLLOWS = f"{BATCH}.draft_model:DraftModel", "test_calls_with_a_draft_model_get_their_own_tokens"
 DRAFTS, SPECULATED = f"{BATCH}.speculation", "deploy/test_speculation.py"
@@ -94,8 +100,8 @@ FAST: list[Row] = [
         {},
     ),
     (f"{SLOTS}.settle", "layer.draw_back(lags_N2, most)", "pass", SPECULATED, KEEPS, {"static": False}),
-    (f"{SLOTS}.mask", "& (columns_L < ends_B[:, None])", "", SPECULATED, GUESSED, {"groups": 1}),
-    (f"{SLOTS}.mask", ">= (window", "> (window", LOOP, OWN, CHUNKS),
+    (MASK, "& (columns_L < ends_B[:, None])", "", SPECULATED, GUESSED, {"groups": 1}),
+    (MASK, ">= (window", "> (window", LOOP, OWN, CHUNKS),
     (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, CHUNKS),
     (f"{SCHEDULER}.drop", "row.ended = True", "pass", LOOP, CANCELLED, {"state": "row"}),
     (f"{TAKES}._take_all", "self._fail(row.number, error)", "raise", LOOP, RAISES, {"when": 1}),
@@ -110,6 +116,26 @@ FAST: list[Row] = [
         {"variant": "xlstm", "expected": False},
     ),
     (f"{PREFIXES}._reusable", "self.is_exact and", "False and", REUSED, EXACT, {}),
+    (f"{PREFIXES}.find", "if former.tenant == tenant", "", REUSED, TENANTS, {}),
+    (f"{SCHEDULER}._find_prefix", "if row.tenant == prompt.tenant else []", "", REUSED, TENANTS, {}),
+    (
+        "fusion.attention_parts:attention_by_parts",
+        "mask.shape[-1] - keys.shape[2] :",
+        ": keys.shape[2]",
+        PARTS,
+        MIXED,
+        {"attention": "sdpa", "fused": False},
+    ),
+    (
+        f"{BATCH}.slot_parts:PartedSlots._move_long_rows",
+        "own) + length, length",
+        "own) + length, length - 1",
+        PARTS,
+        MOVES,
+        {},
+    ),
+    (f"{BATCH}.slot_parts:PartedSlots.settle", "counts[slot]", "counts[0]", PARTS, MOVES, {}),
+    (f"{BATCH}.slot_parts:_Part.gives_back", "layer.move(free, own, *bounds)", "pass", PARTS, MOVES, {}),
     (f"{SCHEDULER}.drop", "row.shares = False", "pass", REUSED, ADVANCED, {"is_dropped": True, "reused": 0}),
     (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= 2", LOOP, TOGETHER, {}),
     (
@@ -158,7 +184,7 @@ SLOW: list[Row] = [
     (f"{SLOTS}.free", "self.lags[slot] = lag", "pass", SPECULATED, KEEPS, {"static": False}),
     (f"{SLOTS}._move_stop", "self.stop -= least", "pass", SPECULATED, KEEPS, {"static": False}),
     (f"{SLOTS}.fork", "if slot in self.lags", "if False", SPECULATED, KEEPS, {"static": False}),
-    (f"{SLOTS}._begin", "- self.lags.get(slot, 0)", "", SPECULATED, KEEPS, {"static": False}),
+    (f"{SLOTS}.begin", "- self.lags.get(slot, 0)", "", SPECULATED, KEEPS, {"static": False}),
     (
         f"{BATCH}.slot_cache:_SlotLayer._aligned",
         "cache.lags.get(slot, 0)",
@@ -224,14 +250,14 @@ SLOW: list[Row] = [
     (NUCLEUS[0], "<= 1 - warper", "< 1 - warper", *NUCLEUS[1:], {}),
     (NUCLEUS[0], "scores < least", "scores <= least", *NUCLEUS[1:], {}),
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", REUSED, SIMULATED, {}),
-    (f"{PREFIXES}._drop_prefixes_of", "not self._replaces(tokens, kept)", "True", REUSED, LOST, {}),
+    (f"{PREFIXES}._drop_prefixes_of", "not self._replaces(tokens, tenant, kept)", "True", REUSED, LOST, {}),
     (f"{PREFIXES}.find", "self._held[slot] = self._held.pop(slot)", "pass", REUSED, LOST, {}),
     (f"{PREFIXES}.displace", "other not in self._held", "True", REUSED, LOST, {}),
     (f"{PREFIXES}.displace", "del self._held[slot]", "pass", REUSED, LOST, {}),
     (
         f"{PREFIXES}.find",
-        "(*enumerate(rows), *self._held.items())",
-        "self._held.items()",
+        "(*enumerate(rows), *own)",
+        "own",
         LOOP,
         SHARED,
         {"reuses": True},
@@ -255,7 +281,7 @@ SLOW: list[Row] = [
     (f"{SLOTS}.free", "= begin, end", "= 0, end", LOOP, ENDS_FIRST, {}),
     (f"{SLOTS}.append", "max(slot, displaced)", "slot", LOOP, STAY, {"rows": 5}),
     (f"{SLOTS}.append", "layer.move(displaced, slot, *former)", "pass", LOOP, STAY, {"rows": 3}),
-    (f"{SLOTS}.begin_with", "other._begin(slot)", "0", LOOP, ENDS_FIRST, {}),
+    (f"{SLOTS}.begin_with", "other.begin(slot)", "0", LOOP, ENDS_FIRST, {}),
     (
         f"{BATCH}.slot_cache:_SlotLayer.relocate",
         "target[slot, :, : held.shape[2]] = held[slot]",
@@ -376,7 +402,7 @@ SLOW: list[Row] = [
         "test_calls_get_their_own_tokens",
         TWO_RANKS,
     ),
-    (f"{SLOTS}.mask", ">= (window", "> (window", POOLED, "test_calls_get_their_own_tokens", TWO_RANKS),
+    (MASK, ">= (window", "> (window", POOLED, "test_calls_get_their_own_tokens", TWO_RANKS),
     (f"{BATCH}.slot_cache:_SlotLayer.copy", "own[slot, :, stop:] = 0", "pass", STEPS, ZEROS, {}),
     (f"{BATCH}.slot_cache:_SlotLayer.relocate", "target[:rows, :, at + longest :] = 0", "pass", STEPS, ZEROS, {}),
     (f"{STATIC}:_Inputs.load", "[cache.columns - 1]", "[cache.stop]", STEPS, BUCKET, {}),

@@ -26,8 +26,8 @@ from support.reference import reference_model
 class Row:
     """A row with given new tokens, without a model."""
 
-    def __init__(self, number: int, prompt: list[int], answer: list[int]) -> None:
-        self.number, self.prompt, self.answer = number, prompt, answer
+    def __init__(self, number: int, prompt: list[int], answer: list[int], tenant: int = 0) -> None:
+        self.number, self.prompt, self.answer, self.tenant = number, prompt, answer, tenant
         self.keys, self.images = prompt, None
         self.new: list[int] = []
         self.ended, self.shares = False, True
@@ -139,6 +139,25 @@ def test_rows_with_states_are_reused_as_a_whole() -> None:
     assert prefixes.find([1, 2, 3, 4, 9], []) == (1, 4)
 
 
+def test_prompts_reuse_rows_of_their_tenant_only() -> None:
+    """Rows that run, and rows that have ended. Rows of another tenant are neither reused nor replaced."""
+    scheduler, prompt = Scheduler(4, 16, Prefixes(4, 2)), [1, 2, 3, 4]
+    reused = []
+    for number, (tenant, answer) in enumerate([(7, [5, 6]), (8, [5]), (7, [5]), (8, [5]), (7, [5]), (9, [5])]):
+        scheduler.add(Row(number, prompt, answer, tenant))
+        step = scheduler.plan(0)
+        assert step.joining == 1
+        reused.append(step.reused)
+        scheduler.rows[-1].take()
+        if number == 3:  # all leave
+            scheduler.rows[0].take()
+    assert reused == [0, 0, 3, 3, 3, 0]
+    both = [Row(number, prompt, [5], tenant) for number, tenant in enumerate((3, 4))]
+    for row in both:
+        scheduler.add(row)
+    assert [prompt.length for prompt in scheduler.plan(0).whole] == [4, 4]  # not after each other
+
+
 @pytest.mark.parametrize(("is_dropped", "reused"), [(False, 5), (True, 0)])
 def test_state_of_a_row_that_is_dropped_is_not_reused(is_dropped: bool, reused: int) -> None:
     """The step that was published before may have advanced the state by the newest token."""
@@ -244,3 +263,19 @@ def test_reuse_can_be_turned_off(tmp_path: Path, seed: int) -> None:
         for _ in range(2):
             assert torch.equal(model.generate(**batch, **options), whole.generate(**batch, **options))
         assert model.reused_prompt_tokens == 0 and "prefixes" not in model.describe_batch()
+
+
+def test_deployed_model_reuses_prefixes_of_one_tenant(tmp_path: Path, seed: int) -> None:
+    """Former rows of other tenants stay beside its own."""
+    torch.manual_seed(seed)
+    whole: Any = transformers.GPT2LMHeadModel(deployment.SENSITIVE).double().eval()
+    whole.save_pretrained(tmp_path)
+    batch, options = deployment.prompt(seed, 1, 30), {"max_new_tokens": 4, "do_sample": False}
+    expected = whole.generate(**batch, **options)
+    with GPT2LMHeadModel.from_pretrained_with_parallel(tmp_path, deploy=True, dtype=torch.float64) as model:
+        for tenant, reused in ((5, 0), (7, 0), (5, 29), (0, 0), (7, 29), (0, 29)):
+            known = model.reused_prompt_tokens
+            assert torch.equal(model.generate(**batch, **options, tenant=tenant), expected)
+            assert model.reused_prompt_tokens - known == reused
+        with pytest.raises(ValueError, match="tenant must be an integer"):
+            model.generate(**batch, **options, tenant=-1)

@@ -101,7 +101,7 @@ def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: 
     class Row:
         def __init__(self, number: int, prompt: int, wanted: int) -> None:
             self.number, self.prompt, self.wanted = number, list(range(prompt)), wanted
-            self.keys, self.images = self.prompt, None
+            self.keys, self.images, self.tenant = self.prompt, None, 0
             self.new: list[int] = []
             self.ended = False
 

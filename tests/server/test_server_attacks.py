@@ -25,7 +25,7 @@ from oslo_models.cli.main import make_parser
 from oslo_models.server import command, errors
 from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits
-from oslo_models.server.guard import access_log, log
+from oslo_models.server.guard import ApiKeys, access_log, log
 from oslo_models.server.text import StopAutomaton, StopStrings
 
 from support.corpora import tokenizer
@@ -123,6 +123,22 @@ def test_key_is_checked_before_the_body_is_read() -> None:
             assert json.loads(body)["error"]["code"] == "invalid_api_key"
         for scheme in ("Bearer", "bearer", "BEARER"):
             assert read_answer(connect(url, post_bytes(PATH, ASKED, f"Authorization: {scheme} secret")))[0] == 200
+
+
+def test_requests_of_different_keys_share_no_prefixes() -> None:
+    """Each key has a number of its own, which stays when other keys are replaced. Without keys, there is one number."""
+    model, keys = StubModel(), ApiKeys(["one", "two"])
+    with listening(application(model, tokenizer(), api_key=keys)) as url:
+        for key in ("one", "two", "one"):
+            assert read_answer(connect(url, post_bytes(PATH, ASKED, f"Authorization: Bearer {key}")))[0] == 200
+        keys.replace(["three", "two"])
+        for key in ("two", "three"):
+            assert read_answer(connect(url, post_bytes(PATH, ASKED, f"Authorization: Bearer {key}")))[0] == 200
+    one, two, again, kept, three = (call["tenant"] for call in model.calls)
+    assert (one, two) == (again, kept) and len({one, two, three, 0}) == 4
+    with listening(application(model, tokenizer())) as url:
+        assert read_answer(connect(url, post_bytes(PATH, ASKED)))[0] == 200
+    assert model.calls[-1]["tenant"] == 0
 
 
 def test_oversized_bodies_are_rejected_by_header_and_by_bytes_received() -> None:
@@ -351,6 +367,18 @@ def test_error_messages_with_half_a_surrogate_pair_can_be_sent() -> None:
 
 
 # Keys -----------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_the_batch_is_reserved_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[str] = []
+    model = SimpleNamespace(can_generate=lambda: True, describe_batch=str, reserve_batch=lambda: reserved.append("all"))
+    kind = SimpleNamespace(from_pretrained_with_parallel=lambda *args, **options: model)
+    for name, value in (("_config_of", None), ("_kind", kind), ("_embeds", False)):
+        monkeypatch.setattr(command, name, lambda *args, value=value: value)
+    for options in ([], ["--no-reserve"]):
+        args = make_parser().parse_args(["serve", "model", *options])
+        assert command._load("model", args, None) is model
+    assert reserved == ["all"]
 
 
 def test_api_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:

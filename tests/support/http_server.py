@@ -76,7 +76,9 @@ class LocalModel:
         with torch.no_grad():
             return self.model(**inputs)
 
-    def generate(self, seed: Any, cancellation: Any, streamer: Any, decoding: Any = None, **options: Any) -> Any:
+    def generate(
+        self, seed: Any, cancellation: Any, streamer: Any, decoding: Any = None, tenant: int = 0, **options: Any
+    ) -> Any:
         if seed is not None:
             torch.manual_seed(seed)
         if decoding is not None:

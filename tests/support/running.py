@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oslo_models.deploy.messages import Request
-from oslo_models.deploy.running_batch import step_runner
+from oslo_models.deploy.running_batch import slot_parts, step_runner
 from oslo_models.deploy.running_batch.admission import Admission, reason_against_padding, with_states
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
@@ -77,6 +78,16 @@ def alone(model: Any, given: dict[str, Any]) -> Tensor:
     torch.manual_seed(given["seed"])
     with torch.no_grad():
         return model.generate(**options)
+
+
+@contextmanager
+def short_parts(least: int = 8, spare: int = 6) -> Iterator[None]:
+    """Context in which the rows of small tests are in several parts, see `slot_parts`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_parts, "LEAST", least)
+        patch.setattr(slot_parts, "SPARE", spare)
+        patch.setattr(slot_parts, "PATIENCE", 3)
+        yield
 
 
 def static_runner(model: Any, limits: BatchLimits, capture: Callable[[Compute], Compute]) -> StepRunner:
@@ -183,13 +194,18 @@ def differences(
     expected: Any,
     seed: int,
     limits: BatchLimits = LIMITS,
+    parts: bool = False,
 ) -> list[str]:
-    """On a rank, list the calls of a class with unexpected results."""
+    """On a rank, list the calls of a class with unexpected results.
+
+    Args:
+        parts: the rows are in several parts.
+    """
     from oslo_models import registry
 
     cls: Any = registry.find(name)
     model = cls.from_pretrained_with_parallel(folder, dtype=torch.float64, **sizes).eval()
-    with lifted_casts():
+    with lifted_casts(), short_parts() if parts else nullcontext():
         found = together(model, given, random.Random(seed), limits, expected)
     assert sum(result is not None for result in found) >= len(found) // 2
     return [
@@ -215,10 +231,17 @@ def checked(
 
 
 def compare(
-    pool: Any, variant: str, folder: Path, seed: int, count: int = 12, limits: BatchLimits = LIMITS, **sizes: int
+    pool: Any,
+    variant: str,
+    folder: Path,
+    seed: int,
+    count: int = 12,
+    limits: BatchLimits = LIMITS,
+    parts: bool = False,
+    **sizes: int,
 ) -> None:
     """Compare calls of a class in the batch with plain transformers; all ranks make the same schedule."""
     name, calls, expected = checked(variant, folder, seed, count)
     ranks = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
-    for found in pool.run(ranks, differences, name, variant, folder, sizes, calls, expected, seed, limits):
+    for found in pool.run(ranks, differences, name, variant, folder, sizes, calls, expected, seed, limits, parts):
         assert found == []

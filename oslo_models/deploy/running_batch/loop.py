@@ -137,7 +137,7 @@ class RunningBatch:
         self._settings.forget()
         self._adapters.forget()
         for runner in self.runners:
-            runner.rows.kept.clear()
+            runner.rows.forget()
             runner.drop_graphs()
         self._slots.forget_prefixes()
 

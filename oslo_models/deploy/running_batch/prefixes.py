@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 LEAST = 8
 """Shortest prefix that is worth a copy, in tokens. All prompts share a first token or two."""
@@ -14,6 +15,8 @@ class Prefixes:
     A former row stays in its slot until a new row takes the slot. Then it moves to a free slot. If no slot is free, it
     replaces the least recently used former row.
 
+    A prompt reuses rows of its own tenant only. Otherwise, the time to its first token would show what others asked.
+
     Args:
         slots: of the batch.
         least: length of the shortest reused prefix in tokens.
@@ -22,28 +25,30 @@ class Prefixes:
 
     def __init__(self, slots: int, least: int = LEAST, is_exact: bool = False) -> None:
         self._slots, self._least, self.is_exact = slots, least, is_exact
-        self._held: dict[int, list[int]] = {}  # least recently used first
+        self._held: dict[int, _Former] = {}  # least recently used first
 
     def clear(self) -> None:
         """Forget all former rows."""
         self._held.clear()
 
-    def keep(self, slot: int, tokens: list[int]) -> None:
+    def keep(self, slot: int, tokens: list[int], tenant: int = 0) -> None:
         """Keep the tokens of a row that has left. Their keys and values stay in the slot."""
-        self._drop_prefixes_of(tokens)
+        self._drop_prefixes_of(tokens, tenant)
         if len(tokens) >= self._least:
-            self._held[slot] = tokens
+            self._held[slot] = _Former(tokens, tenant)
 
-    def find(self, prompt: Sequence[int], rows: Iterable[list[int]]) -> tuple[int, int]:
+    def find(self, prompt: Sequence[int], rows: Iterable[list[int]], tenant: int = 0) -> tuple[int, int]:
         """Return the slot with the longest prefix of a prompt, and its length; length 0 if no prefix is long enough.
 
         The prefix never includes the last token of the prompt, because its logits have to be computed.
 
         Args:
-            rows: the tokens of each row, by slot, with computed keys and values.
+            rows: the tokens of each row, by slot, with computed keys and values; empty for rows of other tenants.
+            tenant: of the prompt.
         """
         slot, longest = 0, 0
-        for other, tokens in (*enumerate(rows), *self._held.items()):
+        own = ((other, former.tokens) for other, former in self._held.items() if former.tenant == tenant)
+        for other, tokens in (*enumerate(rows), *own):
             shared = self._reusable(prompt, tokens)
             if shared > longest:
                 slot, longest = other, shared
@@ -62,9 +67,9 @@ class Prefixes:
         shared = _shared(prompt[:-1], tokens)
         return 0 if self.is_exact and shared < len(tokens) else shared
 
-    def displace(self, slot: int, tokens: list[int]) -> int:
+    def displace(self, slot: int, tokens: list[int], tenant: int = 0) -> int:
         """Give a slot to a new row. Return the new slot of the former row in it; -1 if it is dropped or absent."""
-        self._drop_prefixes_of(tokens)
+        self._drop_prefixes_of(tokens, tenant)
         moved = self._held.get(slot)
         if moved is None:
             return -1
@@ -76,16 +81,22 @@ class Prefixes:
         del self._held[slot]
         return -1
 
-    def _without(self, slot: int) -> list[tuple[int, list[int]]]:
+    def _without(self, slot: int) -> list[tuple[int, _Former]]:
         return [(other, kept) for other, kept in self._held.items() if other != slot]
 
-    def _drop_prefixes_of(self, tokens: list[int]) -> None:
+    def _drop_prefixes_of(self, tokens: list[int], tenant: int) -> None:
         """Forget former rows that a row with ``tokens`` replaces."""
-        self._held = {slot: kept for slot, kept in self._held.items() if not self._replaces(tokens, kept)}
+        self._held = {slot: kept for slot, kept in self._held.items() if not self._replaces(tokens, tenant, kept)}
 
-    def _replaces(self, tokens: list[int], kept: list[int]) -> bool:
-        """Return whether every prompt that can reuse the ``kept`` tokens of a former row can reuse ``tokens``, too."""
-        return kept == (tokens if self.is_exact else tokens[: len(kept)])
+    def _replaces(self, tokens: list[int], tenant: int, kept: _Former) -> bool:
+        """Return whether every prompt that can reuse a former row can reuse ``tokens``, too."""
+        replaced = tokens if self.is_exact else tokens[: len(kept.tokens)]
+        return kept == (replaced, tenant)
+
+
+class _Former(NamedTuple):
+    tokens: list[int]
+    tenant: int
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:

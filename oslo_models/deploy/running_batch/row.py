@@ -45,6 +45,7 @@ class Row:
         device: on which tokens are chosen.
         images: of the prompt.
         adapter: see `row_adapters`.
+        tenant: see `Request`.
 
     Attributes:
         number: of the call.
@@ -75,7 +76,9 @@ class Row:
         keeps_logprobs: bool = False,
         images: PromptImages | None = None,
         adapter: int = 0,
+        tenant: int = 0,
     ) -> None:
+        self.tenant = tenant
         self.number, self.prompt, self.seed, self._device = number, prompt, seed, device
         self.images, self.keys = images, prompt if images is None else images.reuse_keys()
         assert len(self.keys) == len(prompt)
@@ -321,7 +324,7 @@ def _make_row(
     if settings is None:
         ids_BL, prompt, settings = _prepare_row(model, request, given, decoding)
         known.keep(key, settings)
-    return Row(request.number, ids_BL, prompt, request.seed, settings, known.device, **own)
+    return Row(request.number, ids_BL, prompt, request.seed, settings, known.device, tenant=request.tenant, **own)
 
 
 def _prepare_row(

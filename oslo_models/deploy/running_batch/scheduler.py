@@ -23,6 +23,7 @@ class ScheduledRow(Protocol):
     prompt: list[int]
     keys: list[int]
     adapter: int
+    tenant: int
     images: Any
     new: list[int]
     ended: bool
@@ -179,7 +180,7 @@ class Scheduler:
 
     def _take_slot(self, row: Any) -> int:
         """Append a row. Return the slot to which the former row in its slot moves."""
-        displaced = -1 if self.prefixes is None else self.prefixes.displace(len(self.rows), row.keys)
+        displaced = -1 if self.prefixes is None else self.prefixes.displace(len(self.rows), row.keys, row.tenant)
         self.rows.append(row)
         return displaced
 
@@ -191,7 +192,8 @@ class Scheduler:
             padded = longest * (len(found) + 1)
             if row.images is not None or padded > min(self.chunk, self.padding * tokens) or self._find_prefix(row)[1]:
                 break
-            if self.prefixes is not None and any(self.prefixes.are_alike(row.keys, each.keys) for each in found):
+            own = [each for each in found if each.tenant == row.tenant]
+            if self.prefixes is not None and any(self.prefixes.are_alike(row.keys, each.keys) for each in own):
                 break
             found.append(row)
         return found
@@ -199,7 +201,8 @@ class Scheduler:
     def _find_prefix(self, prompt: Any) -> tuple[int, int]:
         if prompt is None or self.prefixes is None:
             return 0, 0
-        slot, found = self.prefixes.find(prompt.keys, map(_computed, self.rows))
+        rows = (_computed(row) if row.tenant == prompt.tenant else [] for row in self.rows)
+        slot, found = self.prefixes.find(prompt.keys, rows, prompt.tenant)
         length = found if prompt.images is None else prompt.images.whole(found)
         if self.prefixes.is_exact and length < found:
             return 0, 0
@@ -225,7 +228,7 @@ class Scheduler:
                 self.rows.pop()
                 leaving.append(slot)
                 if self.prefixes is not None:
-                    self.prefixes.keep(len(self.rows), _computed(row))
+                    self.prefixes.keep(len(self.rows), _computed(row), row.tenant)
         return leaving
 
 

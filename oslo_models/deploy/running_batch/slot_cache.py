@@ -101,6 +101,15 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.window + query_length, 0
 
+    @property
+    def order(self) -> None:
+        """The slots of the rows in the order of a forward; ``None`` for the order of slots."""
+        return
+
+    def forget(self) -> None:
+        """Drop the former rows."""
+        self.kept.clear()
+
     def clear(self) -> None:
         """Remove all rows, including former rows."""
         self.lengths, self.lags, self.stop, self.kept = [], {}, 0, {}
@@ -128,14 +137,8 @@ class SlotCache(Cache):
         """
         if min(self.lengths) == self.window:  # then no row lags
             return None
-        window = self.window
-        columns_L = torch.arange(window + more, device=lengths_B.device)
-        if not self.lags:
-            return (columns_L >= (window - lengths_B)[:, None]).long()
-        ends = [window - self.lags.get(slot, 0) for slot in range(len(self.lengths))]
-        ends_B = torch.tensor(ends, device=lengths_B.device)
-        shown_BL = (columns_L >= (ends_B - lengths_B)[:, None]) & (columns_L < ends_B[:, None])
-        return (shown_BL | (columns_L >= window)).long()
+        lags = [self.lags.get(slot, 0) for slot in range(len(self.lengths))] if self.lags else []
+        return mask_of(self.window, more, lengths_B, lags)
 
     def make_room(self, rows: int, more: int, before: int = 0) -> None:
         """Ensure memory for this number of rows, ``more`` columns after the window and ``before`` columns before it."""
@@ -146,8 +149,12 @@ class SlotCache(Cache):
         needed = before + longest + more
         larger = max(self.columns, min(self.most_columns, 1 << (needed + LEAST_COLUMNS).bit_length()))
         if rows > self.rows:
-            self.rows = min(self.most_rows, max(rows, 2 * self.rows))
+            self.rows = min(self.most_rows, max(rows, self._grown()))
         self._relocate(larger, before)
+
+    def _grown(self) -> int:
+        """Return the number of slots after an allocation for more rows. It grows by a share to allocate rarely."""
+        return 2 * self.rows
 
     def compact(self) -> None:
         """Move the rows to the first columns."""
@@ -181,7 +188,7 @@ class SlotCache(Cache):
 
     def free(self, slot: int) -> None:
         """Remove a row. The last row moves into its slot. If former rows are kept, the two rows swap slots."""
-        last, begin = len(self.lengths) - 1, self._begin(slot)
+        last, begin = len(self.lengths) - 1, self.begin(slot)
         end = begin + self.lengths[slot]
         if slot != last:
             for layer in self.layers:
@@ -211,7 +218,11 @@ class SlotCache(Cache):
             self.lags = {slot: lag - least for slot, lag in self.lags.items() if lag > least}
             self.stop -= least
 
-    def _begin(self, slot: int) -> int:
+    def located(self, slot: int) -> tuple[SlotCache, int]:
+        """Return the cache that holds a row or former row, and its slot there."""
+        return self, slot
+
+    def begin(self, slot: int) -> int:
         """Return the first column of a row or a former row."""
         if slot in self.kept:
             return self.kept[slot][0]
@@ -254,17 +265,21 @@ class SlotCache(Cache):
         if slot in self.lags:
             self.lags |= dict.fromkeys(range(first, first + count), self.lags[slot])
 
-    def begin_with(self, other: SlotCache, slot: int, length: int) -> None:
+    def begin_with(self, other: Any, slot: int, length: int) -> None:
         """Replace all rows by one: the first ``length`` positions of a row or former row of another cache.
 
         With states, these are all of its positions.
+
+        Args:
+            other: a `SlotCache` or a `slot_parts.PartedSlots`.
         """
+        other, slot = other.located(slot)
         begin, end = other.kept.get(slot, (0, 0))
         assert not self._has_states or length == (end - begin or other.lengths[slot])
         self.clear()
         self.make_room(1, length)
         self.lengths, self.stop = [length], length
-        self._take(0, other.layers, slot, other._begin(slot) + length, length)
+        self._take(0, other.layers, slot, other.begin(slot) + length, length)
 
     def _take(self, slot: int, layers: Sequence[Any], row: int, stop: int, length: int) -> None:
         """Copy the ``length`` positions before column ``stop`` of a row in other layers to ``slot``."""
@@ -292,6 +307,21 @@ class SlotCache(Cache):
                 self._layer(index, layer)
         self.rows = self.most_rows
         self._relocate(self.most_columns, 0)
+
+
+def mask_of(window: int, more: int, lengths_B: Tensor, lags: Sequence[int]) -> Tensor:
+    """Return the attention mask of rows that end before ``more`` new positions, [B, L].
+
+    Args:
+        window: the columns before the new positions.
+        lags: of each row; empty if none lags.
+    """
+    columns_L = torch.arange(window + more, device=lengths_B.device)
+    if not lags:
+        return (columns_L >= (window - lengths_B)[:, None]).long()
+    ends_B = torch.tensor([window - lag for lag in lags], device=lengths_B.device)
+    shown_BL = (columns_L >= (ends_B - lengths_B)[:, None]) & (columns_L < ends_B[:, None])
+    return (shown_BL | (columns_L >= window)).long()
 
 
 class _Held(NamedTuple):

@@ -35,11 +35,16 @@ from oslo_models.deploy.running_batch.prompt_images import (
 )
 from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 from oslo_models.deploy.running_batch.slot_cache import SlotCache, Stored
+from oslo_models.deploy.running_batch.slot_parts import PartedSlots, Slots, reason_against_parts, sizes_of_parts
 from oslo_models.deploy.running_batch.slot_states import layers_with_states
 from oslo_models.deploy.running_batch.static_step import StaticSteps, to_device
 from oslo_models.deploy.running_batch.step import Step
+from oslo_models.fusion.attention_parts import attending_by_parts
 from oslo_models.layers.invariant_sums import rounded_states
 from oslo_models.pipeline.sharded_model import ShardedModel
+
+PASS_POSITIONS = frozenset(("moss_transcribe_diarize",))
+"""Types whose forward passes ``position_ids`` to a decoder without naming them."""
 
 
 def stored_states(model: ShardedModel) -> Stored | None:
@@ -90,18 +95,24 @@ class StepRunner:
         self.model, self._keeps_logits, self._packed = model, keeps_logits, packed
         self._adapters = adapters or ModelAdapters(model)
         # looked up once, because each lookup takes as long as a layer
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        named_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._takes_positions = named_positions or model.config.model_type in PASS_POSITIONS
         self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
         capture, self.eager_reason = capture_of(model)
         stored, self._layers = stored_states(model), layers_with_states(model)
         self._slots = slots_of(model.config.model_type)
         named = name_in_model(model.forward, {}) if self._layers else None  # Mamba had a name of its own up to 5.23
         self._cache_name = named or generation_name()
-        self.rows = self._slots(limits.rows, limits.length, limits.reuse, capture is not None, stored, self._layers)
+        self._config = model.config.get_text_config(decoder=True)
+        self.rows: Slots
         self.static: StaticSteps | None = None
-        if capture is not None:
-            config = model.config.get_text_config(decoder=True)
-            self.static = StaticSteps(self._forward, self.rows, config, capture, limits.drafted)
+        sizes = (limits.rows, limits.length, limits.reuse)
+        if capture is None and len(sizes_of_parts(limits.length)) > 1 and reason_against_parts(model) is None:
+            self.rows = PartedSlots(*sizes, stored)
+        else:
+            self.rows = rows = self._slots(*sizes, capture is not None, stored, self._layers)
+            if capture is not None:
+                self.static = StaticSteps(self._forward, rows, self._config, capture, limits.drafted)
         self.prompt = self._slots(1, limits.length, stored=stored, layers=self._layers)
         self.numbers: list[int] = []
         self.images: PromptImages | None = None
@@ -223,16 +234,23 @@ class StepRunner:
             padded = [[*row, *row[-1:] * (longest - len(row))] for row in tokens]
             steps = [[min(place, len(row) - 1) for place in range(longest)] for row in tokens]
         values = [[length, *own, *more] for length, own, more in zip(rows.lengths, padded, steps, strict=True)]
+        order, slots = rows.order, self._by_slot
+        if order is not None:
+            values, slots = [values[slot] for slot in order], [slots[slot] for slot in order]
+        offsets = [slot.offsets for slot in slots]
         lengths_B1, ids_BL, steps_BL = to_device(values, self._device).split((1, longest, longest), 1)
         options = {"next_sequence_length": longest, "attention_mask": rows.mask(longest, lengths_B1[:, 0])}
         positions = lengths_B1 + steps_BL
-        offsets = [slot.offsets for slot in self._by_slot]
         if any(map(any, offsets)):  # the first of four planes has the positions of tokens
             seen = positions + to_device(offsets, self._device).T[..., None]
             positions = torch.cat((positions.expand(self._planes - 3, -1, -1), seen))
-        with self._adapters.selected([slot.adapter for slot in self._by_slot], longest):
+        parts = nullcontext() if order is None else attending_by_parts(self._config)
+        with parts, self._adapters.selected([slot.adapter for slot in slots], longest):
             logits_BV = self._forward(rows, ids_BL, positions, options, keep=longest)
-        return logits_BV.unflatten(0, (-1, longest))
+        logits_BLV = logits_BV.unflatten(0, (-1, longest))
+        if order is None or not len(logits_BV):  # another stage than the last one has no logits
+            return logits_BLV
+        return logits_BLV[to_device(sorted(range(len(order)), key=order.__getitem__), self._device)]
 
     def _replay(self, tokens: Sequence[list[int]]) -> Tensor | None:
         """Return the logits of a static step; ``None`` if decoding is eager, or if this step cannot be captured.
@@ -366,8 +384,11 @@ class StepRunner:
             self._forward(probe, zero_BL, zero_BL, {"is_first_iteration": True})
         probe.grow(1)
         try:
-            self.rows.reserve(probe)
             self.prompt.reserve(probe)
+            if isinstance(self.rows, PartedSlots):  # what is reserved for all rows is not shared
+                self.rows = self.rows.reserved(probe)
+            else:
+                self.rows.reserve(probe)
         except (RuntimeError, MemoryError) as error:
             rows, columns = self.rows.most_rows, self.rows.most_columns
             raise MemoryError(
