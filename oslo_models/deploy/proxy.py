@@ -87,8 +87,8 @@ class Deployment(DeployedAdapters, RemoteModule):
     ) -> Any:
         """As transformers' ``generate``. The tokens are on the CPU. ``cancellation`` ends it from another thread.
 
-        ``adapter_names`` names the adapter of each row, see `DeployedAdapters`. A call reuses the keys and values of calls
-        with the same ``tenant`` only, a number.
+        ``adapter_names`` names the adapter of each row, see `DeployedAdapters`. ``tenant`` is a number: a call reuses
+        the prefixes of calls with the same one only.
 
 
         Raises:

@@ -335,7 +335,7 @@ def test_chunks_hold_whole_images(pieces: list[tuple[bool, int]], size: int, reu
         def __init__(self) -> None:
             self.images = some_images(spans, length)
             self.prompt, self.keys = self.images.ids[0].tolist(), self.images.reuse_keys()
-            self.tenant = 0
+            self.tenant = self.adapter = 0
 
     row, scheduler, chunks, encoded = Row(), Scheduler(2, size), list[int](), list[int]()
     scheduler.add(row)

@@ -28,7 +28,7 @@ class Row:
 
     def __init__(self, number: int, prompt: list[int], answer: list[int], tenant: int = 0) -> None:
         self.number, self.prompt, self.answer, self.tenant = number, prompt, answer, tenant
-        self.keys, self.images = prompt, None
+        self.keys, self.images, self.adapter = prompt, None, 0
         self.new: list[int] = []
         self.ended, self.shares = False, True
 
@@ -51,7 +51,7 @@ class Slots:
         for slot, token in enumerate(step.tokens):
             self.held[slot].append(token)
         chunk = list(step.chunk)
-        for _, length, displaced in step.whole:
+        for _, length, displaced, _ in step.whole:
             self.join(chunk[:length], displaced)
             chunk = chunk[length:]
         if step.begins:

@@ -101,7 +101,7 @@ def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: 
     class Row:
         def __init__(self, number: int, prompt: int, wanted: int) -> None:
             self.number, self.prompt, self.wanted = number, list(range(prompt)), wanted
-            self.keys, self.images, self.tenant = self.prompt, None, 0
+            self.keys, self.images, self.tenant, self.adapter = self.prompt, None, 0, 0
             self.new: list[int] = []
             self.ended = False
 
@@ -124,7 +124,7 @@ def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: 
         assert step.tokens == ([] if step.chunk else [row.new[-1] for row in slotted]) and since <= 3
         decoded = slotted[: len(step.tokens)]
         chunk = list(step.chunk)
-        for number, length, _ in step.whole:
+        for number, length, *_ in step.whole:
             begun.append(number)
             computed[number], chunk = chunk[:length], chunk[length:]
             slotted.append(scheduler.rows[len(slotted)])
