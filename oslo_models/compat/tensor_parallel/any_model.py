@@ -17,8 +17,9 @@ from oslo_models.compat.tensor_parallel.rules import Rules, ruled_class
 from oslo_models.distributed.mesh import ParallelMesh, world_axis
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.modeling.derived.derivation import derive_plan
-from oslo_models.modeling.derived.deriving import CannotProbeError, derive_for_model, verify
+from oslo_models.modeling.derived.deriving import derive_for_model, verify
 from oslo_models.modeling.derived.module import derived_class
+from oslo_models.modeling.derived.probe import CannotProbeError
 from oslo_models.modeling.full_model import is_full
 from oslo_models.modeling.original_class import original_class
 

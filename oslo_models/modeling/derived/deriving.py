@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.modeling.derived.derivation import Call, DerivedPlan, Findings, derive_plan, observe
 from oslo_models.modeling.derived.probe import (
+    CannotProbeError,
     calls_of,
     calls_of_transformers,
     calls_with,
@@ -31,10 +32,6 @@ from oslo_models.sharding.plan import Plan
 _SEED, _SHOWN = 1234, 8
 _NOT_OF_THE_STRUCTURE = ("dtype", "torch_dtype", "_name_or_path", "architectures", "transformers_version", "auto_map")
 """Fields that loading changes in a configuration. They are left out of the cache key of derived plans."""
-
-
-class CannotProbeError(ValueError):
-    """The model cannot be tested without inputs from the user."""
 
 
 @dataclass

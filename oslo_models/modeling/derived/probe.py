@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,13 +22,25 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads
 _HEAD_DIM = 8
 _BLOCKS, _VOCABULARY, _PARAMETERS = 2, 128, 4_000_000
 """The sizes of a probe: blocks per stack, vocabulary size, and the parameter count above which layers get narrower."""
+_MOST_PARAMETERS = 48_000_000
+_INCOMPATIBLE = (ValueError, RuntimeError, AssertionError, ZeroDivisionError)
+"""Errors of models with sizes that do not fit."""
+
+
+class CannotProbeError(ValueError):
+    """The model cannot be tested without inputs from the user."""
 
 
 def small_model(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a random model with few blocks and a small vocabulary, and narrow layers if ``config`` has wide layers."""
+    """Return a random model with few blocks and a small vocabulary, and narrow layers if ``config`` has wide layers.
+
+    Raises:
+        CannotProbeError: the smallest such model is large.
+    """
     shallow = copy.deepcopy(config)
     for each in _configs(shallow):
         _cut(each)
+    found: list[tuple[int, PreTrainedConfig]] = []  # a vocabulary with tokens of images at its end stays large
     for divisor in (1, 4, 16, 64):
         narrow = copy.deepcopy(shallow)
         for each in _configs(narrow):
@@ -35,9 +48,20 @@ def small_model(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
         try:
             with torch.device("meta"):
                 count = sum(param.numel() for param in cls._from_config(copy.deepcopy(narrow)).parameters())
-            if count <= _PARAMETERS:
-                return _randomized(_made(cls, narrow))
-        except (ValueError, RuntimeError, AssertionError, ZeroDivisionError):  # incompatible sizes
+        except _INCOMPATIBLE:
+            continue
+        found.append((count, narrow))
+        if count <= _PARAMETERS:
+            break
+    for count, narrow in sorted(found, key=itemgetter(0)):
+        if count > _MOST_PARAMETERS:
+            raise CannotProbeError(
+                f"the smallest {cls.__name__} that could be constructed to try its plan has {count:,} "
+                "parameters: pass a configuration with fewer or narrower layers, or plan="
+            )
+        try:
+            return _randomized(_made(cls, narrow))
+        except _INCOMPATIBLE:
             continue
     return _randomized(_made(cls, shallow))
 
@@ -125,7 +149,9 @@ def _cut(config: Any) -> None:
     """Reduce the number of blocks, keeping all block types, and the vocabulary size."""
     shorten(config, _DEPTHS, _BLOCKS)
     special = [
-        value for key, value in vars(config).items() if key.endswith("_token_id") and isinstance(value, (int, list))
+        value
+        for key, value in vars(config).items()
+        if key.endswith(("_token_id", "_token_index")) and isinstance(value, (int, list))
     ]
     ids = [number for value in special for number in (value if isinstance(value, list) else [value])]
     for name in ("vocab_size", "n_vocab"):
