@@ -1304,7 +1304,7 @@ MUTANTS: dict[str, list[Caught]] = {
 """By test file: the mutant, the test that catches it, and the test's arguments."""
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(11)
 @pytest.mark.parametrize(
     ("file", "make", "name", "arguments"),
     [(file, *caught) for file, rows in MUTANTS.items() for caught in rows],
