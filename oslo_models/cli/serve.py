@@ -79,18 +79,16 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--max-length", **sizes, help="tokens of a prompt and its answer (default: the limit of the model)")
     body = "bytes of a request; beyond it, status 413 (default: 1 MiB; 20 MiB with images or sounds)"
     add("--max-body-size", **sizes, help=body)
-    seeing = "load the model with its tower, and accept images as data URLs in chats; such a model computes one answer "
-    seeing += "after the other (default: only if the zoo has no text model of its type)"
+    seeing = "load the model with its tower, and accept images as data URLs in chats (default: only if the zoo has no "
+    seeing += "text model of its type)"
     add("--images", action=argparse.BooleanOptionalAction, help=seeing)
     divided = "divide the weights of the tower over tensor-parallel ranks, or the images (default: weights)"
     add("--tower-parallel", choices=("weights", "images"), help=divided)
     add("--max-images", **sizes, default=8, help="images in a request (default: %(default)s)")
     pixels = "pixels of an image, checked before it is decoded (default: %(default)s)"
     add("--max-image-pixels", **sizes, default=50_000_000, help=pixels)
-    hearing = (
-        "load the model with its encoder of sounds, and accept sounds in base64 in chats; their calls are computed "
-    )
-    hearing += "one after the other (default: only if the zoo has no text model of its type)"
+    hearing = "load the model with its encoder of sounds, and accept sounds in base64 in chats; requests with sounds "
+    hearing += "are computed one after the other (default: only if the zoo has no text model of its type)"
     add("--sounds", action=argparse.BooleanOptionalAction, help=hearing)
     add("--max-sounds", **sizes, default=4, help="sounds in a request (default: %(default)s)")
     length = "seconds of all sounds of a request, checked before they are decoded (default: %(default)s)"

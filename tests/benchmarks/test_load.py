@@ -108,22 +108,18 @@ class AdaptedModel(StubModel):
         super().__init__(vocabulary=211)
         self.generation_config.eos_token_id, self.ignores = soak_clients.END, ignores
 
-    def set_adapter(self, name: str) -> None:
-        self.token = 7 if self.ignores == "adapter" else 8
-
-    def disable_adapters(self) -> None:
-        self.token = 7
-
-    enable_adapters = can_join = lambda self, *_, **__: True
+    disable_adapters = can_join = lambda self, *_, **__: True
+    reason_against_adapter_names = lambda self: None  # noqa: E731
 
     def generate(self, input_ids: torch.Tensor, max_new_tokens: int, streamer: Any = None, **rest: Any) -> Any:
         decoding, out_BL = rest.get("decoding"), input_ids
+        chosen = 8 if rest.get("adapter_names") and self.ignores != "adapter" else 7
         processors = [] if decoding is None or self.ignores == "grammar" else decoding.processors()
         if streamer is not None:
             streamer.put(input_ids)
         for _ in range(max_new_tokens):
             scores_BV = torch.zeros(1, 211)
-            scores_BV[0, self.token] = 1.0
+            scores_BV[0, chosen] = 1.0
             for each in processors:
                 scores_BV = each(out_BL, scores_BV)
             token = scores_BV.argmax(-1)

@@ -255,7 +255,9 @@ class SmallModel(StubModel):
         self.model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0)).eval()
         self.generation_config = self.model.generation_config
 
-    def generate(self, seed: Any, cancellation: Any, streamer: Any, decoding: Any = None, **options: Any) -> Any:
+    def generate(
+        self, seed: Any, cancellation: Any, streamer: Any, decoding: Any = None, tenant: int = 0, **options: Any
+    ) -> Any:
         check_generation(options, self.generation_config)
         if decoding is not None:
             options["custom_generate"] = decoding.method(streamer)
