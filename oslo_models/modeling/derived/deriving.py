@@ -127,6 +127,20 @@ def _in_mode(call: Call, training: bool, model: nn.Module) -> Any:
     return call(model.train(training))
 
 
+def _small_model_of(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a small random model; ``None`` if a small one has another structure."""
+    try:
+        probe = small_model(type(model), model.config)
+    except CannotProbeError:
+        raise
+    except Exception as error:
+        raise CannotProbeError(
+            f"a small random {type(model).__name__} cannot be constructed to try its plan ({type(error).__name__}: "
+            f"{str(error)[:300]}): pass plan= with a plan of your own"
+        ) from error
+    return probe if same_structure(probe, model) else None
+
+
 def _probe(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[Call]]:
     """Return a small random model and functions that call it."""
     is_transformers = isinstance(model, PreTrainedModel)
@@ -136,8 +150,7 @@ def _probe(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[Call]]:
         )
     probe: Any = None
     if isinstance(model, PreTrainedModel) and inputs is None:
-        probe = small_model(type(model), model.config)
-        probe = probe if same_structure(probe, model) else None
+        probe = _small_model_of(model)
     if probe is None:
         probe = copy_of_model(model)
     calls = calls_with(inputs) if inputs is not None else calls_of_transformers(probe)
