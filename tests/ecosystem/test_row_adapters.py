@@ -21,6 +21,7 @@ from support.mutants import Edit, MutantPool
 from support.pipelines import model_on_stages
 from support.pool import Pool, WorkerError
 from support.reference import TOLERANCE, full_parameters, reference_model
+from support.running import short_parts
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -106,6 +107,9 @@ def check_rows(given: tuple[Any, ...], folder: Path, tp: int, pp: int, rows: tup
         with lifted_casts():
             found = model.generate_batch(prompts, adapter_names=names, max_batch_size=most, **options)
         assert [each.generated_tokens for each in found.values()] == expected, most
+    with short_parts(), lifted_casts():
+        found = model.generate_batch(prompts, adapter_names=names, **options)
+    assert [each.generated_tokens for each in found.values()] == expected
     assert not any("forward" in vars(module) for module in model.modules())
     keeps = SimpleNamespace(return_logprobs=True)
     with lifted_casts():

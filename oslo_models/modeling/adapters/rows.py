@@ -109,7 +109,7 @@ class RowAdapters:
 
 
 def _forward(
-    rows: Mapping[str, Tensor | None], shape: tuple[int, int | None] | None, layer: Any, x: Tensor, *args: Any
+    rows: Mapping[str, Tensor | None], shape: tuple[int, int | None] | None, layer: Any, x: Tensor, **kwargs: Any
 ) -> Tensor:
     """Return a layer's output for rows of different adapters.
 
@@ -123,9 +123,9 @@ def _forward(
                 f"a layer with adapters got an input of shape {tuple(x.shape)} for {shape[0]} rows of {shape[1]} "
                 f"positions, so it cannot tell the rows apart. {_WAY_OUT}"
             )
-        flat: Tensor = _forward(rows, shape, layer, x.unflatten(0, shape), *args)
+        flat: Tensor = _forward(rows, shape, layer, x.unflatten(0, shape), **kwargs)
         return flat.flatten(0, 1)
-    return add_adapters(layer, rows, x, layer.base_layer(x, *args))
+    return add_adapters(layer, rows, x, layer.base_layer(x, **kwargs))
 
 
 def add_adapters(layer: Any, rows: Mapping[str, Any], x: Tensor, output: Tensor) -> Tensor:
