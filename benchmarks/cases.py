@@ -430,7 +430,7 @@ CASES = {
         *(
             Case(
                 *(f"granite-88m-drafts-{prompts}", f"Granite 88M, {prompts} prompts, drafts of its first layer"),
-                *(measure.draft, "granite-88m", (ALONE, LOOKUP, *OUR_DRAFTING)),
+                *(measure.draft, "granite-88m", (ALONE, LOOKUP, "llama.cpp", "llama.cpp-drafts", *OUR_DRAFTING)),
                 baseline=ALONE,
                 options={"prompts": prompts, "passage": 32, "repeats": 1, "new": 96, "drafted": 4, "timed": 3}
                 | {"layers": 1},

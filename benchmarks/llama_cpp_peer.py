@@ -1,4 +1,4 @@
-"""llama.cpp as a peer: writes a checkpoint of Llama or GPT-2 as a GGUF file in float32, and generates from it.
+"""llama.cpp as a peer: writes a checkpoint of Llama, Granite or GPT-2 as a GGUF file in float32, and generates from it.
 
 The keys and values are in float32 too, so that its tokens equal the tokens of the other peers; llama.cpp's default is
 float16. Shapes: B rows, L tokens of the prompts, N new tokens.
@@ -41,7 +41,7 @@ _GPT2 = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
-_NAMES = {"llama": ("model.layers.", _LLAMA), "gpt2": ("transformer.h.", _GPT2)}
+_NAMES = {"llama": ("model.layers.", _LLAMA), "granite": ("model.layers.", _LLAMA), "gpt2": ("transformer.h.", _GPT2)}
 """By model type: the prefix of its block names, and llama.cpp's names of its layers."""
 
 
@@ -60,7 +60,7 @@ def write_gguf(model: Any, path: Path) -> None:
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
-    if config.model_type == "llama":
+    if config.model_type != "gpt2":
         writer.add_feed_forward_length(config.intermediate_size)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_rope_dimension_count(config.hidden_size // heads)
@@ -68,6 +68,11 @@ def write_gguf(model: Any, path: Path) -> None:
     else:
         writer.add_feed_forward_length(config.n_inner or 4 * config.hidden_size)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     for name, value in _tensors(model):
         writer.add_tensor(name, np.ascontiguousarray(value.detach().float().numpy()))
     writer.write_header_to_file()
@@ -105,7 +110,7 @@ class LlamaCpp:
     def __init__(self, model: Any, path: Path) -> None:
         import llama_cpp
 
-        self.config, self._api = model.config, llama_cpp
+        self.config, self._api, self._path = model.config, llama_cpp, path
         if not path.exists():
             write_gguf(model, path)
         llama_cpp.llama_backend_init()
@@ -113,46 +118,80 @@ class LlamaCpp:
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
         self._context: tuple[tuple[int, int], Any] | None = None
+        self._drafter: LlamaCpp | None = None
 
     def eval(self) -> LlamaCpp:
         return self
 
-    def generate(self, input_ids: Tensor, max_new_tokens: int, **others: Any) -> Tensor:
-        """Greedy tokens after prompts of one length, ``[B, L + N]``."""
+    def generate(self, input_ids: Tensor, max_new_tokens: int, assistant_model: Any = None, **others: Any) -> Tensor:
+        """Greedy tokens after prompts of one length, ``[B, L + N]``.
+
+        Args:
+            assistant_model: a model of transformers that drafts tokens, of one prompt.
+        """
         api, (rows, length) = self._api, input_ids.shape
+        if assistant_model is not None:
+            return self._assisted(input_ids, max_new_tokens, assistant_model)
         context = self._context_of(rows, length + max_new_tokens)
         api.llama_memory_clear(api.llama_get_memory(context), True)
         made = [input_ids]
-        batch = api.llama_batch_init(rows * length, 0, 1)
-        try:
-            for step in range(max_new_tokens):
-                begin = 0 if step == 0 else length + step - 1
-                self._decode(context, batch, made[-1], begin)
-                made.append(self._best(context, batch, rows))
-        finally:
-            api.llama_batch_free(batch)
+        for step in range(max_new_tokens):
+            begin = 0 if step == 0 else length + step - 1
+            made.append(self._decode(context, made[-1], begin)[:, -1:])
         return torch.cat(made, 1)
 
-    def _decode(self, context: Any, batch: Any, ids_BL: Tensor, begin: int) -> None:
-        """Compute tokens at positions from ``begin`` on, with logits for the last token of each row."""
-        rows, length = ids_BL.shape
-        batch.n_tokens = rows * length
-        for index, token in enumerate(ids_BL.flatten().tolist()):
-            row, column = divmod(index, length)
-            batch.token[index], batch.pos[index] = token, begin + column
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
-            batch.logits[index] = column == length - 1
-        if self._api.llama_decode(context, batch):
-            raise RuntimeError("llama.cpp failed")
+    def _assisted(self, input_ids: Tensor, new: int, assistant_model: Any) -> Tensor:
+        """Verify the drafts of a small model in one decode, as llama.cpp's example ``speculative-simple`` does."""
+        drafted = assistant_model.generation_config.num_assistant_tokens
+        if self._drafter is None:
+            self._drafter = LlamaCpp(assistant_model, self._path.with_suffix(".drafts.gguf"))
+        text: list[int] = input_ids[0].tolist()
+        end = len(text) + new
+        context, small = (each._context_of(1, end + drafted) for each in (self, self._drafter))
+        self._forget(context, 0)
+        self._decode(context, input_ids[:, :-1], 0)
+        known = 0  # positions of the text in the cache of the small model
+        while len(text) < end:
+            self._forget(small, known)
+            drafts, given = list[int](), text[known:]
+            for _ in range(min(drafted, end - len(text) - 1)):
+                begin = len(text) + len(drafts) - len(given)
+                given = self._drafter._decode(small, torch.tensor([given]), begin)[0, -1:].tolist()
+                drafts += given
+            self._forget(context, len(text) - 1)
+            best = self._decode(context, torch.tensor([[text[-1], *drafts]]), len(text) - 1, every=True)[0].tolist()
+            right = next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
+            if drafts:
+                known = len(text) + min(right, len(drafts) - 1)
+            text += best[: right + 1]
+        return torch.tensor([text])
 
-    def _best(self, context: Any, batch: Any, rows: int) -> Tensor:
-        last = batch.n_tokens // rows
-        vocab = self.config.vocab_size
-        pointers = [self._api.llama_get_logits_ith(context, (row + 1) * last - 1) for row in range(rows)]
-        logits = [
-            np.ctypeslib.as_array((c_float * vocab).from_address(addressof(pointer.contents))) for pointer in pointers
-        ]
-        return torch.tensor([[int(row.argmax())] for row in logits])
+    def _forget(self, context: Any, begin: int) -> None:
+        """Remove the keys and values of the positions from ``begin`` on."""
+        self._api.llama_memory_seq_rm(self._api.llama_get_memory(context), 0, begin, -1)
+
+    def _decode(self, context: Any, ids_BL: Tensor, begin: int, every: bool = False) -> Tensor:
+        """Return the best next tokens ``[B, 1]`` after tokens at positions from ``begin`` on, or ``[B, L]`` of each."""
+        rows, length = ids_BL.shape
+        batch = self._api.llama_batch_init(rows * length, 0, 1)
+        try:
+            batch.n_tokens = rows * length
+            for index, token in enumerate(ids_BL.flatten().tolist()):
+                row, column = divmod(index, length)
+                batch.token[index], batch.pos[index] = token, begin + column
+                batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
+                batch.logits[index] = every or column == length - 1
+            if self._api.llama_decode(context, batch):
+                raise RuntimeError("llama.cpp failed")
+        finally:
+            self._api.llama_batch_free(batch)
+        chosen = range(rows * length) if every else range(length - 1, rows * length, length)
+        return torch.tensor([self._best(context, index) for index in chosen]).view(rows, -1)
+
+    def _best(self, context: Any, index: int) -> int:
+        pointer = self._api.llama_get_logits_ith(context, index)
+        logits = (c_float * self.config.vocab_size).from_address(addressof(pointer.contents))
+        return int(np.ctypeslib.as_array(logits).argmax())
 
     def _context_of(self, rows: int, length: int) -> Any:
         api = self._api

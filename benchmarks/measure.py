@@ -188,13 +188,13 @@ def draft(
         if "-fused" in peer.name:
             draft_model.fuse()
 
+    is_drafting = peer.name.endswith(("-drafts", "-lookup"))
+
     def complete() -> list[list[int]]:
-        if peer.name.endswith("-batch"):
-            return [each.generated_tokens for each in model.generate_batch(ids.tolist(), **options).values()]
-        if peer.name.endswith("-drafts"):
-            given = {"speculative_tokens": drafted, "speculative_model": draft_model}
+        if hasattr(model, "generate_batch"):
+            given = {"speculative_tokens": drafted, "speculative_model": draft_model} if is_drafting else {}
             return [each.generated_tokens for each in model.generate_batch(ids.tolist(), **options, **given).values()]
-        if not peer.name.endswith("-lookup"):
+        if not is_drafting:
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             found: list[list[int]] = out[:, ids.shape[1] :].tolist()
             return found

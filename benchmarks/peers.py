@@ -205,6 +205,7 @@ PEERS = {
         Peer("transformers", 1, 2, _alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("transformers-compile", 1, 2, _compiled, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("llama.cpp", 1, 2, _llama_cpp, needs=("llama_cpp", "gguf")),
+        Peer("llama.cpp-drafts", 1, 2, _llama_cpp, needs=("llama_cpp", "gguf")),
         Peer("transformers-rows", 1, 2, _alone, _rows_in_turn, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
         Peer("transformers-ep2", 2, 1, _native_experts, needs=("accelerate",)),

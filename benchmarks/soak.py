@@ -32,7 +32,7 @@ from benchmarks.fault_table import TABLE, write
 from benchmarks.records import stamp
 from benchmarks.soak_clients import (
     ADAPTER,
-    ADAPTER_KIND,
+    DRAFTER,
     KINDS,
     LIMIT,
     Client,
@@ -40,7 +40,6 @@ from benchmarks.soak_clients import (
     UnavailableError,
     WrongAnswerError,
     prepare,
-    usable_kinds,
 )
 
 PROBE_SECONDS = 0.5
@@ -56,11 +55,12 @@ FAULTS = {KILLED: 3, ALL_KILLED: 1, KILLED_AGAIN: 1, STOPPED: 2}
 class Server:
     """``oslo-models serve`` in a process, with its log in a file."""
 
-    def __init__(self, checkpoint: Path, log: Path, adapter: bool) -> None:
+    def __init__(self, checkpoint: Path, log: Path, drafted: int) -> None:
         options = ["--port", "0", "--tensor-parallel-size", "2", "--dtype", "float64", "--header-seconds", "5"]
         options += ["--restart-workers", "100000", "--restart-window", "30", "--max-length", "256"]
-        if adapter:
-            options += ["--adapter", f"{ADAPTER}={checkpoint / ADAPTER}"]
+        options += ["--adapter", f"{ADAPTER}={checkpoint / ADAPTER}"]
+        if drafted:
+            options += ["--speculative-model", str(checkpoint / DRAFTER), "--speculative-tokens", str(drafted)]
         self.log = log
         command = [sys.executable, "-m", "oslo_models", "serve", str(checkpoint), *options]
         with log.open("w") as out:
@@ -101,8 +101,8 @@ class Soak:
         faults: Times at which workers were killed or stopped.
     """
 
-    def __init__(self, server: Server, name: str, prompts: list[Prompt], seed: int, kinds: list[str]) -> None:
-        self.server, self.name, self.prompts, self.seed, self.kinds = server, name, prompts, seed, kinds
+    def __init__(self, server: Server, name: str, prompts: list[Prompt], seed: int) -> None:
+        self.server, self.name, self.prompts, self.seed = server, name, prompts, seed
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.refused: dict[str, int] = defaultdict(int)
         self.wrong: dict[str, list[str]] = defaultdict(list)
@@ -114,9 +114,9 @@ class Soak:
 
     def client(self, number: int) -> None:
         made = Client(self.server.port, self.name, self.prompts, self._drawn, self.seed * 1000 + number)
-        weights = [KINDS[kind][1] for kind in self.kinds]
+        weights = [weight for _, weight in KINDS.values()]
         while not self._stop.is_set():
-            (kind,) = made.draw.choices(self.kinds, weights)
+            (kind,) = made.draw.choices(list(KINDS), weights)
             self._once(kind, made)
             time.sleep(made.draw.uniform(0, 0.1))
 
@@ -224,7 +224,7 @@ class Soak:
 
     def rows(self) -> list[dict[str, Any]]:
         rows = []
-        for kind in [*self.kinds, *self.recoveries]:
+        for kind in [*KINDS, *self.recoveries]:
             seconds = self.seconds[kind] or self.recoveries.get(kind, [])
             row = {"fault": f"server: {kind}", "times": len(seconds) + self.refused[kind], "hangs": self.hangs[kind]}
             row |= {"refused": self.refused[kind], "wrong": len(self.wrong[kind])}
@@ -235,8 +235,8 @@ class Soak:
 
 
 @contextlib.contextmanager
-def _served(checkpoint: Path, log: Path, adapter: bool) -> Iterator[Server]:
-    server = Server(checkpoint, log, adapter)
+def _served(checkpoint: Path, log: Path, drafted: int) -> Iterator[Server]:
+    server = Server(checkpoint, log, drafted)
     try:
         yield server
     finally:
@@ -276,6 +276,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--between", metavar="S", type=float, default=45.0, help=between)
     add("--seed", metavar="N", type=int, default=random.SystemRandom().randrange(10**6), help="of prompts and faults")
     add("--out", metavar="FILE", type=Path, default=TABLE, help="where the table is (default: %(default)s)")
+    drafts = "tokens that a model drafts for each answer (default: %(default)s)"
+    add("--speculative-tokens", metavar="N", type=int, default=0, help=drafts)
     add("--note", metavar="TEXT", default="", help="for the rows, such as what else ran on the machine")
     add("--log", metavar="FILE", type=Path, help="keep the log of the server here")
     args = parser.parse_args(argv)
@@ -283,11 +285,9 @@ def main(argv: list[str] | None = None) -> int:
     header = stamp()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint"
-        prompts, kinds = prepare(checkpoint, 100, args.seed), usable_kinds()
-        if missing := [kind for kind in KINDS if kind not in kinds]:
-            print(f"without {', '.join(missing)}: transformers refuses the installed peft", flush=True)
-        with _served(checkpoint, args.log or Path(folder) / "log", ADAPTER_KIND in kinds) as server:
-            soak = Soak(server, str(checkpoint), prompts, args.seed, kinds)
+        prompts = prepare(checkpoint, 100, args.seed)
+        with _served(checkpoint, args.log or Path(folder) / "log", args.speculative_tokens) as server:
+            soak = Soak(server, str(checkpoint), prompts, args.seed)
             soak.run(min(20.0, 6 * args.minutes), args.clients, 1e9)  # to warm up
             before, _ = _settled(server)
             soak.samples.clear()
@@ -295,6 +295,7 @@ def main(argv: list[str] | None = None) -> int:
             soak._stop.clear()
             soak.run(60 * args.minutes, args.clients, args.between)
             after, left = _settled(server)
+            print(*re.findall(r"^\w+(?:drafted|accepted)_tokens.*", server.get("/metrics"), re.MULTILINE))
             code, processes = _terminate(server)
             tracebacks = server.log.read_text().count("Traceback")
     return _report(soak, header, args, before, after, left, code, processes, tracebacks)
@@ -311,7 +312,9 @@ def _report(
     processes: int,
     tracebacks: int,
 ) -> int:
-    note = f"serve, {args.minutes:g} min, {args.clients} clients" + (f", {args.note}" if args.note else "")
+    note = f"serve, {args.minutes:g} min, {args.clients} clients"
+    note += f", {args.speculative_tokens} drafted tokens" if args.speculative_tokens else ""
+    note += f", {args.note}" if args.note else ""
     rows = [{**header, "workers": note, **row} for row in soak.rows()]
     growth = {name: after[name] - value for name, value in before.items()}
     ends = {"fault": "server: at the end", "times": 1, "processes left": processes, "growth": _text(growth)}

@@ -10,19 +10,16 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
-from transformers.integrations import peft as adapter_methods
 
 LIMIT = 90.0
 """Seconds after which a request counts as hanging."""
-ADAPTER, ADAPTER_KIND, END = "soak", "adapter", 1
-"""Name of the adapter, the action that uses it, and the end token, which no answer has."""
+ADAPTER, DRAFTER, END = "soak", "drafter", 1
+"""Name of the adapter, folder of the draft model, and the end token, which no answer has."""
 NEW = 48
 """Tokens of the longest answer."""
 
@@ -46,7 +43,7 @@ class Prompt:
 
 
 def prepare(folder: Path, count: int, seed: int) -> list[Prompt]:
-    """Save a model, its tokenizer and an adapter; compute the right answers for some prompts, all of them different."""
+    """Save a model, its tokenizer, an adapter and a model that drafts tokens. Return prompts with different answers."""
     from peft import LoraConfig, get_peft_model
 
     torch.set_num_threads(1)  # several threads would wait for each other on a busy machine
@@ -58,6 +55,11 @@ def prepare(folder: Path, count: int, seed: int) -> list[Prompt]:
     model.save_pretrained(folder)
     _save_tokenizer(folder, sizes["vocab_size"])
     draw = random.Random(seed)
+    drafter = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in drafter.parameters():
+            param *= 1 + 0.01 * torch.randn_like(param)  # some drafts are wrong
+    drafter.save_pretrained(folder / DRAFTER)
     lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(copy.deepcopy(model), lora).double().eval()
     adapted.save_pretrained(folder / ADAPTER)
@@ -295,7 +297,7 @@ KINDS: dict[str, tuple[Callable[[Client], None], float]] = {
     "stop string and log-probabilities": (Client.stopped, 1),
     "sampled with a seed": (Client.sampled, 1),
     "beams": (Client.beams, 0.5),
-    ADAPTER_KIND: (Client.adapted, 0.5),
+    "adapter": (Client.adapted, 0.5),
     "structured output": (Client.structured, 1),
     "probes, metrics, models": (Client.health, 1),
     "client leaves": (Client.leaves, 2),
@@ -304,10 +306,3 @@ KINDS: dict[str, tuple[Callable[[Client], None], float]] = {
     "hostile request": (Client.hostile, 0.5),
 }
 """The actions of a client by name, with their frequencies."""
-
-
-def usable_kinds() -> list[str]:
-    """Return the actions that the installed libraries support: transformers 5.24 refuses released versions of peft."""
-    least = adapter_methods.MIN_PEFT_VERSION
-    refused = Version(metadata.version("peft")) < Version(least)
-    return [kind for kind in KINDS if kind != ADAPTER_KIND or not refused]
