@@ -52,6 +52,10 @@ FAULTS = {KILLED: 3, ALL_KILLED: 1, KILLED_AGAIN: 1, STOPPED: 2}
 """The relative frequencies of the faults."""
 
 
+GROWTH = {"MB": 30, "descriptors": 5, "threads": 64}
+"""Growth that is not a leak. The pool of calls starts a thread when it has no idle one, up to ``--max-queue-size``."""
+
+
 class Server:
     """``oslo-models serve`` in a process, with its log in a file."""
 
@@ -326,7 +330,7 @@ def _report(
     for name in before:
         values = [sample[name] for sample in soak.samples if name in sample]
         first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
-        grows |= last - first > (30 if name.startswith("MB") else 5)
+        grows |= last - first > GROWTH[name.split()[0]]
         print(f"{name}: idle {before[name]:.0f} -> {after[name]:.0f}; busy, first quarter {first:.0f}, last {last:.0f}")
     print(f"liveness probe: {len(soak.probes)} times, 99.9 % within {soak.slowest_probe():.3f} s")
     print(f"in flight at the end: {left}; exit code {code}; processes left {processes}; tracebacks logged {tracebacks}")
