@@ -173,20 +173,18 @@ def draft(
     import torch
     import transformers
 
-    import oslo_models
-
     model = peer.load(cls, checkpoint).eval()
     ids = tokens(model, prompts, passage).clamp(min=1).repeat(1, repeats)
     options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     draft_model: Any = None
     drafts: dict[str, Any] = {"prompt_lookup_num_tokens": drafted}
     if layers:
-        zoo = oslo_models if hasattr(model, "mesh") else transformers
-        draft_model = getattr(zoo, cls).from_pretrained(checkpoint, num_hidden_layers=layers).eval()
+        if hasattr(model, "mesh"):
+            draft_model = peer.load(cls, checkpoint, num_hidden_layers=layers).eval()
+        else:
+            draft_model = getattr(transformers, cls).from_pretrained(checkpoint, num_hidden_layers=layers).eval()
         draft_model.generation_config.update(num_assistant_tokens=drafted, num_assistant_tokens_schedule="constant")
         drafts = {"assistant_model": draft_model}
-        if "-fused" in peer.name:
-            draft_model.fuse()
 
     is_drafting = peer.name.endswith(("-drafts", "-lookup"))
 

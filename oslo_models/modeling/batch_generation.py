@@ -83,8 +83,10 @@ class BatchGeneratingModel(PreTrainedModel):
                 and values of 16 GiB on each GPU, or 4 GiB on CPUs.
             speculative_tokens: maximum drafted tokens of a row in one step, for speculative decoding by prompt lookup:
                 they followed the last occurrence of the row's newest tokens. Sequences stay the same. Default: none.
-            speculative_model: a full model of this library with the same vocabulary that drafts these tokens (default:
-                4), such as ``LlamaForCausalLM.from_pretrained(name)``. Only the first rank of the last stage calls it.
+            speculative_model: a model of this library with the same vocabulary that drafts these tokens (default: 4).
+                The first rank of the last stage calls a full model, such as ``LlamaForCausalLM.from_pretrained(name)``.
+                All ranks call a sharded model together, such as ``LlamaForCausalLM.from_pretrained_with_parallel(name,
+                tensor_parallel_size=2)``: each then reads its share of the weights for every drafted token.
             common_draws: draw the tokens of all sequences together from torch's default generator, as ``generate`` does
                 for a padded batch of all prompts. Default: a separate generator for each sequence.
             adapter_names: the LoRA adapter of each prompt, as in ``peft``; ``"__base__"`` for none. Rows with different
@@ -153,6 +155,7 @@ class BatchGeneratingModel(PreTrainedModel):
         planned: dict[str, Any] = {"hash of inputs": stable_hash(*map(str, prompts)), "num_return_sequences": copies}
         planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
         planned |= {"speculative_tokens": speculative_tokens, "speculative_model": speculative_model is not None}
+        planned |= {"sharded speculative_model": getattr(speculative_model, "mesh", None) is not None}
         planned |= {"common_draws": common_draws, "adapter_names": adapters}
         require_equal(self.mesh.model, planned, "arguments of generate_batch")  # else ranks would plan other steps
         if not prompts:
@@ -187,10 +190,17 @@ def _drafted(model: Any, count: int | None, draft_model: Any, length: int) -> in
         raise ValueError(f"speculative_tokens={count} is not possible for {name}: {reason}. Leave it out")
     if draft_model is None:
         return count
-    if not isinstance(draft_model, BatchGeneratingModel) or getattr(draft_model, "mesh", None) is not None:
+    if not isinstance(draft_model, BatchGeneratingModel):
         raise ValueError(
-            f"speculative_model must be a full model of this library, such as {name}.from_pretrained(...), got "
+            f"speculative_model must be a model of this library, such as {name}.from_pretrained(...), got "
             f"{type(draft_model).__name__}"
+        )
+    mesh = draft_model.mesh
+    if mesh is not None and (mesh.tp.ranks != model.mesh.model.ranks or draft_model.token_division is not None):
+        raise ValueError(
+            f"speculative_model={type(draft_model).__name__} must be a full model or sharded by tensor_parallel_size="
+            f"{model.mesh.model.size} alone, because all ranks of {name} call it, got tensor_parallel_size="
+            f"{mesh.tp.size}, pipeline_parallel_size={mesh.pp.size}"
         )
     if (reason := reason_against_draft_model(model.config, draft_model.config, length)) is not None:
         raise ValueError(f"speculative_model={type(draft_model).__name__} cannot draft tokens for {name}: {reason}")
@@ -318,7 +328,7 @@ def _generate(
                 streamer.end(number)
 
     hidden = not shows_progress or mesh.model.rank > 0
-    drafting = nullcontext() if draft_model is None else _evaluating(draft_model)
+    drafting = nullcontext() if draft_model is None else _drafting(draft_model)
     progress = tqdm(total=count, disable=hidden, unit="sequence")
     with drafting, _evaluating(model), model.generating(), model._keeping_rounded_weights(), progress as bar:
         watches = on_token if keeps_times or streamer is not None else None
@@ -349,6 +359,13 @@ def _output(sequence: Any, request: str, times: list[float] | None) -> Any:
         status=RequestStatus.FINISHED,
         timestamps=times,
     )
+
+
+@contextmanager
+def _drafting(model: Any) -> Iterator[None]:
+    """Evaluate within the block. The calls of a sharded model are generation steps."""
+    with _evaluating(model), nullcontext() if model.mesh is None else model.generating():
+        yield
 
 
 @contextmanager

@@ -158,9 +158,13 @@ def test_drafts_change_no_sequence(pool: Pool, variant: str, tp: int, pp: int, s
     pool.run(tp * pp, check_drafts, given, tp, pp, prompts, expectations(model, prompts))
 
 
-def check_draft_model(given: Case, tp: int, pp: int, folder: Path, prompts: list[list[int]], expected: Any) -> None:
+def check_draft_model(
+    given: Case, tp: int, pp: int, sharded: bool, folder: Path, prompts: list[list[int]], expected: Any
+) -> None:
     model = model_on_stages(*given, tp, pp)
-    small = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    small: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    if sharded:
+        small = LlamaForCausalLM.from_pretrained_with_parallel(folder, tp * pp, dtype=torch.float64)
     called: list[int] = []
     small.register_forward_pre_hook(lambda module, args: called.append(1))
     steps: list[int] = []
@@ -170,7 +174,7 @@ def check_draft_model(given: Case, tp: int, pp: int, folder: Path, prompts: list
         plain = len(steps)
         outputs = model.generate_batch(prompts, speculative_model=small.train(), **expected["options"])
     assert [each.generated_tokens for each in outputs.values()] == expected["greedy"]
-    assert small.training and bool(called) is (model.mesh.model.rank == tp * (pp - 1))
+    assert small.training and bool(called) is (sharded or model.mesh.model.rank == tp * (pp - 1))
     decoded = max(map(len, expected["greedy"])) - 1  # the steps of the prompts compute the first tokens
     assert len(steps) - plain == plain - decoded + min(decoded, 1)  # one step computes five tokens
     config = GenerationConfig(**expected["sampling"], num_return_sequences=2)
@@ -181,13 +185,16 @@ def check_draft_model(given: Case, tp: int, pp: int, folder: Path, prompts: list
 
 
 @pytest.mark.drawn(2)
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
-def test_draft_model_changes_no_sequence(pool: Pool, tmp_path: Path, tp: int, pp: int, seed: int) -> None:
+def test_draft_model_changes_no_sequence(
+    pool: Pool, tmp_path: Path, tp: int, pp: int, sharded: bool, seed: int
+) -> None:
     """The model itself drafts, so that all greedy tokens are accepted."""
     model, given = case("llama", seed)
     model.save_pretrained(tmp_path)
     prompts = drawn_prompts(given[1].vocab_size, seed)
-    pool.run(tp * pp, check_draft_model, given, tp, pp, tmp_path, prompts, expectations(model, prompts))
+    pool.run(tp * pp, check_draft_model, given, tp, pp, sharded, tmp_path, prompts, expectations(model, prompts))
 
 
 def check_lookup(given: Case, prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -444,11 +451,14 @@ def check_refusals(given: Case) -> None:
     with pytest.raises(ValueError, match=r"run XLNetLMHeadModel: it predicts with a separate query.*; call generate"):
         xlnet.generate_batch([[1, 2]])
     plain: Any = transformers.LlamaForCausalLM(zoo.config("llama"))
-    with pytest.raises(ValueError, match=r"speculative_model must be a full model of this library, such as Llama"):
+    with pytest.raises(ValueError, match=r"speculative_model must be a model of this library, such as Llama"):
         model.generate_batch([[1, 2]], max_new_tokens=2, speculative_model=plain)
     with pytest.raises(ValueError, match="speculative_model: rank 0 has False, rank 1 has True"):
         full = LlamaForCausalLM(zoo.config("llama")) if model.mesh.tp.rank else None
         model.generate_batch([[1, 2]], max_new_tokens=2, speculative_model=full)
+    staged: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), 1, 2, seed=0)
+    with pytest.raises(ValueError, match=r"sharded by tensor_parallel_size=2 alone, .*got tensor_parallel_size=1, pip"):
+        model.generate_batch([[1, 2]], max_new_tokens=2, speculative_model=staged)
     gemma: Any = Gemma2ForCausalLM.from_config_with_parallel(zoo.config("gemma2"), 2, seed=0)
     with pytest.raises(ValueError, match=r"speculative_tokens=2 is not possible for Gemma2ForCausalLM: some of its"):
         gemma.generate_batch([[1, 2]], max_new_tokens=2, speculative_tokens=2)

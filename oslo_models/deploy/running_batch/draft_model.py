@@ -1,4 +1,4 @@
-"""Drafts by a small model of the same vocabulary, on the leader. Its key-value cache follows the rows.
+"""Drafts by a small model of the same vocabulary, on the leader or sharded. Its key-value cache follows the rows.
 
 Legend:
     B: rows.
@@ -27,7 +27,7 @@ from oslo_models.pipeline.sharded_model import ShardedModel
 
 
 class DraftModel(Drafts):
-    """Drafts the most probable tokens of a full model.
+    """Drafts the most probable tokens of a model.
 
     A row enters the model's cache when it drafts, and leaves it when it has ended or pauses. The cache then computes
     the tokens that it lacks, and drops the drafted tokens that the row has not accepted. Rows with images and rows
@@ -141,28 +141,42 @@ class DraftModel(Drafts):
 
 
 class SharedDrafts(Drafts):
-    """The drafts of one rank, on every rank.
+    """The drafts of the leader, on every rank.
 
     Args:
-        source: drafts, on one rank; ``None`` on the other ones. That rank times the steps.
-        exchange: sums int64 values over the ranks.
+        source: the leader's drafts; ``None`` on the other ranks.
+        exchange: sums int64 values over the ranks. Only the leader has other ones than zeros.
+        leads: this rank is the leader, which times the steps.
     """
 
-    def __init__(self, most: int, source: Drafts | None, exchange: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, most: int, source: Drafts | None, exchange: Callable[[Tensor], Tensor], leads: bool) -> None:
         super().__init__(most)
         self._source, self._exchange = source, exchange
-        self._speed_of_source = None if source is None else DraftSpeed(time.perf_counter)
+        self._speed_of_leader = DraftSpeed(time.perf_counter) if leads else None
 
     def settle(self) -> list[int]:
-        if self._speed_of_source is not None:
-            self._speed_of_source.end(bool(self._computed))
+        if self._speed_of_leader is not None:
+            self._speed_of_leader.end(bool(self._computed))
         return super().settle()
+
+    def _allows(self, rows: Sequence[Any]) -> bool:
+        """Begin to time a step. Return whether the leader drafts in it; ``False`` on the other ranks."""
+        return self._speed_of_leader is not None and self._speed_of_leader.allows(rows)
 
     def propose(self, rows: Sequence[Any], most: Sequence[int]) -> list[list[int]]:
         sent_BL, drafts = torch.zeros(len(rows), self._most, dtype=torch.int64), list[list[int]]()
-        if self._source is not None and self._speed_of_source is not None and self._speed_of_source.allows(rows):
+        if self._allows(rows) and self._source is not None:
             drafts = self._source.propose(rows, most)
         for tokens_L, draft in zip(sent_BL, drafts, strict=False):
             tokens_L[: len(draft)] = torch.tensor(draft, dtype=torch.int64) + 1  # 0 is no token
         found_BL = self._exchange(sent_BL.flatten()).view_as(sent_BL)
         return [[token - 1 for token in tokens if token] for tokens in found_BL.tolist()]
+
+
+class ShardedDrafts(SharedDrafts):
+    """Drafts by a sharded model, which all ranks call together. They get the same logits, and each has a ``source``."""
+
+    def propose(self, rows: Sequence[Any], most: Sequence[int]) -> list[list[int]]:
+        allowed = self._exchange(torch.tensor([int(self._allows(rows))]))
+        assert self._source is not None
+        return self._source.propose(rows, most) if allowed.item() else [[] for _ in rows]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from oslo_models.deploy.running_batch.admission import bytes_of_token, with_states
-from oslo_models.deploy.running_batch.draft_model import DraftModel, SharedDrafts
+from oslo_models.deploy.running_batch.draft_model import DraftModel, ShardedDrafts, SharedDrafts
 from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
@@ -216,8 +216,10 @@ class OfflineBatch:
         self._error: Exception | None = None
         self._drafts = Drafts(limits.drafted)
         if draft_model is not None:
-            own = DraftModel(draft_model, limits) if self._leads else None
-            self._drafts = SharedDrafts(limits.drafted, own, self._exchange)
+            is_sharded = draft_model.mesh is not None
+            own = DraftModel(draft_model, limits) if is_sharded or self._leads else None
+            shared = ShardedDrafts if is_sharded else SharedDrafts
+            self._drafts = shared(limits.drafted, own, self._exchange, self._leads)
 
     def run(self, sequences: Sequence[Generated], on_end: Callable[[int], Any] = lambda count: None) -> None:
         """Complete the sequences. A collective of the ranks of one model.
