@@ -152,6 +152,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {**_llama(768, 2048, 12, 12)[1], "tie_word_embeddings": True, "initializer_range": 0.005},
     ),
+    # it repeats some tokens: about 70 % of the drafts are right
+    "llama-100m-often-repeating": (
+        "LlamaForCausalLM",
+        {**_llama(768, 2048, 12, 12)[1], "tie_word_embeddings": True, "initializer_range": 0.028},
+    ),
     # its first layer alone has about 70 % of its tokens
     "granite-88m": (
         "GraniteForCausalLM",
@@ -424,7 +429,11 @@ CASES = {
                 options={"prompts": prompts, "passage": 32, "repeats": 4, "new": 96, "drafted": 4, "timed": 3},
                 smoke={"prompts": 2, "passage": 4, "repeats": 2, "new": 8, "timed": 1},
             )
-            for model, label in (("llama-100m", "Llama 100M"), ("llama-100m-repeating", "Llama 100M that repeats"))
+            for model, label in (
+                ("llama-100m", "Llama 100M"),
+                ("llama-100m-repeating", "Llama 100M that repeats"),
+                ("llama-100m-often-repeating", "Llama 100M that often repeats"),
+            )
             for prompts in (1, 8)
         ),
         *(

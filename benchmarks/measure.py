@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,25 @@ def draft(
             logits_BLV = draft_model(text_BL[:, :-1]).logits
         is_right_BL = logits_BLV.argmax(-1) == text_BL[:, 1:]
         found["right drafts"] = 100 * is_right_BL[:, -new:].float().mean().item()
+    else:
+        found["right drafts"] = statistics.mean(map(partial(_found, most=drafted), ids.tolist(), answers))
     return Result(found, [token for answer in answers for token in answer])
+
+
+def _found(prompt: list[int], answer: list[int], most: int) -> float:
+    """Return the percentage of right tokens among those that prompt lookup drafts for an answer."""
+    from oslo_models.deploy.running_batch.speculation import PromptLookup
+
+    lookup, drafted, right, place = PromptLookup(), 0, 0, 1
+    lookup.extend([*prompt, answer[0]])
+    while place < len(answer):
+        drafts = lookup.draft(min(most, len(answer) - place - 1))
+        pairs = zip(drafts, answer[place:], strict=False)
+        same = next((at for at, (draft, token) in enumerate(pairs) if draft != token), len(drafts))
+        drafted, right = drafted + len(drafts), right + same
+        lookup.extend(answer[place : place + same + 1])
+        place += same + 1
+    return 100 * right / max(drafted, 1)
 
 
 def serve(

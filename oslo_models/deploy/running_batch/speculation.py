@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -26,10 +26,10 @@ from oslo_models.deploy.running_batch.static_step import to_device
 
 SIZES = (3, 2)
 """Lengths of the token sequences that prompt lookup searches, in this order."""
-WEIGHT, LEAST_ACCEPTED, RETRY, REST = 0.25, 0.3, 0.6, 32
+WEIGHT, LEAST_ACCEPTED, RETRY, REST = 0.2, 0.15, 0.6, 32
 """Weight of the newest draft in the share of accepted tokens; the share below which a row pauses; the share after the
 pause; tokens of the first pause. Each pause is twice as long as the one before."""
-WITH, WITHOUT, NEWEST = 8, 3, 9
+WITH, WITHOUT, NEWEST = 8, 3, 32
 """Steps with and without drafts that are timed before their speeds are compared, and the newest of each that count."""
 LEAST_FILLED = 0.5
 """Smallest share of computed positions with tokens in a step with drafts. The others are padding."""
@@ -143,7 +143,7 @@ class DraftSpeed:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._speeds: dict[tuple[int, bool], deque[float]] = defaultdict(partial(deque, maxlen=NEWEST))
+        self._steps: dict[tuple[int, bool], deque[tuple[int, float]]] = defaultdict(partial(deque, maxlen=NEWEST))
         self._pause: dict[int, int] = {}  # remaining steps of a pause
         self._next: dict[int, int] = defaultdict(lambda: REST)
         self._begun: tuple[float, list[Any], int] | None = None
@@ -153,13 +153,13 @@ class DraftSpeed:
         going = [row for row in rows if not row.ended]
         self._begun = self._clock(), going, sum(len(row.new) for row in going)
         size = len(rows).bit_length()
-        plain, drafted = self._speeds[size, False], self._speeds[size, True]
+        plain, drafted = self._steps[size, False], self._steps[size, True]
         if self._pause.get(size):
             self._pause[size] -= 1
             return False
         if len(drafted) < WITH or len(plain) < WITHOUT:
             return len(drafted) < WITH
-        if statistics.median(drafted) >= statistics.median(plain):
+        if _speed(drafted) >= _speed(plain):
             return True
         self._pause[size] = self._next[size]
         self._next[size] *= 2
@@ -174,7 +174,16 @@ class DraftSpeed:
         self._begun = None
         gained = sum(len(row.new) for row in rows) - before
         if rows and gained:
-            self._speeds[len(rows).bit_length(), has_drafts].append(gained / max(self._clock() - start, 1e-9))
+            self._steps[len(rows).bit_length(), has_drafts].append((gained, max(self._clock() - start, 1e-9)))
+
+
+def _speed(steps: Iterable[tuple[int, float]]) -> float:
+    """Return the tokens a second of steps with these tokens and seconds.
+
+    The number of accepted tokens is skewed, so its mean counts. The median of the seconds leaves out interruptions.
+    """
+    tokens, seconds = zip(*steps, strict=True)
+    return statistics.mean(tokens) / statistics.median(seconds)
 
 
 class Drafts:
