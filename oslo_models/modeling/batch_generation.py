@@ -22,7 +22,7 @@ from oslo_models.deploy.running_batch.admission import (
 )
 from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, BatchLimits, check_drafted
 from oslo_models.deploy.running_batch.sampling import CommonDraws
-from oslo_models.deploy.running_batch.slot_states import has_states
+from oslo_models.deploy.running_batch.slot_states import has_index, has_states
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.distributed.rng import default_generator, stable_hash, synchronize
 from oslo_models.modeling.exact_rollouts import reason_of_layers
@@ -215,6 +215,8 @@ def _checked(
         reason = "its experts are divided over ranks with other tokens, which would compute different numbers of steps"
     if reason is None and model.token_division is not None and has_states(model.config):
         reason = f"its blocks keep states of rows, which was not tested with {model.token_division.option}"
+    if reason is None and model.token_division is not None and has_index(model.config):
+        reason = f"its blocks keep keys of an indexer, which was not tested with {model.token_division.option}"
     if reason is not None:
         raise ValueError(f"generate_batch does not run {name}: {reason}; {instead}")
     given = {**kwargs, **({} if config is None else {"generation_config": config})}

@@ -20,10 +20,10 @@ from oslo_models.deploy.running_batch.prompt_images import ARGUMENTS, PromptImag
 from oslo_models.deploy.running_batch.slot_states import BLOCKS, has_states
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
-_INDEXED = "its cache holds keys of an indexer beside keys of attention"
 _KINDS = {
-    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"), ""),
-    **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), _INDEXED),
+    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"), ""),
+    **dict.fromkeys(("moe", "mlp"), ""),
+    "minimax_m3_sparse": "its indexer counts blocks of keys from the first column",
     **dict.fromkeys(
         ("compressed_sparse_attention", "heavily_compressed_attention"),
         "its cache holds compressed keys beside the keys of a window",
@@ -43,8 +43,6 @@ WITH_STATES = frozenset(
 IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "zamba"))
 """Types among them with scans of prompts that cannot continue from a state. A step computes their whole prompt."""
 EXCLUSIVE: Mapping[str, str] = {
-    **dict.fromkeys(("deepseek_ocr2", "step3p7"), "an image and its tiles are in different arguments"),
-    "ernie4_5_vl_moe": "its experts read the kinds of the tokens, another argument of a call",
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
     "flaubert": "it has no key-value cache",
@@ -58,22 +56,29 @@ EXCLUSIVE: Mapping[str, str] = {
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
-    "emu3": "its images are tokens of a codebook, which its forward computes",
-    "gemma3": "the tokens of an image attend to each other in both directions",
-    "gemma4": "the tokens of an image attend to each other in both directions",
-    "gemma4_unified": "the tokens of an image attend to each other in both directions",
-    "molmo2": "the tokens of an image attend to each other in both directions",
-    "hunyuan_vl": "its positions count the images of all rows of a call",
-    **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "a mask marks the places of its images, beside the tokens"),
-    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
-    **dict.fromkeys(("idefics", "mllama"), "some blocks read the features of images, beside the cache of tokens"),
-    "ovis2": "the tokens around an image have embeddings from the call with its pixels",
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "its indexer reads the positions of all tokens, which its cache holds once"
+    ),
     "paligemma": "the tokens of a prompt attend to each other in both directions",
     "vibevoice_asr": "its forward has no argument for the positions of each row",
     "voxtral_realtime": "its encoder keeps another cache, and each token reads a part of the sound",
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
+TEXT_ONLY: Mapping[str, str] = {
+    **dict.fromkeys(("deepseek_ocr2", "step3p7"), "an image and its tiles are in different arguments"),
+    "ernie4_5_vl_moe": "its experts read the kinds of the tokens, another argument of a call",
+    "emu3": "its images are tokens of a codebook, which its forward computes",
+    **dict.fromkeys(
+        ("gemma3", "gemma4", "gemma4_unified", "molmo2"), "the tokens of an image attend to each other in both directions"
+    ),
+    "hunyuan_vl": "its positions count the images of all rows of a call",
+    **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "a mask marks the places of its images, beside the tokens"),
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
+    **dict.fromkeys(("idefics", "mllama"), "some blocks read the features of images, beside the cache of tokens"),
+    "ovis2": "the tokens around an image have embeddings from the call with its pixels",
+}
+"""Decoder types whose calls without images join, and the reason why calls with images do not."""
 READ_PADDING: Mapping[str, str] = {
     "minimax": "its blocks of tokens are counted from the padding",
     "xlstm": "its states include the padding",
@@ -133,7 +138,7 @@ class Admission:
 
     def __init__(self, config: Any, limits: BatchLimits, takes_features: bool = False) -> None:
         reason = reason_against(config)
-        self._config, self._takes_images = config, takes_features
+        self._config, self._takes_images = config, takes_features and _kind(config) not in TEXT_ONLY
         self._reads_padding = reason_against_padding(config) is not None
         self.reason = "max_batch_size=1" if reason is None and limits.rows == 1 else reason
         self._rows, self._longest = limits.rows, longest(config, limits)
@@ -276,7 +281,7 @@ def _smallest_window(text: Any) -> int | None:
     kinds = getattr(text, "layer_types", None)
     if "local" in (getattr(text, "attention_layers", None) or ()):
         return int(text.window_size)
-    if kinds is not None and not set(kinds) - {"full_attention"}:
+    if kinds is not None and not set(kinds) - {"full_attention", "indexed_attention"}:
         return None
     sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
     found = [int(size) for size in sizes if size is not None]

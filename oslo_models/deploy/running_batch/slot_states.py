@@ -16,6 +16,8 @@ from oslo_models.pipeline.sharded_model import ShardedModel
 
 BLOCKS = frozenset(("linear_attention", "conv", "hybrid", "hybrid_sliding"))
 """Kinds of blocks (``layer_types``) with states. Hybrid blocks have keys and values, too."""
+INDEXED = frozenset(("indexed_attention",))
+"""Kinds of blocks with keys of an indexer."""
 XLSTM_STATES = 3
 """States of a block of xLSTM, which keeps them in a cache of its own; see `own_caches`."""
 _STATES = ("conv_states", "recurrent_states")
@@ -26,6 +28,11 @@ def has_states(config: Any) -> bool:
     if config.model_type == "xlstm":
         return True
     return not BLOCKS.isdisjoint(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+
+
+def has_index(config: Any) -> bool:
+    """Return whether some blocks of a decoder keep keys of an indexer beside the keys of attention."""
+    return not INDEXED.isdisjoint(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def layers_with_states(model: ShardedModel) -> list[Any]:
