@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from oslo_models.contracts import require
 from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.admission import (
+    bounds,
     reason_against,
     reason_against_draft_model,
     reason_against_drafts,
@@ -269,12 +270,12 @@ def _longest(model: Any, prompts: Sequence[list[int]], setting: Callable[[str], 
     if total <= longest:
         what = f"max_length={most}" if new is None else f"max_new_tokens={new}"
         raise ValueError(f"{what} leaves no room for new tokens after a prompt of {longest} tokens: use a larger value")
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and total > positions:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {total - longest} new ones are more than the "
-            f"max_position_embeddings={positions} of {type(model).__name__}: use fewer new tokens or shorter prompts"
-        )
+    for name, most in bounds(model.config):
+        if total > most:
+            raise ValueError(
+                f"a prompt of {longest} tokens and {total - longest} new ones are more than the "
+                f"{name}={most} of {type(model).__name__}: use fewer new tokens or shorter prompts"
+            )
     return total
 
 

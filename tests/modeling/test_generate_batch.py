@@ -34,6 +34,7 @@ from support.mutants import Edit, MutantPool
 from support.pipelines import model_on_stages
 from support.pool import Pool, WorkerError
 from support.reference import full_parameters, reference_model
+from support.running import without_ties
 
 NEW = 6
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -44,7 +45,7 @@ Case = tuple[str, PreTrainedConfig, dict[str, Tensor]]
 
 def case(variant: str, seed: int, dropout: float = 0.0) -> tuple[Any, Case]:
     """Return transformers' model, and its class name, configuration and weights."""
-    name, config = zoo.lm_head(variant), zoo.config(variant)
+    name, config = zoo.lm_head(variant), without_ties(zoo.config(variant))
     config.resid_pdrop = dropout
     model = reference_model(name, config, seed).eval()
     return model, (name, config, full_parameters(model))
@@ -227,6 +228,40 @@ def test_sequences_have_the_tokens_of_generate(pool: Pool, variant: str, tp: int
     model, given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed)
     pool.run(tp * pp, check_batches, given, tp, pp, prompts, expectations(model, prompts))
+
+
+def check_log_probabilities(given: Case, tp: int, pp: int, prompts: list[list[int]], expected: Any) -> None:
+    model = model_on_stages(*given, tp, pp)
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    for rows in (2, None):
+        with lifted_casts():
+            keeps = SimpleNamespace(return_logprobs=True)
+            outputs = model.generate_batch(prompts, None, keeps, max_batch_size=rows, **options)
+        for each, (tokens, logprobs) in zip(outputs.values(), expected, strict=True):
+            assert each.generated_tokens == tokens
+            found = torch.tensor(each.logprobs, dtype=torch.float64)
+            torch.testing.assert_close(found, torch.tensor(logprobs, dtype=torch.float64), rtol=0, atol=1e-10)
+
+
+SPARSE = ("deepseek_v32", "glm_moe_dsa-shared", "axk2", "dots3_note_text", "hy_v4")
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2)])
+@pytest.mark.parametrize("variant", zoo.cases(each for each in SPARSE if each in {**zoo.MORE, **zoo.ODD}))
+def test_rows_with_indexers_have_the_log_probabilities_of_one_prompt(
+    pool: Pool, variant: str, tp: int, pp: int, seed: int
+) -> None:
+    model, given = case(variant, seed)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    expected = []
+    for prompt in prompts:
+        tokens = alone(model, prompt, **options)
+        with lifted_casts(), torch.no_grad():
+            scores_LV = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected.append((tokens, scores_LV.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()))
+    pool.run(tp * pp, check_log_probabilities, given, tp, pp, prompts, expected)
 
 
 # Groups and plans -----------------------------------------------------------------------------------------------------

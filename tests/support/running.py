@@ -219,9 +219,15 @@ def differences(
 
 
 def without_ties(config: Any) -> Any:
-    """Give the indexers of a configuration so many heads that no two keys have the score 0, and return it."""
-    if has_index(config):
-        config.get_text_config(decoder=True).index_n_heads = 24
+    """Let the tokens of a row not depend on other rows, and return the configuration.
+
+    Indexers have so many heads that no two keys have the score 0. Inkling scales no queries.
+    """
+    text = config.get_text_config(decoder=True)
+    if hasattr(text, "index_topk") and has_index(config):
+        text.index_n_heads = 24
+    if text.model_type == "inkling_text":
+        text.log_scaling_n_floor = 64
     return config
 
 

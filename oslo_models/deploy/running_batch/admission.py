@@ -17,13 +17,12 @@ from oslo_models import registry
 from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.prompt_images import ARGUMENTS, PromptImages, images_of_call
-from oslo_models.deploy.running_batch.slot_states import BLOCKS, has_states
+from oslo_models.deploy.running_batch.slot_states import BLOCKS, INDEXED, has_states
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
 _KINDS = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"), ""),
-    **dict.fromkeys(("moe", "mlp"), ""),
-    "minimax_m3_sparse": "its indexer counts blocks of keys from the first column",
+    **dict.fromkeys(("minimax_m3_sparse", "moe", "mlp"), ""),
     **dict.fromkeys(
         ("compressed_sparse_attention", "heavily_compressed_attention"),
         "its cache holds compressed keys beside the keys of a window",
@@ -33,6 +32,7 @@ _KINDS = {
 WITH_STATES = frozenset(
     (
         *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2", "inkling2_loop"),
+        *("inkling_mm_model", "inkling_text", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma"),
         *("inkling2_loop_text", "inkling2_text", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm2_vl"),
         *("lfm3", "lfm3_vl"),
         *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
@@ -40,7 +40,7 @@ WITH_STATES = frozenset(
     )
 )
 """Decoder types that join with states of their rows, see `slot_states`."""
-IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "zamba"))
+IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "zamba"))
 """Types among them with scans of prompts that cannot continue from a state. A step computes their whole prompt."""
 EXCLUSIVE: Mapping[str, str] = {
     "openai-gpt": "it has no key-value cache",
@@ -48,17 +48,10 @@ EXCLUSIVE: Mapping[str, str] = {
     "flaubert": "it has no key-value cache",
     "xlnet": "it predicts with a separate query, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
-    **dict.fromkeys(
-        ("inkling_mm_model", "inkling_text"), "it scales queries by the number of columns of the longest row"
-    ),
-    "recurrent_gemma": "transformers keeps its states in its modules, beside the cache",
     "rwkv": "transformers mixes the states of its rows when it decodes several",
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
-    **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"), "its indexer reads the positions of all tokens, which its cache holds once"
-    ),
     "paligemma": "the tokens of a prompt attend to each other in both directions",
     "vibevoice_asr": "its forward has no argument for the positions of each row",
     "voxtral_realtime": "its encoder keeps another cache, and each token reads a part of the sound",
@@ -76,11 +69,15 @@ TEXT_ONLY: Mapping[str, str] = {
     **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "a mask marks the places of its images, beside the tokens"),
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
     **dict.fromkeys(("idefics", "mllama"), "some blocks read the features of images, beside the cache of tokens"),
+    "qwen4_exp": "its indexers read the positions of height and width of all tokens",
     "ovis2": "the tokens around an image have embeddings from the call with its pixels",
 }
 """Decoder types whose calls without images join, and the reason why calls with images do not."""
 READ_PADDING: Mapping[str, str] = {
     "minimax": "its blocks of tokens are counted from the padding",
+    **dict.fromkeys(
+        ("minimax_m3_vl", "minimax_m3_vl_text"), "its indexers count blocks of keys from the padding"
+    ),
     "xlstm": "its states include the padding",
 }
 """Decoder types with other tokens for padded rows in transformers, and the reason. Padded calls do not join."""
@@ -281,7 +278,7 @@ def _smallest_window(text: Any) -> int | None:
     kinds = getattr(text, "layer_types", None)
     if "local" in (getattr(text, "attention_layers", None) or ()):
         return int(text.window_size)
-    if kinds is not None and not set(kinds) - {"full_attention", "indexed_attention"}:
+    if kinds is not None and not set(kinds) - {"full_attention", *INDEXED}:
         return None
     sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
     found = [int(size) for size in sizes if size is not None]
@@ -296,9 +293,16 @@ def _has_positions_of_their_own(text: Any) -> bool:
 
 
 def longest(config: Any, limits: BatchLimits) -> int:
-    """Return the maximum tokens of a row: the limit, or the model's number of positions if that is smaller."""
+    """Return the maximum tokens of a row: the limit, or a smaller bound of the model."""
+    return min(limits.length, *(count for _, count in bounds(config)))
+
+
+def bounds(config: Any) -> list[tuple[str, int]]:
+    """Return the settings of a decoder that bound the tokens of a row, with their values."""
     text = config.get_text_config(decoder=True)
-    return min(limits.length, getattr(text, "max_position_embeddings", None) or limits.length)
+    # from log_scaling_n_floor tokens on, Inkling scales queries by the number of columns of the longest row
+    names = ("max_position_embeddings", *(("log_scaling_n_floor",) if text.model_type == "inkling_text" else ()))
+    return [(name, int(count)) for name in names if (count := getattr(text, name, None))]
 
 
 def _is_batch(ids_BL: Any, rows: int) -> bool:
@@ -337,7 +341,7 @@ def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
 def with_states(config: Any, limits: BatchLimits) -> BatchLimits:
     """Return the limits for a model that may have states; see `BatchLimits`."""
     if not has_states(config):
-        return limits
+        return replace(limits, pads=_kind(config) not in READ_PADDING)
     splits = _kind(config) not in IN_ONE_STEP
     return replace(limits, has_states=True, splits=splits, reuse=limits.reuse and splits)
 

@@ -13,6 +13,7 @@ Legend:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -113,6 +114,36 @@ class SlotCache(Cache):
     def clear(self) -> None:
         """Remove all rows, including former rows."""
         self.lengths, self.lags, self.stop, self.kept = [], {}, 0, {}
+
+    def columns_of_positions(self, more: int) -> Tensor:
+        """Return the column of each position of each row, with ``more`` new positions, [B, L].
+
+        The columns after the last position of a row mean nothing.
+        """
+        begin_B1, lengths_B1 = self._bounds()
+        positions_L = torch.arange(max(self.lengths) + more)
+        columns_BL = torch.where(positions_L < lengths_B1, begin_B1, self.stop - lengths_B1) + positions_L
+        return columns_BL.clamp(max=self.stop + more - 1)
+
+    def positions_of_columns(self, more: int) -> Tensor:
+        """Return the position of each row in each column of the window, with ``more`` new columns, [B, L].
+
+        Where a row has no position, the number means nothing.
+        """
+        begin_B1, lengths_B1 = self._bounds()
+        columns_L = torch.arange(self.window + more)
+        first_BL = torch.where(columns_L < self.window, self.start - begin_B1, lengths_B1 - self.window)
+        return (first_BL + columns_L).clamp(min=0, max=max(self.lengths) + more - 1)
+
+    def _bounds(self) -> tuple[Tensor, Tensor]:
+        """Return the first column and the length of each row, [B, 1]."""
+        begin = [self.begin(slot) for slot in range(len(self.lengths))]
+        begin_B1, lengths_B1 = torch.tensor([begin, self.lengths])[..., None]
+        return begin_B1, lengths_B1
+
+    def computing(self, model: Any) -> AbstractContextManager[None]:
+        """Return a context for a forward of the model with this cache."""
+        return nullcontext()
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Append keys of the indexer of a layer, in transformers up to 5.18 before the keys of its attention."""
@@ -400,13 +431,33 @@ class _SlotLayer(CacheLayerMixin):
 
     def update_indexer(self, states: Tensor) -> Tensor:
         """Append keys [B, L, D] of the indexer to all rows. Return the keys of the window, including the new ones."""
-        states_B1LD = states[:, None]
-        self._match_index(states_B1LD)
-        cache = self._cache
-        rows, end = len(cache.lengths), cache.stop + states.shape[1]
-        self.index_keys[:rows, :, cache.stop : end] = states_B1LD
-        keys: Tensor = self.index_keys[:rows, 0, cache.start : end]
+        self._append_index(states[:, None])
+        keys: Tensor = self.index_keys[: len(states), 0, self._cache.start : self._cache.stop + states.shape[1]]
         return keys
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions of the columns [3, B, L], which Qwen4's indexers read; ``None`` before the first forward."""
+        if not self._cache.window:
+            return None
+        positions_BL = self._cache.positions_of_columns(0)
+        return positions_BL.to(self.device).expand(3, -1, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None:
+        """Ignore them: they follow from the lengths of the rows."""
+
+    def update_index(self, states: Tensor) -> Tensor:
+        """Append keys [B, 1, L, D] of the indexer to all rows. Return the keys of each row from its first position."""
+        self._append_index(states)
+        columns_BL = self._cache.columns_of_positions(states.shape[2]).to(states.device)
+        keys: Tensor = self.index_keys[torch.arange(len(states), device=states.device)[:, None], :, columns_BL]
+        return keys.transpose(1, 2)
+
+    def _append_index(self, states: Tensor) -> None:
+        self._match_index(states)
+        stop = self._cache.stop
+        self.index_keys[: len(states), :, stop : stop + states.shape[2]] = states
 
     def relocate(self, columns: int, at: int) -> None:
         """Move the window of all rows to column ``at`` in memory of ``columns`` columns and the cache's rows."""

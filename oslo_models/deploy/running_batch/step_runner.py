@@ -364,7 +364,8 @@ class StepRunner:
             inputs["position_ids"] = positions
         keeps = self._keeps_logits and model.pipeline is not None
         self._is_passed_on = True  # if the model raises, it tells the other stages itself
-        with model.pipeline.keeping_logits() if keeps else nullcontext():
+        computing = cache.computing(model) if isinstance(cache, SlotCache) else nullcontext()
+        with computing, model.pipeline.keeping_logits() if keeps else nullcontext():
             output = model(**inputs, **features, return_dict=True)
         if isinstance(cache, SlotCache):
             cache.take(output)
