@@ -215,8 +215,6 @@ def reason_against(config: Any) -> str | None:
     if getattr(config, "is_decoder", True) is False:
         return "it is an encoder: is_decoder=False in its configuration"
     text = config.get_text_config(decoder=True)
-    if not _has_positions_of_their_own(text):
-        return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"
     if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
         return "the first passes of its loop read the whole cache of the last pass (recurrent_kv_cache_mode last_loop)"
     kinds = set(getattr(text, "layer_types", None) or ()) - (BLOCKS if kind in WITH_STATES else set())
@@ -285,13 +283,6 @@ def _smallest_window(text: Any) -> int | None:
     return min(found, default=0 if kinds else None)
 
 
-def _has_positions_of_their_own(text: Any) -> bool:
-    """Return whether rotary positions depend only on their row. Two types depend on the longest row of the batch."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    by_layer_type = [each for each in parameters.values() if isinstance(each, Mapping)]
-    return all(each.get("rope_type") not in ("dynamic", "longrope") for each in (parameters, *by_layer_type))
-
-
 def longest(config: Any, limits: BatchLimits) -> int:
     """Return the maximum tokens of a row: the limit, or a smaller bound of the model."""
     return min(limits.length, *(count for _, count in bounds(config)))
@@ -300,9 +291,18 @@ def longest(config: Any, limits: BatchLimits) -> int:
 def bounds(config: Any) -> list[tuple[str, int]]:
     """Return the settings of a decoder that bound the tokens of a row, with their values."""
     text = config.get_text_config(decoder=True)
-    # from log_scaling_n_floor tokens on, Inkling scales queries by the number of columns of the longest row
-    names = ("max_position_embeddings", *(("log_scaling_n_floor",) if text.model_type == "inkling_text" else ()))
-    return [(name, int(count)) for name in names if (count := getattr(text, name, None))]
+    positions = getattr(text, "max_position_embeddings", None)
+    found = [("max_position_embeddings", positions)]
+    if text.model_type == "inkling_text":  # beyond, it scales queries by the number of columns of the longest row
+        found.append(("log_scaling_n_floor", text.log_scaling_n_floor))
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for each in (parameters, *parameters.values()):  # one, or one for each kind of blocks
+        kind = each.get("rope_type") if isinstance(each, Mapping) else None
+        if kind == "longrope":  # beyond, the longest row of a batch changes the frequencies of all rows
+            found.append(("original_max_position_embeddings", each.get("original_max_position_embeddings", positions)))
+        if kind == "dynamic" and positions:  # likewise, and they change back below this number
+            found.append(("max_position_embeddings - 1", positions - 1))
+    return [(name, int(count)) for name, count in found if count]
 
 
 def _is_batch(ids_BL: Any, rows: int) -> bool:
