@@ -49,6 +49,7 @@ pytestmark = pytest.mark.drawn(14, of="file")
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "deployment.md"
 
 
+NEWER = zoo.cases(each for each in ("minimax_m3_vl_text", "qwen4_exp_text") if running.is_decoder(each))
 DECODERS = [variant for variant in (*zoo.FOUNDING, *zoo.MORE) if running.is_decoder(variant)]
 
 
@@ -175,7 +176,7 @@ def test_logits_stay_on_the_last_stage(pool: Pool, tmp_path: Path, seed: int) ->
     assert pool.run(2, kept_logits, tmp_path) == [[(1, 0)] * 2, [(1, 1)] * 2]
 
 
-@pytest.mark.parametrize("variant", ["bamba", "falcon_h1", "xlstm", "deepseek_v32"])
+@pytest.mark.parametrize("variant", ["bamba", "falcon_h1", "xlstm", "deepseek_v32", *NEWER])
 @torch.no_grad()
 def test_rows_have_their_own_states(tmp_path: Path, seed: int, variant: str) -> None:
     """In slots and prompts that had other rows before: rows join together and in chunks, leave, and are continued."""

@@ -63,7 +63,8 @@ TEXT_ONLY: Mapping[str, str] = {
     "ernie4_5_vl_moe": "its experts read the kinds of the tokens, another argument of a call",
     "emu3": "its images are tokens of a codebook, which its forward computes",
     **dict.fromkeys(
-        ("gemma3", "gemma4", "gemma4_unified", "molmo2"), "the tokens of an image attend to each other in both directions"
+        ("gemma3", "gemma4", "gemma4_unified", "molmo2"),
+        "the tokens of an image attend to each other in both directions",
     ),
     "hunyuan_vl": "its positions count the images of all rows of a call",
     **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "a mask marks the places of its images, beside the tokens"),
@@ -75,9 +76,7 @@ TEXT_ONLY: Mapping[str, str] = {
 """Decoder types whose calls without images join, and the reason why calls with images do not."""
 READ_PADDING: Mapping[str, str] = {
     "minimax": "its blocks of tokens are counted from the padding",
-    **dict.fromkeys(
-        ("minimax_m3_vl", "minimax_m3_vl_text"), "its indexers count blocks of keys from the padding"
-    ),
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "its indexers count blocks of keys from the padding"),
     "xlstm": "its states include the padding",
 }
 """Decoder types with other tokens for padded rows in transformers, and the reason. Padded calls do not join."""
