@@ -42,6 +42,7 @@ WITH_STATES = frozenset(
 """Decoder types that join with states of their rows, see `slot_states`."""
 IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "zamba"))
 """Types among them with scans of prompts that cannot continue from a state. A step computes their whole prompt."""
+_BOTH_WAYS = "the tokens of an image attend to each other in both directions"
 EXCLUSIVE: Mapping[str, str] = {
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
@@ -62,10 +63,7 @@ TEXT_ONLY: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_ocr2", "step3p7"), "an image and its tiles are in different arguments"),
     "ernie4_5_vl_moe": "its experts read the kinds of the tokens, another argument of a call",
     "emu3": "its images are tokens of a codebook, which its forward computes",
-    **dict.fromkeys(
-        ("gemma3", "gemma4", "gemma4_unified", "molmo2"),
-        "the tokens of an image attend to each other in both directions",
-    ),
+    **dict.fromkeys(("gemma3", "gemma4", "gemma4_unified", "molmo2"), _BOTH_WAYS),
     "hunyuan_vl": "its positions count the images of all rows of a call",
     **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "a mask marks the places of its images, beside the tokens"),
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
