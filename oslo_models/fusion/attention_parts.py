@@ -57,7 +57,7 @@ class PartStates:
 
 
 def layers_by_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the attention layers of a model that compute with cached keys before, or without, an attention function."""
+    """Return the attention layers of a model that compute with cached keys before an attention function, or without."""
     return [each for each in model.modules() if hasattr(each, "expand_kv") or _inner_class(each) is not None]
 
 

@@ -83,6 +83,7 @@ TENANTS, MIXED, MOVES = (
     "test_rows_of_mixed_lengths_have_their_own_logits",
     "test_parts_keep_the_positions_of_each_row",
 )
+BLOCKS = "minimax_m3_vl_text"
 ATTEND = "test_decoders_of_the_zoo_attend_by_parts"
 AFTER = "test_steps_after_drafts_have_the_logits_of_the_kept_tokens"
 DRAFTED, FOLLOWS = f"{BATCH}.draft_model:DraftModel", "test_calls_with_a_draft_model_get_their_own_tokens"
@@ -513,12 +514,7 @@ SLOW: list[Row] = [
             ("slot_states:StateLayer._show_rows", "entries[: len", "entries.flip(0)[: len", "bamba"),
             ("slot_states:StateLayer.relocate", "self._entries[key][: len(entries)] = entries", "pass", "bamba"),
             ("slot_cache:_SlotLayer._append_index", "= states", "= states.roll(1, 0)", "deepseek_v32"),
-            (
-                "slot_cache:SlotCache.positions_of_columns",
-                "self.start - begin_B1",
-                "0 * begin_B1",
-                "minimax_m3_vl_text",
-            ),
+            ("slot_cache:SlotCache.positions_of_columns", "self.start - begin_B1", "0 * begin_B1", BLOCKS),
             ("own_caches:XlstmSlots.argument.fget", "if not self.window", "if True", "xlstm"),
         )
     ),
