@@ -31,9 +31,11 @@ from oslo_models.deploy import engine
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.messages import Failure, Request, Reused
 from oslo_models.deploy.running_batch import admission
+from oslo_models.deploy.running_batch.admission import TEXT_ONLY
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import SharedMemoryChannel
+from oslo_models.deploy.running_batch.prompt_images import BOTH_WAYS
 from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -94,7 +96,9 @@ def test_every_decoder_of_the_zoo_joins_or_has_a_reason() -> None:
     assert reasons == excluded | (stateful - admission.WITH_STATES) | ({*DECODERS} & {*admission.EXCLUSIVE})
     assert admission.IN_ONE_STEP <= admission.WITH_STATES <= stateful
     assert documented("why it does not join") == {zoo.config(variant).model_type for variant in reasons}
-    assert documented("why its images do not join") == registry.ARCHITECTURES.keys() & admission.TEXT_ONLY.keys()
+    assert (
+        documented("why its images do not join") == TEXT_ONLY.keys() & registry.ARCHITECTURES.keys() - BOTH_WAYS.keys()
+    )
 
 
 def documented(title: str) -> set[str]:

@@ -16,7 +16,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from oslo_models import registry
 from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, MOST_CACHE, BatchLimits, columns
-from oslo_models.deploy.running_batch.prompt_images import ARGUMENTS, PromptImages, images_of_call
+from oslo_models.deploy.running_batch.prompt_images import (
+    ARGUMENTS,
+    BOTH_WAYS,
+    TOKEN_TYPES,
+    PromptImages,
+    images_of_call,
+)
 from oslo_models.deploy.running_batch.slot_states import BLOCKS, INDEXED, has_states
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
@@ -42,7 +48,6 @@ WITH_STATES = frozenset(
 """Decoder types that join with states of their rows, see `slot_states`."""
 IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "zamba"))
 """Types among them with scans of prompts that cannot continue from a state. A step computes their whole prompt."""
-_BOTH_WAYS = "the tokens of an image attend to each other in both directions"
 EXCLUSIVE: Mapping[str, str] = {
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
@@ -63,7 +68,11 @@ TEXT_ONLY: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_ocr2", "step3p7"), "an image and its tiles are in different arguments"),
     "ernie4_5_vl_moe": "its experts read the kinds of the tokens, another argument of a call",
     "emu3": "its images are tokens of a codebook, which its forward computes",
-    **dict.fromkeys(("gemma3", "gemma4", "gemma4_unified", "molmo2"), _BOTH_WAYS),
+    **dict.fromkeys(
+        () if registry.INSTALLED >= (5, 24) else BOTH_WAYS,
+        "older releases than transformers 5.24 compute the mask of their images for a whole prompt only",
+    ),
+    "molmo2": "the tokens of all images of a prompt attend to each other in both directions",
     "hunyuan_vl": "its positions count the images of all rows of a call",
     **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "a mask marks the places of its images, beside the tokens"),
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
@@ -132,7 +141,9 @@ class Admission:
 
     def __init__(self, config: Any, limits: BatchLimits, takes_features: bool = False) -> None:
         reason = reason_against(config)
-        self._config, self._takes_images = config, takes_features and _kind(config) not in TEXT_ONLY
+        self._config, kind = config, _kind(config)
+        types = {"token_type_ids", TOKEN_TYPES} - {BOTH_WAYS.get(kind, TOKEN_TYPES)}
+        self._of_images = ARGUMENTS - types if takes_features and kind not in TEXT_ONLY else frozenset()
         self._reads_padding = reason_against_padding(config) is not None
         self.reason = "max_batch_size=1" if reason is None and limits.rows == 1 else reason
         self._rows, self._longest = limits.rows, longest(config, limits)
@@ -147,7 +158,7 @@ class Admission:
         """
         if self.reason is not None or defaults is None:
             return False
-        names = kwargs.keys() - _NOT_SETTINGS - (ARGUMENTS if self._takes_images else set())
+        names = kwargs.keys() - _NOT_SETTINGS - self._of_images
         if not all(hasattr(defaults, name) and not name.startswith("_") for name in names):
             return False
         setting = settings_of(kwargs, defaults)

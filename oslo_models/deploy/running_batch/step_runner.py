@@ -321,7 +321,7 @@ class StepRunner:
         stop = done + len(step.chunk)
         prompt.make_room(1, len(step.chunk))
         positions = torch.arange(done, stop, device=self._device)[None] if seen is None else seen.positions(done, stop)
-        features = {} if seen is None else seen.take_features()
+        features = {} if seen is None else {**seen.take_features(), **seen.token_types(stop)}
         ids_BL = to_device([step.chunk], self._device)
         with self._adapters.selected([self._adapter]):
             logits_BV = self._forward(prompt, ids_BL, positions, {"is_first_iteration": done == 0}, features)
@@ -348,7 +348,7 @@ class StepRunner:
 
         Args:
             positions: [B, L], or [3 or 4, B, L] for images with positions of height and width.
-            features: of the images among the tokens, as an argument of the model.
+            features: of the images among the tokens, and kinds of tokens, as arguments of the model.
         """
         model, argument = self.model, cache
         if isinstance(cache, SlotCache):
@@ -366,7 +366,7 @@ class StepRunner:
         self._is_passed_on = True  # if the model raises, it tells the other stages itself
         computing = cache.computing(model) if isinstance(cache, SlotCache) else nullcontext()
         with computing, model.pipeline.keeping_logits() if keeps else nullcontext():
-            output = model(**inputs, **features, return_dict=True)
+            output = model(**{**inputs, **features}, return_dict=True)
         if isinstance(cache, SlotCache):
             cache.take(output)
         logits_BLV: Tensor = output.logits
