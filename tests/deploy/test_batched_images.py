@@ -44,7 +44,8 @@ def rows_of(batch: dict[str, Tensor], config: Any) -> list[dict[str, Tensor]]:
     """Return one call for each row of a batch, with the images of the row and without padding."""
     images = {name: batch[name] for name in batch.keys() & zoo.IMAGES}
     rows = images_of_rows({"input_ids": batch["input_ids"], **images}, config)
-    plain = [name for name in ("input_ids", "attention_mask", "mm_token_type_ids") if name in batch]
+    marks = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+    plain = [name for name in ("input_ids", "attention_mask", *marks) if name in batch]
     calls = []
     for row, own in enumerate(rows):
         kept = batch["attention_mask"][row].bool()

@@ -19,8 +19,8 @@ from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, 
 from oslo_models.deploy.running_batch.prompt_images import (
     ARGUMENTS,
     BOTH_WAYS,
-    TOKEN_TYPES,
     PromptImages,
+    arguments_of,
     images_of_call,
 )
 from oslo_models.deploy.running_batch.slot_states import BLOCKS, INDEXED, has_states
@@ -66,7 +66,6 @@ EXCLUSIVE: Mapping[str, str] = {
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
 TEXT_ONLY: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_ocr2", "step3p7"), "an image and its tiles are in different arguments"),
-    "ernie4_5_vl_moe": "its experts read the kinds of the tokens, another argument of a call",
     "emu3": "its images are tokens of a codebook, which its forward computes",
     **dict.fromkeys(
         () if registry.INSTALLED >= (5, 24) else BOTH_WAYS,
@@ -142,8 +141,8 @@ class Admission:
     def __init__(self, config: Any, limits: BatchLimits, takes_features: bool = False) -> None:
         reason = reason_against(config)
         self._config, kind = config, _kind(config)
-        types = {"token_type_ids", TOKEN_TYPES} - {BOTH_WAYS.get(kind, TOKEN_TYPES)}
-        self._of_images = ARGUMENTS - types if takes_features and kind not in TEXT_ONLY else frozenset()
+        taken = takes_features and kind not in TEXT_ONLY
+        self._of_images = arguments_of(kind) if taken else frozenset()
         self._reads_padding = reason_against_padding(config) is not None
         self.reason = "max_batch_size=1" if reason is None and limits.rows == 1 else reason
         self._rows, self._longest = limits.rows, longest(config, limits)

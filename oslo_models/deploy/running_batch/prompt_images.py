@@ -35,9 +35,17 @@ BOTH_WAYS: Mapping[str, str] = {
     **dict.fromkeys(("gemma4", "gemma4_unified"), TOKEN_TYPES),
 }
 """Types whose tokens of an image attend to each other in both directions, and the argument that marks these tokens."""
-_TYPES = frozenset((TOKEN_TYPES, *BOTH_WAYS.values()))
+OF_EXPERTS: Mapping[str, str] = {"ernie4_5_vl_moe": "moe_mm_token_type_ids"}
+"""Types with experts for images, and the argument that marks their tokens."""
+_MARKS = {**BOTH_WAYS, **OF_EXPERTS}
+_TYPES = frozenset((TOKEN_TYPES, *_MARKS.values()))
 ARGUMENTS = frozenset((*IMAGE.arguments, PIXEL_MASK, *_TYPES))
 """Arguments of `generate` with the images of a call that joins."""
+
+
+def arguments_of(model_type: str) -> frozenset[str]:
+    """Return the arguments among `ARGUMENTS` that a type takes."""
+    return ARGUMENTS - ({*_MARKS.values()} - {TOKEN_TYPES, _MARKS.get(model_type)})
 
 
 class PromptImages(NamedTuple):
@@ -121,10 +129,26 @@ def images_of_call(given: Mapping[str, Any], config: Any, identified: bool = Tru
             if types_BL.shape != ids_BL.shape:
                 raise ValueError(f"{name} has shape {tuple(types_BL.shape)}, input_ids {tuple(ids_BL.shape)}")
             own = {**own, name: types_BL[row][kept_L][None]}
-        if config.model_type in BOTH_WAYS and any(end == first for (_, end), (first, _) in pairwise(spans)):
-            raise ValueError("two images without a token between them attend to each other")
+        _check_marks(ids_1L, own, spans, config)
         found.append(PromptImages(row, ids_1L, own, spans, digests, placeholder(IMAGE, config)))
     return found
+
+
+def _check_marks(ids_1L: Tensor, own: Mapping[str, Any], spans: list[tuple[int, int]], config: Any) -> None:
+    """Raise ``ValueError`` if the marks of a row do not follow from its tokens, or its images are not separate.
+
+    Otherwise, equal tokens could have unequal entries in the key-value cache.
+    """
+    name = _MARKS.get(config.model_type)
+    if name is None:
+        return
+    marked_1L = ids_1L == placeholder(IMAGE, config)
+    if name in OF_EXPERTS.values():
+        marked_1L = marked_1L | (ids_1L == config.image_start_token_id)
+    elif any(end == first for (_, end), (first, _) in pairwise(spans)):
+        raise ValueError("two images without a token between them attend to each other")
+    if name not in own or not torch.equal(own[name].bool().cpu(), marked_1L.cpu()):
+        raise ValueError(f"{name} does not mark the tokens of the images")
 
 
 def _digest(image: Mapping[str, Any]) -> int:
@@ -193,11 +217,15 @@ class PromptInProgress:
         features, self._features = self._features, {}
         return {"mm_encoder_outputs": features} if features else {}
 
-    def token_types(self, stop: int) -> dict[str, Any]:
-        """Return the kinds of the tokens before ``stop``, as an argument of a model that masks images by them."""
-        name = BOTH_WAYS.get(self._model.config.model_type, "")
-        types_1L = self._images.arguments.get(name)
-        return {} if types_1L is None else {name: types_1L[:, :stop]}
+    def token_types(self, start: int, stop: int) -> dict[str, Any]:
+        """Return the marks of the tokens of images in a chunk, as an argument of the model.
+
+        Masks read them from the beginning of the prompt.
+        """
+        name = _MARKS.get(self._model.config.model_type)
+        if name is None:
+            return {}
+        return {name: self._images.arguments[name][:, 0 if name in BOTH_WAYS.values() else start : stop]}
 
 
 def share_failure(model: ShardedModel, failure: Exception | None) -> None:

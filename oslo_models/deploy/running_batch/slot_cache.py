@@ -389,6 +389,7 @@ class _SlotLayer(CacheLayerMixin):
         super().__init__()
         self._cache = cache
         self.index_keys: Any = None
+        self._device_of_positions = torch.device("cpu")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -441,11 +442,13 @@ class _SlotLayer(CacheLayerMixin):
         if not self._cache.window:
             return None
         positions_BL = self._cache.positions_of_columns(0)
-        return positions_BL.to(self.device).expand(3, -1, -1)
+        return positions_BL.to(self._device_of_positions).expand(3, -1, -1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:
-        """Ignore them: they follow from the lengths of the rows."""
+        """Ignore positions, which follow from the lengths of the rows, but not their device."""
+        if positions is not None:
+            self._device_of_positions = positions.device
 
     def update_index(self, states: Tensor) -> Tensor:
         """Append keys [B, 1, L, D] of the indexer to all rows. Return the keys of each row from its first position."""

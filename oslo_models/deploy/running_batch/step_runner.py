@@ -321,7 +321,7 @@ class StepRunner:
         stop = done + len(step.chunk)
         prompt.make_room(1, len(step.chunk))
         positions = torch.arange(done, stop, device=self._device)[None] if seen is None else seen.positions(done, stop)
-        features = {} if seen is None else {**seen.take_features(), **seen.token_types(stop)}
+        features = {} if seen is None else {**seen.take_features(), **seen.token_types(done, stop)}
         ids_BL = to_device([step.chunk], self._device)
         with self._adapters.selected([self._adapter]):
             logits_BV = self._forward(prompt, ids_BL, positions, {"is_first_iteration": done == 0}, features)
