@@ -41,7 +41,7 @@ WITH_STATES = frozenset(
         *("inkling_mm_model", "inkling_text", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma"),
         *("inkling2_loop_text", "inkling2_text", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm2_vl"),
         *("lfm3", "lfm3_vl"),
-        *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("mamba", "mamba2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
         *("qwen3_5_text", "qwen3_next", "zamba", "zamba2", "zaya"),
     )
 )
@@ -58,6 +58,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
+    "idefics": "some blocks read the features of images, beside the cache of tokens, and each call has images",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
     "vibevoice_asr": "its forward has no argument for the positions of each row",
     "voxtral_realtime": "its encoder keeps another cache, and each token reads a part of the sound",
@@ -75,7 +76,7 @@ TEXT_ONLY: Mapping[str, str] = {
     "hunyuan_vl": "its positions count the images of all rows of a call",
     **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "a mask marks the places of its images, beside the tokens"),
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
-    **dict.fromkeys(("idefics", "mllama"), "some blocks read the features of images, beside the cache of tokens"),
+    "mllama": "some blocks read the features of images, beside the cache of tokens",
     "qwen4_exp": "its indexers read the positions of height and width of all tokens",
     "ovis2": "the tokens around an image have embeddings from the call with its pixels",
 }
@@ -292,7 +293,7 @@ def _smallest_window(text: Any) -> int | None:
 
 def longest(config: Any, limits: BatchLimits) -> int:
     """Return the maximum tokens of a row: the limit, or a smaller bound of the model."""
-    return min(limits.length, *(count for _, count in bounds(config)))
+    return min([limits.length, *(count for _, count in bounds(config))])
 
 
 def bounds(config: Any) -> list[tuple[str, int]]:
