@@ -132,7 +132,7 @@ def _forward_by_parts(layer: Any, forward: Any, hidden: Tensor, *args: Any, **kw
         rows, first = slice(first, first + len(part.lengths)), first + len(part.lengths)
         columns = part.window + hidden.shape[1]
         own = {key: _of_part(key, value, len(hidden), rows, columns) for key, value in given.items()}
-        own |= {} if residual is None else {"residual": torch.zeros_like(hidden[rows])}
+        own |= {} if residual is None else {"residual": hidden.new_zeros(())}
         with override_attributes(layer, {before: partial(_given, projected[rows]), after: nn.Identity()}):
             attended.append(forward(hidden[rows], **own, **{name: part})[0])
     output = getattr(layer, after)(torch.cat(attended))
