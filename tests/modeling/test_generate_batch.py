@@ -35,7 +35,7 @@ from support.mutants import Edit, MutantPool
 from support.pipelines import model_on_stages
 from support.pool import Pool, WorkerError
 from support.reference import full_parameters, reference_model
-from support.running import without_ties
+from support.running import forget_states, without_ties
 
 NEW = 6
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -49,6 +49,9 @@ def case(variant: str, seed: int, dropout: float = 0.0, **changes: Any) -> tuple
     name, config = zoo.lm_head(variant), without_ties(zoo.config(variant, **changes))
     config.resid_pdrop = dropout
     model = reference_model(name, config, seed).eval()
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("bias"):  # biases of routers are no parameters
+            buffer.zero_()
     return model, (name, config, full_parameters(model))
 
 
@@ -249,10 +252,12 @@ def scored(model: Any, prompts: list[list[int]]) -> list[tuple[list[int], list[f
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     found = []
     for prompt in prompts:
-        tokens = alone(model, prompt, **options)
+        forget_states(model)
         with lifted_casts(), torch.no_grad():
-            scores_LV = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        found.append((tokens, scores_LV.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()))
+            made = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, output_scores=True, **options)
+            scores_LV = torch.cat(made.scores).log_softmax(-1)
+        tokens_L = made.sequences[0, len(prompt) :]
+        found.append((tokens_L.tolist(), scores_LV.gather(1, tokens_L[:, None])[:, 0].tolist()))
     return found
 
 
@@ -290,7 +295,7 @@ def check_long_rows(given: Case, prompts: list[list[int]], expected: Any) -> Non
 def test_rows_are_too_short_to_change_the_positions_of_others(pool: Pool, seed: int) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 20, "factor": 2.0}
     rope |= {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
-    model, given = case("phi3", seed, rope_parameters=rope)
+    model, given = case("phi3", seed, rope_parameters=rope, original_max_position_embeddings=20)
     prompts = drawn_prompts(given[1].vocab_size, seed)
     pool.run(2, check_long_rows, given, prompts, scored(model, prompts))
 

@@ -41,7 +41,19 @@ WITH_STATES = frozenset(
         *("inkling_mm_model", "inkling_text", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma"),
         *("inkling2_loop_text", "inkling2_text", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm2_vl"),
         *("lfm3", "lfm3_vl"),
-        *("mamba", "mamba2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *(
+            "mamba",
+            "mamba2",
+            "minicpm_ocr",
+            "minicpmv4_6",
+            "minicpmv4_7",
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+        ),
         *("qwen3_5_text", "qwen3_next", "zamba", "zamba2", "zaya"),
     )
 )
