@@ -86,6 +86,7 @@ TEXT_ONLY: Mapping[str, str] = {
         "older releases than transformers 5.24 compute the mask of their images for a whole prompt only",
     ),
     "molmo2": "the tokens of all images of a prompt attend to each other in both directions",
+    "inkling_mm_model": "calls with its images were not tested in the batch",
     "hunyuan_vl": "its positions count the images of all rows of a call",
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
     "mllama": "some blocks read the features of images, beside the cache of tokens",
