@@ -73,7 +73,8 @@ def test_decoders_of_the_zoo_get_their_own_tokens(
     if (reason := admission.reason_against(zoo.config(variant))) is not None:
         pytest.skip(reason)
     if axis == "pipeline_parallel_size":
-        plan = registry.find(zoo.lm_head(variant)).plan(zoo.config(variant))  # type: ignore[attr-defined]
+        config = zoo.config(variant)
+        plan = registry.find(running.head(variant, config)).plan(config)  # type: ignore[attr-defined]
         if plan.pipeline.single_stage_reason:
             pytest.skip(f"{variant} has one stage: {plan.pipeline.single_stage_reason}")
     running.compare(pool, variant, tmp_path, seed, 8, **{axis: 2})

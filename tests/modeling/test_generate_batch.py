@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 import oslo_models
 from oslo_models import (
     BambaForCausalLM,
+    DeepseekV32ForCausalLM,
     Gemma2ForCausalLM,
     LlamaForCausalLM,
     MambaForCausalLM,
@@ -506,6 +507,11 @@ def check_refusals(given: Case) -> None:
     bamba: Any = BambaForCausalLM.from_config_with_parallel(zoo.config("bamba"), 2, seed=0, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"run BambaForCausalLM: .* not tested with sequence_parallel=True; call gen"):
         bamba.generate_batch([[1, 2]])
+    sparse: Any = DeepseekV32ForCausalLM.from_config_with_parallel(
+        zoo.config("deepseek_v32"), 2, seed=0, sequence_parallel=True
+    )
+    with pytest.raises(ValueError, match=r"keep keys of an indexer, which was not tested with sequence_parallel=True"):
+        sparse.generate_batch([[1, 2]])
     minimax: Any = MiniMaxForCausalLM.from_config_with_parallel(zoo.config("minimax"), 2, seed=0)
     with pytest.raises(
         ValueError, match=r"common_draws=True does not work with prompts of different .*MiniMaxForCausalLM: its blocks"

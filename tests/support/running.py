@@ -53,6 +53,13 @@ def is_decoder(variant: str) -> bool:
     return any(zoo.original(name).can_generate() for name in zoo.lm_heads(variant) if "DoubleHeads" not in name)
 
 
+def head(variant: str, config: Any) -> str:
+    """Return the class that generates text from this configuration."""
+    name = zoo.lm_head(variant)
+    cls: Any = zoo.original(name)
+    return name if isinstance(config, cls.config_class) else zoo.main_head(variant)  # of Mllama, a part has a head
+
+
 def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11) -> list[dict[str, Any]]:
     """Arguments of calls of `generate`, each with a ``seed`` for its draws; some have two rows, one of them padded.
 
@@ -243,7 +250,8 @@ def checked(
     variant: str, folder: Any, seed: int, count: int, **changes: Any
 ) -> tuple[str, list[dict[str, Any]], list[Tensor]]:
     """Save a decoder; return its class, calls, and the answers of plain transformers to each call alone."""
-    name, config = zoo.lm_head(variant), without_ties(zoo.config(variant, **changes))
+    config = without_ties(zoo.config(variant, **changes))
+    name = head(variant, config)
     reference = reference_model(name, config, seed, torch.float64).eval()
     reference.save_pretrained(folder)
     given = requests(random.Random(seed), count)
