@@ -56,7 +56,7 @@ class PartStates:
         self.parts = parts
 
 
-def layers_by_parts(model: nn.Module) -> list[nn.Module]:
+def layers_by_parts(model: Any) -> list[nn.Module]:
     """Return the attention layers of a model that compute with cached keys before an attention function, or without."""
     return [each for each in model.modules() if hasattr(each, "expand_kv") or _inner_class(each) is not None]
 
@@ -106,10 +106,10 @@ def _expand_by_parts(layer: Any, expand: Any, latents: Any, rotary: Any) -> tupl
     )
     sizes = [len(part) for part in latents.parts]
     found = (states.split(sizes) for states in expand(*padded))
-    keys, values = (
+    expanded_keys, expanded_values = (
         [own[:, :, most - part.shape[2] :] for own, part in zip(states, latents.parts, strict=True)] for states in found
     )
-    return PartStates(keys), PartStates(values)
+    return PartStates(expanded_keys), PartStates(expanded_values)
 
 
 def _forward_by_parts(layer: Any, forward: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

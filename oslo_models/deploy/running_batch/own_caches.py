@@ -114,13 +114,13 @@ class GriffinSlots(SlotCache):
             blocks = [(index, layer.temporal_block) for index, layer in found]
             self._blocks = [(index, block) for index, block in blocks if hasattr(block, "conv1d_state")]
         for index, block in self._blocks:
-            states = self.layers[index].recurrent_states  # type: ignore[union-attr]
+            states = self.layers[index].recurrent_states
             begins = not self.window  # the block then makes zeros
             block.conv1d_state, block.rg_lru.recurrent_states = (None, None) if begins else (states[0], states[1])
         yield
         for index, block in self._blocks:
             for number, state in enumerate((block.conv1d_state, block.rg_lru.recurrent_states)):
-                self.layers[index].update_recurrent_state(state, number)  # type: ignore[union-attr]
+                self.layers[index].update_recurrent_state(state, number)
             block.conv1d_state = block.rg_lru.recurrent_states = None
 
 
