@@ -28,7 +28,7 @@ from oslo_models.deploy.running_batch.slot_states import BLOCKS, INDEXED, has_st
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
 _KINDS = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"), ""),
-    **dict.fromkeys(("minimax_m3_sparse", "moe", "mlp"), ""),
+    **dict.fromkeys(("moe", "mlp", *INDEXED), ""),
     **dict.fromkeys(
         ("compressed_sparse_attention", "heavily_compressed_attention"),
         "its cache holds compressed keys beside the keys of a window",
@@ -94,6 +94,9 @@ TEXT_ONLY: Mapping[str, str] = {
     "ovis2": "the tokens around an image have embeddings from the call with its pixels",
 }
 """Decoder types whose calls without images join, and the reason why calls with images do not."""
+_SINCE_5_24 = frozenset(("inkling_text", "qwen4_exp_text", "recurrent_gemma"))
+SINCE = frozenset() if registry.INSTALLED >= (5, 24) else _SINCE_5_24 | TEXT_ONLY.keys() - BOTH_WAYS.keys()
+"""Types that join with newer releases of transformers than the installed one."""
 READ_PADDING: Mapping[str, str] = {
     "minimax": "its blocks of tokens are counted from the padding",
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "its indexers count blocks of keys from the padding"),
@@ -231,6 +234,8 @@ def reason_against(config: Any) -> str | None:
     kind = _kind(config)
     if kind not in registry.ARCHITECTURES:
         return "the running batch was not tested with models of its type"
+    if kind in SINCE:
+        return "older releases than transformers 5.24 compute it in other ways"
     if config.is_encoder_decoder:
         return "it is an encoder-decoder, and its encoder computes a batch at once"
     if getattr(config, "is_decoder", True) is False:

@@ -16,8 +16,8 @@ from oslo_models.pipeline.sharded_model import ShardedModel
 
 BLOCKS = frozenset(("linear_attention", "conv", "hybrid", "hybrid_sliding"))
 """Kinds of blocks (``layer_types``) with states. Hybrid blocks have keys and values, too."""
-INDEXED = frozenset(("indexed_attention", "minimax_m3_sparse"))
-"""Kinds of blocks with keys of an indexer."""
+INDEXED = frozenset(("indexed_attention", "minimax_m3_sparse", "deepseek_sparse_attention"))
+"""Kinds of blocks with keys of an indexer; the last one is a former name of the first."""
 XLSTM_STATES = 3
 """States of a block of xLSTM, which keeps them in a cache of its own; see `own_caches`."""
 _STATES = ("conv_states", "recurrent_states")
