@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -28,8 +28,8 @@ class FunctionOverrides(TorchFunctionMode):
 
 
 @contextmanager
-def override_attributes(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Override the parameters of a module by ``values`` of the same names within the block."""
+def override_attributes(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """Override parameters, submodules and methods of a module by ``values`` of the same names within the block."""
     own = vars(module)
     before = {name: own[name] for name in values if name in own}  # overridden around this block, too
     own |= values

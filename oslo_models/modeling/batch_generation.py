@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from oslo_models.contracts import require
 from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.admission import (
+    bounds,
     reason_against,
     reason_against_draft_model,
     reason_against_drafts,
@@ -22,7 +23,7 @@ from oslo_models.deploy.running_batch.admission import (
 )
 from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, BatchLimits, check_drafted
 from oslo_models.deploy.running_batch.sampling import CommonDraws
-from oslo_models.deploy.running_batch.slot_states import has_states
+from oslo_models.deploy.running_batch.slot_states import has_index, has_states
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.distributed.rng import default_generator, stable_hash, synchronize
 from oslo_models.modeling.exact_rollouts import reason_of_layers
@@ -225,6 +226,8 @@ def _checked(
         reason = "its experts are divided over ranks with other tokens, which would compute different numbers of steps"
     if reason is None and model.token_division is not None and has_states(model.config):
         reason = f"its blocks keep states of rows, which was not tested with {model.token_division.option}"
+    if reason is None and model.token_division is not None and has_index(model.config):
+        reason = f"its blocks keep keys of an indexer, which was not tested with {model.token_division.option}"
     if reason is not None:
         raise ValueError(f"generate_batch does not run {name}: {reason}; {instead}")
     given = {**kwargs, **({} if config is None else {"generation_config": config})}
@@ -277,12 +280,12 @@ def _longest(model: Any, prompts: Sequence[list[int]], setting: Callable[[str], 
     if total <= longest:
         what = f"max_length={most}" if new is None else f"max_new_tokens={new}"
         raise ValueError(f"{what} leaves no room for new tokens after a prompt of {longest} tokens: use a larger value")
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and total > positions:
-        raise ValueError(
-            f"a prompt of {longest} tokens and {total - longest} new ones are more than the "
-            f"max_position_embeddings={positions} of {type(model).__name__}: use fewer new tokens or shorter prompts"
-        )
+    for name, most in bounds(model.config):
+        if total > most:
+            raise ValueError(
+                f"a prompt of {longest} tokens and {total - longest} new ones are more than the "
+                f"{name}={most} of {type(model).__name__}: use fewer new tokens or shorter prompts"
+            )
     return total
 
 

@@ -83,6 +83,8 @@ TENANTS, MIXED, MOVES = (
     "test_rows_of_mixed_lengths_have_their_own_logits",
     "test_parts_keep_the_positions_of_each_row",
 )
+BLOCKS = "minimax_m3_vl_text"
+ATTEND = "test_decoders_of_the_zoo_attend_by_parts"
 AFTER = "test_steps_after_drafts_have_the_logits_of_the_kept_tokens"
 DRAFTED, FOLLOWS = f"{BATCH}.draft_model:DraftModel", "test_calls_with_a_draft_model_get_their_own_tokens"
 DRAFTS, SPECULATED = f"{BATCH}.speculation", "deploy/test_speculation.py"
@@ -133,6 +135,13 @@ FAST: list[Row] = [
         PARTS,
         MOVES,
         {},
+    ),
+    *(
+        (f"fusion.attention_parts:{place}", before, after, PARTS, ATTEND, {"variant": variant})
+        for place, before, after, variant in (
+            ("_of_part", "value.shape[-1] - columns :", ": columns", "bloom"),
+            ("_forward_by_parts", "projected[rows]", "projected[: len(part.lengths)]", "mpt"),
+        )
     ),
     (f"{BATCH}.slot_parts:PartedSlots.settle", "counts[slot]", "counts[0]", PARTS, MOVES, {}),
     (f"{BATCH}.slot_parts:_Part.gives_back", "layer.move(free, own, *bounds)", "pass", PARTS, MOVES, {}),
@@ -504,6 +513,8 @@ SLOW: list[Row] = [
             ("slot_states:StateLayer.copy", "self._entries[key][slot] = entries[row]", "pass", "bamba"),
             ("slot_states:StateLayer._show_rows", "entries[: len", "entries.flip(0)[: len", "bamba"),
             ("slot_states:StateLayer.relocate", "self._entries[key][: len(entries)] = entries", "pass", "bamba"),
+            ("slot_cache:_SlotLayer._append_index", "= states", "= states.roll(1, 0)", "deepseek_v32"),
+            ("slot_cache:SlotCache.positions_of_columns", "self.start - begin_B1", "0 * begin_B1", BLOCKS),
             ("own_caches:XlstmSlots.argument.fget", "if not self.window", "if True", "xlstm"),
         )
     ),

@@ -503,16 +503,27 @@ def test_failed_forward_leaves_no_prefixes(pair: Any, seed: int, monkeypatch: py
 @pytest.mark.parametrize(
     ("rope", "expected"),
     [
-        (None, True),
-        ({"rope_type": "linear"}, True),
-        ({"rope_type": "dynamic"}, False),
-        ({"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}, False),
+        (None, 90),
+        ({"rope_type": "linear"}, 90),
+        ({"rope_type": "dynamic"}, 89),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 40}, 40),
+        (
+            {
+                "full_attention": {"rope_type": "longrope", "original_max_position_embeddings": 40},
+                "sliding_attention": {"rope_type": "default"},
+            },
+            40,
+        ),
     ],
 )
-def test_models_with_positions_by_the_longest_row_do_not_join(rope: Any, expected: bool) -> None:
+def test_rows_are_too_short_to_change_the_positions_of_others(rope: Any, expected: int) -> None:
+    """Beyond, the longest row of a batch changes the rotary frequencies of all rows."""
     config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, num_hidden_layers=1)
-    config.rope_parameters = rope
-    assert (reason_against(config) is None) is expected
+    config.rope_parameters, config.max_position_embeddings = rope, 90
+    assert reason_against(config) is None
+    admission, defaults = Admission(config, BatchLimits(2, 100)), transformers.GenerationConfig()
+    for new, joins in ((expected - 7, True), (expected - 6, False)):
+        assert admission.joins({"input_ids": torch.ones(1, 7).long(), "max_new_tokens": new}, defaults, False) is joins
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("per_loop", True), ("last_loop", False)])

@@ -283,11 +283,12 @@ def test_loop_reuses_prefixes_of_rows_in_parts(pair: Any, seed: int, groups: int
     assert max(reused) > 30 and reused[-1] == chat[-1]["input_ids"].shape[1] - 1
 
 
-MORE = [pytest.param(each, marks=pytest.mark.zoo) for each in ("cohere2", "gemma2", "gpt_oss", "mixtral", "olmo3")]
+MORE = ("bloom", "cohere2", "falcon", "gemma2", "gpt_oss", "mixtral", "mpt", "olmo3")
+OTHERS = [pytest.param(each, marks=pytest.mark.zoo) for each in MORE]
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-@pytest.mark.parametrize("variant", ["gpt2", "llama", *MORE])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "deepseek_v3", *OTHERS])
 def test_calls_get_their_own_tokens(pool: Pool, tmp_path: Path, seed: int, variant: str, sizes: dict[str, int]) -> None:
     """Rows join, leave and are reused in any order, on several ranks."""
     running.compare(pool, variant, tmp_path, seed, parts=True, **sizes)
@@ -314,8 +315,13 @@ def decoded(model: Any) -> tuple[Tensor, bool]:
     return torch.cat(made), runner.rows.order is not None
 
 
-@pytest.mark.zoo
-@pytest.mark.parametrize("variant", [each for each in (*zoo.FOUNDING, *zoo.MORE) if running.is_decoder(each)])
+DECODERS = [each for each in (*zoo.FOUNDING, *zoo.MORE, "falcon-alibi", "falcon-one-kv") if running.is_decoder(each)]
+FAST = {"bloom", "deepseek_v3", "falcon-alibi", "mpt"}
+
+
+@pytest.mark.parametrize(
+    "variant", [each if each in FAST else pytest.param(each, marks=pytest.mark.zoo) for each in DECODERS]
+)
 @torch.no_grad()
 def test_decoders_of_the_zoo_attend_by_parts(variant: str, seed: int) -> None:
     """Types in the table do. Their logits are those of rows in one part."""

@@ -13,8 +13,10 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
+import oslo_models
 from oslo_models import (
     BambaForCausalLM,
+    DeepseekV32ForCausalLM,
     Gemma2ForCausalLM,
     LlamaForCausalLM,
     MambaForCausalLM,
@@ -34,6 +36,7 @@ from support.mutants import Edit, MutantPool
 from support.pipelines import model_on_stages
 from support.pool import Pool, WorkerError
 from support.reference import full_parameters, reference_model
+from support.running import forget_states, without_ties
 
 NEW = 6
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -42,11 +45,14 @@ SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 12, "top_p": 0.9, "re
 Case = tuple[str, PreTrainedConfig, dict[str, Tensor]]
 
 
-def case(variant: str, seed: int, dropout: float = 0.0) -> tuple[Any, Case]:
+def case(variant: str, seed: int, dropout: float = 0.0, **changes: Any) -> tuple[Any, Case]:
     """Return transformers' model, and its class name, configuration and weights."""
-    name, config = zoo.lm_head(variant), zoo.config(variant)
+    name, config = zoo.lm_head(variant), without_ties(zoo.config(variant, **changes))
     config.resid_pdrop = dropout
     model = reference_model(name, config, seed).eval()
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("bias"):  # biases of routers are no parameters
+            buffer.zero_()
     return model, (name, config, full_parameters(model))
 
 
@@ -234,6 +240,72 @@ def test_sequences_have_the_tokens_of_generate(pool: Pool, variant: str, tp: int
     model, given = case(variant, seed)
     prompts = drawn_prompts(given[1].vocab_size, seed)
     pool.run(tp * pp, check_batches, given, tp, pp, prompts, expectations(model, prompts))
+
+
+def check_log_probabilities(given: Case, tp: int, pp: int, prompts: list[list[int]], expected: Any) -> None:
+    model = model_on_stages(*given, tp, pp)
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    for rows in (2, None):
+        with lifted_casts():
+            keeps = SimpleNamespace(return_logprobs=True)
+            outputs = model.generate_batch(prompts, None, keeps, max_batch_size=rows, **options)
+        for each, (tokens, logprobs) in zip(outputs.values(), expected, strict=True):
+            assert each.generated_tokens == tokens
+            found = torch.tensor(each.logprobs, dtype=torch.float64)
+            torch.testing.assert_close(found, torch.tensor(logprobs, dtype=torch.float64), rtol=0, atol=1e-10)
+
+
+def scored(model: Any, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """Return the tokens that `generate` adds to each prompt, and their log-probabilities."""
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    found = []
+    for prompt in prompts:
+        forget_states(model)
+        with lifted_casts(), torch.no_grad():
+            made = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, output_scores=True, **options)
+            scores_LV = torch.cat(made.scores).log_softmax(-1)
+        tokens_L = made.sequences[0, len(prompt) :]
+        found.append((tokens_L.tolist(), scores_LV.gather(1, tokens_L[:, None])[:, 0].tolist()))
+    return found
+
+
+BY_POSITION = ("glm_moe_dsa-shared", "axk2", "dots3_note_text", "hy_v4", "minimax_m3_vl_text", "qwen4_exp_text")
+BY_POSITION += ("inkling_text", "recurrent_gemma")
+"""Decoders whose slots hold more than keys and values."""
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2)])
+@pytest.mark.parametrize(
+    "variant",
+    ["deepseek_v32", *zoo.cases(each for each in BY_POSITION if each in {**zoo.MORE, **zoo.ODD})],
+)
+def test_rows_have_the_log_probabilities_of_their_prompt_alone(
+    pool: Pool, variant: str, tp: int, pp: int, seed: int
+) -> None:
+    if reason := zoo.not_computed(variant):
+        pytest.skip(reason)
+    model, given = case(variant, seed)
+    plan: Any = getattr(oslo_models, given[0]).plan(given[1])
+    if pp > 1 and (reason := plan.pipeline.single_stage_reason):
+        pytest.skip(f"one stage: {reason}")
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    pool.run(tp * pp, check_log_probabilities, given, tp, pp, prompts, scored(model, prompts))
+
+
+def check_long_rows(given: Case, prompts: list[list[int]], expected: Any) -> None:
+    check_log_probabilities(given, 2, 1, prompts, expected)
+    model = model_on_stages(*given, 2, 1)
+    with pytest.raises(ValueError, match=r"more than the original_max_position_embeddings=20 of Phi3ForCausalLM"):
+        model.generate_batch([[5] * 9], max_new_tokens=12, do_sample=False)
+
+
+def test_rows_are_too_short_to_change_the_positions_of_others(pool: Pool, seed: int) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 20, "factor": 2.0}
+    rope |= {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+    model, given = case("phi3", seed, rope_parameters=rope, original_max_position_embeddings=20)
+    prompts = drawn_prompts(given[1].vocab_size, seed)
+    pool.run(2, check_long_rows, given, prompts, scored(model, prompts))
 
 
 # Groups and plans -----------------------------------------------------------------------------------------------------
@@ -442,6 +514,11 @@ def check_refusals(given: Case) -> None:
     bamba: Any = BambaForCausalLM.from_config_with_parallel(zoo.config("bamba"), 2, seed=0, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"run BambaForCausalLM: .* not tested with sequence_parallel=True; call gen"):
         bamba.generate_batch([[1, 2]])
+    sparse: Any = DeepseekV32ForCausalLM.from_config_with_parallel(
+        zoo.config("deepseek_v32"), 2, seed=0, sequence_parallel=True
+    )
+    with pytest.raises(ValueError, match=r"keep keys of an indexer, which was not tested with sequence_parallel=True"):
+        sparse.generate_batch([[1, 2]])
     minimax: Any = MiniMaxForCausalLM.from_config_with_parallel(zoo.config("minimax"), 2, seed=0)
     with pytest.raises(
         ValueError, match=r"common_draws=True does not work with prompts of different .*MiniMaxForCausalLM: its blocks"

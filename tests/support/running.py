@@ -23,6 +23,7 @@ from oslo_models.deploy.running_batch.prompt_images import PromptImages
 from oslo_models.deploy.running_batch.row import Call, prepare
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.slot_states import has_index
 from oslo_models.deploy.running_batch.speculation import Drafts, going_on
 from oslo_models.deploy.running_batch.static_step import Compute
 from oslo_models.deploy.running_batch.step import Step
@@ -43,11 +44,20 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 def is_decoder(variant: str) -> bool:
-    """Whether the main configuration is a decoder that generates text in transformers."""
+    """Whether the main configuration is a decoder that generates text in the installed transformers."""
+    if zoo.not_computed(variant):
+        return False
     config = zoo.config(variant)
     if config.is_encoder_decoder or getattr(config, "is_decoder", True) is False:
         return False
     return any(zoo.original(name).can_generate() for name in zoo.lm_heads(variant) if "DoubleHeads" not in name)
+
+
+def head(variant: str, config: Any) -> str:
+    """Return the class that generates text from this configuration."""
+    name = zoo.lm_head(variant)
+    cls: Any = zoo.original(name)
+    return name if isinstance(config, cls.config_class) else zoo.main_head(variant)  # of Mllama, a part has a head
 
 
 def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11) -> list[dict[str, Any]]:
@@ -72,9 +82,17 @@ def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11
     return made
 
 
+def forget_states(model: Any) -> None:
+    """Forget the states that RecurrentGemma keeps in its modules: a prompt of one token would begin with them."""
+    for module in model.modules():
+        if hasattr(module, "conv1d_state"):
+            module.conv1d_state = None
+
+
 def alone(model: Any, given: dict[str, Any]) -> Tensor:
     """Return the tokens that plain transformers generates for one call."""
     options = {key: value for key, value in given.items() if key != "seed"}
+    forget_states(model)
     torch.manual_seed(given["seed"])
     with torch.no_grad():
         return model.generate(**options)
@@ -215,11 +233,25 @@ def differences(
     ]
 
 
+def without_ties(config: Any) -> Any:
+    """Let the tokens of a row not depend on other rows, and return the configuration.
+
+    Indexers have so many heads that no two keys have the score 0. Inkling scales no queries.
+    """
+    text = config.get_text_config(decoder=True)
+    if hasattr(text, "index_topk") and has_index(config):
+        text.index_n_heads = 24
+    if text.model_type == "inkling_text":
+        text.log_scaling_n_floor = 64
+    return config
+
+
 def checked(
     variant: str, folder: Any, seed: int, count: int, **changes: Any
 ) -> tuple[str, list[dict[str, Any]], list[Tensor]]:
     """Save a decoder; return its class, calls, and the answers of plain transformers to each call alone."""
-    name, config = zoo.lm_head(variant), zoo.config(variant, **changes)
+    config = without_ties(zoo.config(variant, **changes))
+    name = head(variant, config)
     reference = reference_model(name, config, seed, torch.float64).eval()
     reference.save_pretrained(folder)
     given = requests(random.Random(seed), count)

@@ -16,14 +16,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from oslo_models import registry
 from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, MOST_CACHE, BatchLimits, columns
-from oslo_models.deploy.running_batch.prompt_images import ARGUMENTS, PromptImages, images_of_call
-from oslo_models.deploy.running_batch.slot_states import BLOCKS, has_states
+from oslo_models.deploy.running_batch.prompt_images import (
+    ARGUMENTS,
+    BOTH_WAYS,
+    PromptImages,
+    arguments_of,
+    images_of_call,
+)
+from oslo_models.deploy.running_batch.slot_states import BLOCKS, INDEXED, has_states
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
-_INDEXED = "its cache holds keys of an indexer beside keys of attention"
 _KINDS = {
-    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"), ""),
-    **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), _INDEXED),
+    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"), ""),
+    **dict.fromkeys(("moe", "mlp", *INDEXED), ""),
     **dict.fromkeys(
         ("compressed_sparse_attention", "heavily_compressed_attention"),
         "its cache holds compressed keys beside the keys of a window",
@@ -33,49 +38,68 @@ _KINDS = {
 WITH_STATES = frozenset(
     (
         *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2", "inkling2_loop"),
+        *("inkling_mm_model", "inkling_text", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma"),
         *("inkling2_loop_text", "inkling2_text", "jamba", "kimi_linear", "lara_mini", "lfm2", "lfm2_moe", "lfm2_vl"),
         *("lfm3", "lfm3_vl"),
-        *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *(
+            "mamba",
+            "mamba2",
+            "minicpm_ocr",
+            "minicpmv4_6",
+            "minicpmv4_7",
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+        ),
         *("qwen3_5_text", "qwen3_next", "zamba", "zamba2", "zaya"),
     )
 )
 """Decoder types that join with states of their rows, see `slot_states`."""
-IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "zamba"))
+IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "zamba"))
 """Types among them with scans of prompts that cannot continue from a state. A step computes their whole prompt."""
 EXCLUSIVE: Mapping[str, str] = {
-    **dict.fromkeys(("deepseek_ocr2", "step3p7"), "an image and its tiles are in different arguments"),
-    "ernie4_5_vl_moe": "its experts read the kinds of the tokens, another argument of a call",
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
     "flaubert": "it has no key-value cache",
     "xlnet": "it predicts with a separate query, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
-    **dict.fromkeys(
-        ("inkling_mm_model", "inkling_text"), "it scales queries by the number of columns of the longest row"
-    ),
-    "recurrent_gemma": "transformers keeps its states in its modules, beside the cache",
     "rwkv": "transformers mixes the states of its rows when it decodes several",
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
     "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
-    "emu3": "its images are tokens of a codebook, which its forward computes",
-    "gemma3": "the tokens of an image attend to each other in both directions",
-    "gemma4": "the tokens of an image attend to each other in both directions",
-    "gemma4_unified": "the tokens of an image attend to each other in both directions",
-    "molmo2": "the tokens of an image attend to each other in both directions",
-    "hunyuan_vl": "its positions count the images of all rows of a call",
+    "idefics": "some blocks read the features of images, beside the cache of tokens, and each call has images",
     **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "a mask marks the places of its images, beside the tokens"),
-    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
-    **dict.fromkeys(("idefics", "mllama"), "some blocks read the features of images, beside the cache of tokens"),
-    "ovis2": "the tokens around an image have embeddings from the call with its pixels",
     "paligemma": "the tokens of a prompt attend to each other in both directions",
     "vibevoice_asr": "its forward has no argument for the positions of each row",
     "voxtral_realtime": "its encoder keeps another cache, and each token reads a part of the sound",
     "roformer": "it counts positions from the longest row of a batch and cannot take the positions of each row",
 }
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
+TEXT_ONLY: Mapping[str, str] = {
+    **dict.fromkeys(("deepseek_ocr2", "step3p7"), "an image and its tiles are in different arguments"),
+    "emu3": "its images are tokens of a codebook, which its forward computes",
+    **dict.fromkeys(
+        () if registry.INSTALLED >= (5, 24) else BOTH_WAYS,
+        "older releases than transformers 5.24 compute the mask of their images for a whole prompt only",
+    ),
+    "molmo2": "the tokens of all images of a prompt attend to each other in both directions",
+    "inkling_mm_model": "calls with its images were not tested in the batch",
+    "hunyuan_vl": "its positions count the images of all rows of a call",
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), "the pixels of all its images are one row"),
+    "mllama": "some blocks read the features of images, beside the cache of tokens",
+    "qwen4_exp": "its indexers read the positions of height and width of all tokens",
+    "ovis2": "the tokens around an image have embeddings from the call with its pixels",
+}
+"""Decoder types whose calls without images join, and the reason why calls with images do not."""
+_SINCE_5_24 = frozenset(("inkling_text", "qwen4_exp_text", "recurrent_gemma"))
+SINCE = frozenset() if registry.INSTALLED >= (5, 24) else _SINCE_5_24 | TEXT_ONLY.keys() - BOTH_WAYS.keys()
+"""Types that join with newer releases of transformers than the installed one."""
 READ_PADDING: Mapping[str, str] = {
     "minimax": "its blocks of tokens are counted from the padding",
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "its indexers count blocks of keys from the padding"),
     "xlstm": "its states include the padding",
 }
 """Decoder types with other tokens for padded rows in transformers, and the reason. Padded calls do not join."""
@@ -133,7 +157,9 @@ class Admission:
 
     def __init__(self, config: Any, limits: BatchLimits, takes_features: bool = False) -> None:
         reason = reason_against(config)
-        self._config, self._takes_images = config, takes_features
+        self._config, kind = config, _kind(config)
+        taken = takes_features and kind not in TEXT_ONLY
+        self._of_images = arguments_of(kind) if taken else frozenset()
         self._reads_padding = reason_against_padding(config) is not None
         self.reason = "max_batch_size=1" if reason is None and limits.rows == 1 else reason
         self._rows, self._longest = limits.rows, longest(config, limits)
@@ -148,7 +174,7 @@ class Admission:
         """
         if self.reason is not None or defaults is None:
             return False
-        names = kwargs.keys() - _NOT_SETTINGS - (ARGUMENTS if self._takes_images else set())
+        names = kwargs.keys() - _NOT_SETTINGS - self._of_images
         if not all(hasattr(defaults, name) and not name.startswith("_") for name in names):
             return False
         setting = settings_of(kwargs, defaults)
@@ -208,13 +234,13 @@ def reason_against(config: Any) -> str | None:
     kind = _kind(config)
     if kind not in registry.ARCHITECTURES:
         return "the running batch was not tested with models of its type"
+    if kind in SINCE:
+        return "older releases than transformers 5.24 compute it in other ways"
     if config.is_encoder_decoder:
         return "it is an encoder-decoder, and its encoder computes a batch at once"
     if getattr(config, "is_decoder", True) is False:
         return "it is an encoder: is_decoder=False in its configuration"
     text = config.get_text_config(decoder=True)
-    if not _has_positions_of_their_own(text):
-        return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"
     if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
         return "the first passes of its loop read the whole cache of the last pass (recurrent_kv_cache_mode last_loop)"
     kinds = set(getattr(text, "layer_types", None) or ()) - (BLOCKS if kind in WITH_STATES else set())
@@ -276,24 +302,33 @@ def _smallest_window(text: Any) -> int | None:
     kinds = getattr(text, "layer_types", None)
     if "local" in (getattr(text, "attention_layers", None) or ()):
         return int(text.window_size)
-    if kinds is not None and not set(kinds) - {"full_attention"}:
+    if kinds is not None and not set(kinds) - {"full_attention", *INDEXED}:
         return None
     sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
     found = [int(size) for size in sizes if size is not None]
     return min(found, default=0 if kinds else None)
 
 
-def _has_positions_of_their_own(text: Any) -> bool:
-    """Return whether rotary positions depend only on their row. Two types depend on the longest row of the batch."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    by_layer_type = [each for each in parameters.values() if isinstance(each, Mapping)]
-    return all(each.get("rope_type") not in ("dynamic", "longrope") for each in (parameters, *by_layer_type))
-
-
 def longest(config: Any, limits: BatchLimits) -> int:
-    """Return the maximum tokens of a row: the limit, or the model's number of positions if that is smaller."""
+    """Return the maximum tokens of a row: the limit, or a smaller bound of the model."""
+    return min([limits.length, *(count for _, count in bounds(config))])
+
+
+def bounds(config: Any) -> list[tuple[str, int]]:
+    """Return the settings of a decoder that bound the tokens of a row, with their values."""
     text = config.get_text_config(decoder=True)
-    return min(limits.length, getattr(text, "max_position_embeddings", None) or limits.length)
+    positions = getattr(text, "max_position_embeddings", None)
+    found = [("max_position_embeddings", positions)]
+    if text.model_type == "inkling_text":  # beyond, it scales queries by the number of columns of the longest row
+        found.append(("log_scaling_n_floor", text.log_scaling_n_floor))
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for each in (parameters, *parameters.values()):  # one, or one for each kind of blocks
+        kind = each.get("rope_type") if isinstance(each, Mapping) else None
+        if kind == "longrope":  # beyond, the longest row of a batch changes the frequencies of all rows
+            found.append(("original_max_position_embeddings", each.get("original_max_position_embeddings", positions)))
+        if kind == "dynamic" and positions:  # likewise, and they change back below this number
+            found.append(("max_position_embeddings - 1", positions - 1))
+    return [(name, int(count)) for name, count in found if count]
 
 
 def _is_batch(ids_BL: Any, rows: int) -> bool:
@@ -332,7 +367,7 @@ def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
 def with_states(config: Any, limits: BatchLimits) -> BatchLimits:
     """Return the limits for a model that may have states; see `BatchLimits`."""
     if not has_states(config):
-        return limits
+        return replace(limits, pads=_kind(config) not in READ_PADDING)
     splits = _kind(config) not in IN_ONE_STEP
     return replace(limits, has_states=True, splits=splits, reuse=limits.reuse and splits)
 

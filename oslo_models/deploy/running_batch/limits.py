@@ -28,6 +28,7 @@ class BatchLimits:
         draft_model: directory or name of the model that drafts them; empty for prompt lookup.
         has_states: blocks of the model keep states of a row. Padding would change a state, and a state covers all
             tokens of its row, so a prompt reuses whole rows only.
+        pads: prompts of different lengths are computed together.
         splits: prompts are computed in chunks. Otherwise a step computes the whole prompt, however long it is.
     """
 
@@ -38,12 +39,13 @@ class BatchLimits:
     drafted: int = 0
     draft_model: str = ""
     has_states: bool = False
+    pads: bool = True
     splits: bool = True
 
     @property
     def padding(self) -> float:
         """Limit on padding, see `PADDED`."""
-        return 1.0 if self.has_states else PADDED
+        return 1.0 if self.has_states or not self.pads else PADDED
 
     @property
     def step_bytes(self) -> int:

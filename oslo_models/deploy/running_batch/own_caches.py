@@ -1,21 +1,38 @@
-"""Slots of the running batch for decoders with a cache class of their own: MiniMax and xLSTM."""
+"""Slots of the running batch for decoders that keep more than a cache of transformers: MiniMax, MiniMax-M3, xLSTM and
+RecurrentGemma.
+
+Legend:
+    B: rows.
+    H: heads.
+    N: new positions of each row.
+    L: positions of the longest row.
+    C: columns.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from oslo_models.cache_argument import NAMES
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
+from oslo_models.layers.function_overrides import override_attributes
 
 
 def slots_of(model_type: str) -> type[SlotCache]:
     """Return the slots of a decoder type."""
     if model_type == "minimax":
         return _minimax_slots()
+    if model_type in ("minimax_m3_vl", "minimax_m3_vl_text"):
+        return BlockSlots
+    if model_type == "recurrent_gemma":
+        return GriffinSlots
     return XlstmSlots if model_type == "xlstm" else SlotCache
 
 
@@ -41,6 +58,70 @@ def _minimax_slots() -> type[SlotCache]:
             layer.update_recurrent_state(linear_cache)
 
     return MiniMaxSlots
+
+
+class BlockSlots(SlotCache):
+    """Slots for MiniMax-M3, whose indexers choose blocks of keys, counted from the first position of a row.
+
+    In transformers, they are counted from the first column. So an indexer gets the keys of each row from its first
+    position, and its choice is moved to the columns of the row.
+    """
+
+    _indexers: list[Any] | None = None
+
+    @contextmanager
+    def computing(self, model: Any) -> Iterator[None]:
+        if self._indexers is None:  # a search through all modules
+            self._indexers = [each for each in model.modules() if hasattr(each, "build_block_mask")]
+        with ExitStack() as stack:
+            for each in self._indexers:
+                mask = functools.partial(self._mask_of_blocks, each.build_block_mask)
+                stack.enter_context(override_attributes(each, {"build_block_mask": mask}))
+            yield
+
+    def _mask_of_blocks(
+        self,
+        own: Any,
+        block_indices: Tensor,
+        attention_mask: Tensor | None,
+        key_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        position_ids: Tensor,
+    ) -> Tensor:
+        """Return the mask [B, H, N, C] of blocks and of the rows, added to the scores."""
+        if min(self.lengths) == self.window:  # then columns are positions
+            mask: Tensor = own(block_indices, attention_mask, key_length, dtype, device, position_ids)
+            return mask
+        assert attention_mask is not None, "rows of different lengths have a mask"
+        new = block_indices.shape[2]
+        chosen_BHNL = own(block_indices, None, max(self.lengths) + new, dtype, device, position_ids) == 0
+        index = self.positions_of_columns(new).to(device)[:, None, None].expand(*chosen_BHNL.shape[:3], -1)
+        shown = attention_mask if attention_mask.dtype is torch.bool else attention_mask == 0
+        keep_BHNC = chosen_BHNL.gather(-1, index) & shown
+        return torch.zeros(keep_BHNC.shape, dtype=dtype, device=device).masked_fill(~keep_BHNC, torch.finfo(dtype).min)
+
+
+class GriffinSlots(SlotCache):
+    """Slots with the states that RecurrentGemma keeps in its modules: of each convolution and recurrence."""
+
+    _blocks: list[tuple[int, Any]] | None = None
+
+    @contextmanager
+    def computing(self, model: Any) -> Iterator[None]:
+        if self._blocks is None:  # a search through all modules
+            found = enumerate(model.base_model.layers)
+            blocks = [(index, layer.temporal_block) for index, layer in found]
+            self._blocks = [(index, block) for index, block in blocks if hasattr(block, "conv1d_state")]
+        for index, block in self._blocks:
+            states = self.layers[index].recurrent_states
+            begins = not self.window  # the block then makes zeros
+            block.conv1d_state, block.rg_lru.recurrent_states = (None, None) if begins else (states[0], states[1])
+        yield
+        for index, block in self._blocks:
+            for number, state in enumerate((block.conv1d_state, block.rg_lru.recurrent_states)):
+                self.layers[index].update_recurrent_state(state, number)
+            block.conv1d_state = block.rg_lru.recurrent_states = None
 
 
 class XlstmSlots(SlotCache):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,22 @@ class ImagesError(Exception):
 
 TOKEN_TYPES = "mm_token_type_ids"
 """Argument that marks the placeholder tokens. Models with positions of height and width read it."""
-ARGUMENTS = frozenset((*IMAGE.arguments, PIXEL_MASK, TOKEN_TYPES))
+BOTH_WAYS: Mapping[str, str] = {
+    "gemma3": "token_type_ids",
+    **dict.fromkeys(("gemma4", "gemma4_unified"), TOKEN_TYPES),
+}
+"""Types whose tokens of an image attend to each other in both directions, and the argument that marks these tokens."""
+OF_EXPERTS: Mapping[str, str] = {"ernie4_5_vl_moe": "moe_mm_token_type_ids"}
+"""Types with experts for images, and the argument that marks their tokens."""
+_MARKS = {**BOTH_WAYS, **OF_EXPERTS}
+_TYPES = frozenset((TOKEN_TYPES, *_MARKS.values()))
+ARGUMENTS = frozenset((*IMAGE.arguments, PIXEL_MASK, *_TYPES))
 """Arguments of `generate` with the images of a call that joins."""
+
+
+def arguments_of(model_type: str) -> frozenset[str]:
+    """Return the arguments among `ARGUMENTS` that a type takes."""
+    return ARGUMENTS - ({*_MARKS.values()} - {TOKEN_TYPES, _MARKS.get(model_type)})
 
 
 class PromptImages(NamedTuple):
@@ -92,9 +107,12 @@ def images_of_call(given: Mapping[str, Any], config: Any, identified: bool = Tru
     Raises:
         ValueError: the images do not fit the placeholder tokens.
     """
-    ids_BL, mask_BL, types_BL = given["input_ids"], given.get("attention_mask"), given.get(TOKEN_TYPES)
+    ids_BL, mask_BL = given["input_ids"], given.get("attention_mask")
+    types = {name: given[name] for name in sorted(_TYPES) if given.get(name) is not None}
     images = {name: given[name] for name in (*IMAGE.arguments, PIXEL_MASK) if given.get(name) is not None}
     if not images:
+        if any(types_BL.any() for types_BL in types.values()):
+            raise ValueError(f"{', '.join(types)} marks images, and there are none")
         return []
     if not isinstance(images.get(IMAGE.values), Tensor):
         raise ValueError(f"{IMAGE.values} is no tensor, and there is {', '.join(sorted(images))}")
@@ -107,12 +125,30 @@ def images_of_call(given: Mapping[str, Any], config: Any, identified: bool = Tru
         spans = [(places[0], places[-1] + 1) for places in places_of_images(ids_1L, own, config)]
         count = len(spans) if identified else 0
         digests = [_digest(take_images(own, number, number + 1)) for number in range(count)]
-        if types_BL is not None:
+        for name, types_BL in types.items():
             if types_BL.shape != ids_BL.shape:
-                raise ValueError(f"{TOKEN_TYPES} has shape {tuple(types_BL.shape)}, input_ids {tuple(ids_BL.shape)}")
-            own = {**own, TOKEN_TYPES: types_BL[row][kept_L][None]}
+                raise ValueError(f"{name} has shape {tuple(types_BL.shape)}, input_ids {tuple(ids_BL.shape)}")
+            own = {**own, name: types_BL[row][kept_L][None]}
+        _check_marks(ids_1L, own, spans, config)
         found.append(PromptImages(row, ids_1L, own, spans, digests, placeholder(IMAGE, config)))
     return found
+
+
+def _check_marks(ids_1L: Tensor, own: Mapping[str, Any], spans: list[tuple[int, int]], config: Any) -> None:
+    """Raise ``ValueError`` if the marks of a row do not follow from its tokens, or its images are not separate.
+
+    Otherwise, equal tokens could have unequal entries in the key-value cache.
+    """
+    name = _MARKS.get(config.model_type)
+    if name is None:
+        return
+    marked_1L = ids_1L == placeholder(IMAGE, config)
+    if name in OF_EXPERTS.values():
+        marked_1L = marked_1L | (ids_1L == config.image_start_token_id)
+    elif any(end == first for (_, end), (first, _) in pairwise(spans)):
+        raise ValueError("two images without a token between them attend to each other")
+    if name not in own or not torch.equal(own[name].bool().cpu(), marked_1L.cpu()):
+        raise ValueError(f"{name} does not mark the tokens of the images")
 
 
 def _digest(image: Mapping[str, Any]) -> int:
@@ -181,6 +217,16 @@ class PromptInProgress:
         features, self._features = self._features, {}
         return {"mm_encoder_outputs": features} if features else {}
 
+    def token_types(self, start: int, stop: int) -> dict[str, Any]:
+        """Return the marks of the tokens of images in a chunk, as an argument of the model.
+
+        Masks read them from the beginning of the prompt.
+        """
+        name = _MARKS.get(self._model.config.model_type)
+        if name is None:
+            return {}
+        return {name: self._images.arguments[name][:, 0 if name in BOTH_WAYS.values() else start : stop]}
+
 
 def share_failure(model: ShardedModel, failure: Exception | None) -> None:
     """Raise `ImagesError` on every rank if ``failure`` is an exception on any rank. A collective."""
@@ -207,7 +253,7 @@ def _positions(model: ShardedModel, images: PromptImages) -> Tensor:
 def _encoded(model: ShardedModel, images: PromptImages, first: int, stop: int) -> dict[str, Any]:
     """Return the features of some images by kind."""
     base: Any = model.base_model
-    own = {name: value for name, value in images.arguments.items() if name != TOKEN_TYPES}
+    own = {name: value for name, value in images.arguments.items() if name not in _TYPES}
     accepted = inspect.signature(base.get_image_features).parameters
     given = {name: value for name, value in take_images(own, first, stop).items() if name in accepted}
     return {IMAGE.name: base.get_image_features(**given, return_dict=True)}

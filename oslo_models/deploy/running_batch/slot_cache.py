@@ -13,6 +13,7 @@ Legend:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -113,6 +114,41 @@ class SlotCache(Cache):
     def clear(self) -> None:
         """Remove all rows, including former rows."""
         self.lengths, self.lags, self.stop, self.kept = [], {}, 0, {}
+
+    def columns_of_positions(self, more: int) -> Tensor:
+        """Return the column of each position of each row, with ``more`` new positions, [B, L].
+
+        The columns after the last position of a row mean nothing.
+        """
+        begin_B1, lengths_B1 = self._bounds()
+        positions_L = torch.arange(max(self.lengths) + more)
+        columns_BL = torch.where(positions_L < lengths_B1, begin_B1, self.stop - lengths_B1) + positions_L
+        return columns_BL.clamp(max=self.stop + more - 1)
+
+    def positions_of_columns(self, more: int) -> Tensor:
+        """Return the position of each row in each column of the window, with ``more`` new columns, [B, L].
+
+        Where a row has no position, the number means nothing.
+        """
+        begin_B1, lengths_B1 = self._bounds()
+        columns_L = torch.arange(self.window + more)
+        first_BL = torch.where(columns_L < self.window, self.start - begin_B1, lengths_B1 - self.window)
+        return (first_BL + columns_L).clamp(min=0, max=max(self.lengths) + more - 1)
+
+    def _bounds(self) -> tuple[Tensor, Tensor]:
+        """Return the first column and the length of each row, [B, 1]."""
+        begin = [self.begin(slot) for slot in range(len(self.lengths))]
+        begin_B1, lengths_B1 = torch.tensor([begin, self.lengths])[..., None]
+        return begin_B1, lengths_B1
+
+    def computing(self, model: Any) -> AbstractContextManager[None]:
+        """Return a context for a forward of the model with this cache."""
+        return nullcontext()
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Append keys of the indexer of a layer, in transformers up to 5.18 before the keys of its attention."""
+        keys: Tensor = self._own(layer_idx).update_indexer(indexer_key_states)
+        return keys
 
     @property
     def argument(self) -> Any:
@@ -294,11 +330,14 @@ class SlotCache(Cache):
                 self._layer(index, made).copy(slot, made, 0, self.stop, length, length)
 
     def _layer(self, index: int, like: Any) -> Any:
-        while len(self.layers) <= index:
-            self.layers.append(_SlotLayer(self))
-        own: Any = self.layers[index]
+        own = self._own(index)
         own.match(like)
         return own
+
+    def _own(self, index: int) -> Any:
+        while len(self.layers) <= index:
+            self.layers.append(_SlotLayer(self))
+        return self.layers[index]
 
     def reserve(self, like: SlotCache) -> None:
         """Allocate the maximum rows and columns, with the layer shapes of another cache. Rows keep their slots."""
@@ -324,39 +363,60 @@ def mask_of(window: int, more: int, lengths_B: Tensor, lags: Sequence[int]) -> T
     return (shown_BL | (columns_L >= window)).long()
 
 
+_HELD = ("keys", "values", "index_keys")
+"""Attributes of a layer with a column for each position."""
+
+
 class _Held(NamedTuple):
     keys: Tensor
     values: Tensor
 
 
+def _tensors(layer: Any) -> list[Tensor]:
+    """Return the tensors of a layer with a column for each position."""
+    return [held for name in _HELD if (held := getattr(layer, name)) is not None]
+
+
+def _fits(held: Tensor | None, states: Tensor) -> bool:
+    """Return whether states match allocated memory in dtype and shape."""
+    return held is not None and held.dtype == states.dtype and held.shape[1::2] == states.shape[1::2]
+
+
 class _SlotLayer(CacheLayerMixin):
-    """Keys and values [B, H, L, D] of one layer."""
+    """Keys and values [B, H, L, D] of one layer, and keys of its indexer [B, 1, L, D], if it has one."""
 
     def __init__(self, cache: SlotCache) -> None:
         super().__init__()
         self._cache = cache
+        self.index_keys: Any = None
+        self._device_of_positions = torch.device("cpu")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Zeros: a masked position adds zero times its value, so the value must not be NaN.
-        self.keys, self.values = (
-            x.new_zeros(self._cache.rows, x.shape[1], self._cache.columns, x.shape[3])
-            for x in (key_states, value_states)
-        )
+        self.keys, self.values = map(self._zeros, (key_states, value_states))
         self.is_initialized = True
         self._cache.allocations += 1
 
+    def _zeros(self, states: Tensor) -> Tensor:
+        # Zeros: a masked position adds zero times its value, so the value must not be NaN.
+        return states.new_zeros(self._cache.rows, states.shape[1], self._cache.columns, states.shape[3])
+
     def fits(self, key_states: Tensor, value_states: Tensor) -> bool:
         """Return whether the states match the allocated memory in dtype and shape."""
-        return self.keys is not None and all(
-            held.dtype == x.dtype and held.shape[1::2] == x.shape[1::2]
-            for held, x in ((self.keys, key_states), (self.values, value_states))
-        )
+        return _fits(self.keys, key_states) and _fits(self.values, value_states)
 
     def match(self, like: Any) -> None:
-        """Allocate memory for the keys and values of another layer, unless it fits."""
+        """Allocate memory for the contents of another layer, unless it fits."""
         if not self.fits(like.keys, like.values):
             self.lazy_initialization(like.keys, like.values)
+        index_keys = getattr(like, "index_keys", None)
+        if index_keys is not None:
+            self._match_index(index_keys)
+
+    def _match_index(self, states: Tensor) -> None:
+        if not _fits(self.index_keys, states):
+            self.index_keys = self._zeros(states)
+            self._cache.allocations += 1
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append positions to all rows. Return the keys and values of the window, including the new positions."""
@@ -370,14 +430,46 @@ class _SlotLayer(CacheLayerMixin):
         self.values[:rows, :, cache.stop : end] = value_states
         return self.keys[:rows, :, cache.start : end], self.values[:rows, :, cache.start : end]
 
+    def update_indexer(self, states: Tensor) -> Tensor:
+        """Append keys [B, L, D] of the indexer to all rows. Return the keys of the window, including the new ones."""
+        self._append_index(states[:, None])
+        keys: Tensor = self.index_keys[: len(states), 0, self._cache.start : self._cache.stop + states.shape[1]]
+        return keys
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions of the columns [3, B, L], which Qwen4's indexers read; ``None`` before the first forward."""
+        if not self._cache.window:
+            return None
+        positions_BL = self._cache.positions_of_columns(0)
+        return positions_BL.to(self._device_of_positions).expand(3, -1, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None:
+        """Ignore positions, which follow from the lengths of the rows, but not their device."""
+        if positions is not None:
+            self._device_of_positions = positions.device
+
+    def update_index(self, states: Tensor) -> Tensor:
+        """Append keys [B, 1, L, D] of the indexer to all rows. Return the keys of each row from its first position."""
+        self._append_index(states)
+        columns_BL = self._cache.columns_of_positions(states.shape[2]).to(states.device)
+        keys: Tensor = self.index_keys[torch.arange(len(states), device=states.device)[:, None], :, columns_BL]
+        return keys.transpose(1, 2)
+
+    def _append_index(self, states: Tensor) -> None:
+        self._match_index(states)
+        stop = self._cache.stop
+        self.index_keys[: len(states), :, stop : stop + states.shape[2]] = states
+
     def relocate(self, columns: int, at: int) -> None:
         """Move the window of all rows to column ``at`` in memory of ``columns`` columns and the cache's rows."""
-        if self.keys is None:
-            return
         cache = self._cache
         rows, longest = len(cache.lengths), max(cache.lengths, default=0)
-        moved = []
-        for held in (self.keys, self.values):
+        for name in _HELD:
+            held = getattr(self, name)
+            if held is None:
+                continue
             kept = self._aligned(held, rows, longest)
             if held.shape[0] == cache.rows and held.shape[2] == columns:
                 kept, target = kept.clone(), held  # they overlap
@@ -390,8 +482,7 @@ class _SlotLayer(CacheLayerMixin):
                 for slot in cache.kept:
                     target[slot, :, : held.shape[2]] = held[slot]
             target[:rows, :, at : at + longest] = kept
-            moved.append(target)
-        self.keys, self.values = moved
+            setattr(self, name, target)
 
     def _aligned(self, held: Tensor, rows: int, longest: int) -> Tensor:
         """Return the last ``longest`` positions of each row, right-aligned, [B, H, L, D]."""
@@ -411,14 +502,12 @@ class _SlotLayer(CacheLayerMixin):
         stop = self._cache.stop
         slot_N1, lag_N1 = lags_N2.split(1, 1)
         column_1L = torch.arange(stop, stop + count, device=lags_N2.device)[None]
-        for held in (self.keys, self.values):
+        for held in _tensors(self):
             held[slot_N1, :, column_1L - lag_N1] = held[slot_N1, :, column_1L]
 
     def move(self, slot: int, source: int, start: int, stop: int, exchange: bool = False) -> None:
         """Copy the columns of slot ``source`` to ``slot``, or swap them."""
-        if self.keys is None:  # another stage holds the layer
-            return
-        for held in (self.keys, self.values):
+        for held in _tensors(self):
             columns = held[:, :, start:stop]
             lost = columns[slot].clone() if exchange else None
             columns[slot] = columns[source]
@@ -427,16 +516,17 @@ class _SlotLayer(CacheLayerMixin):
 
     def fork(self, slot: int, first: int, count: int, stop: int) -> None:
         """Copy the columns before ``stop`` of a slot to ``count`` slots from ``first``."""
-        if self.keys is None:  # another stage holds the layer
-            return
-        for held in (self.keys, self.values):
+        for held in _tensors(self):
             held[first : first + count, :, :stop] = held[slot, :, :stop]
             if self._cache.is_static:
                 held[first : first + count, :, stop:] = 0
 
     def copy(self, slot: int, source: Any, row: int, stop: int, source_stop: int, length: int) -> None:
         """Copy ``length`` positions of a row of another layer into a slot. Set the columns before them to zero."""
-        for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
+        for name in _HELD:
+            own, theirs = getattr(self, name), getattr(source, name, None)
+            if theirs is None:
+                continue
             own[slot, :, : stop - length] = 0
             if self._cache.is_static:
                 own[slot, :, stop:] = 0
@@ -444,8 +534,8 @@ class _SlotLayer(CacheLayerMixin):
 
     @property
     def held(self) -> list[Tensor]:
-        """The allocated tensors."""
-        return [] if self.keys is None else [self.keys, self.values]
+        """The allocated tensors. None, if another stage holds the layer."""
+        return _tensors(self)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.window + query_length, 0

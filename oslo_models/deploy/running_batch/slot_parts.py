@@ -36,15 +36,28 @@ ON_GPUS = False
 """Whether rows on GPUs are in parts. Off until it is measured there: each part launches the kernels of an attention."""
 TYPES = frozenset(
     (
-        *("afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "beam", "bert-generation", "biogpt"),
-        *("bitnet", "chameleon", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text"),
-        *("cosmos3_edge_text", "ctrl", "cwm", "data2vec-text", "dbrx", "dory", "dots1", "ernie4_5"),
-        *("ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text"),
-        *("gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4v_moe_text"),
+        *("afmoe", "apertus", "apertus1p5_text", "arcee", "aria_text", "axk1", "beam", "bert-generation", "biogpt"),
+        *("bitnet", "bloom", "chameleon", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text"),
+        *("cosmos3_edge_text", "ctrl", "cwm", "data2vec-text", "dbrx", "deepseek_v2", "deepseek_v3", "dory", "dots1"),
+        *("ernie4_5",),
+        *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text"),
+        *("gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite"),
+        *("glm4v_moe_text",),
         *("glm4v_text", "glm_ocr_text", "gpt2", "gpt_bigcode", "gpt_oss", "gptj", "granite"),
         *("granite4_vision_text", "granite_docling_text", "granite_swa", "granitemoe", "granitemoe_swa"),
         *("granitemoeshared", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
-        *("hyperclovax", "jais2", "kolibri1", "laguna", "llama", "llama4_text", "mellum", "mimo_v2_flash"),
+        *(
+            "hyperclovax",
+            "jais2",
+            "kolibri1",
+            "laguna",
+            "llama",
+            "llama4_text",
+            "longcat_flash",
+            "mellum",
+            "mimo_v2_flash",
+        ),
+        *("minicpm3", "mistral4", "mpt", "youtu"),
         *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder"),
         *("muse_glimmer_text", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
         *("paddleocr_vl_text", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_omni_text"),
@@ -94,6 +107,7 @@ class PartedSlots(Cache):
 
     Attributes:
         order: the slots of the rows in the order of a forward; ``None`` if they are in one part, in the order of slots.
+        shown: the parts with rows, in the order of a forward.
     """
 
     def __init__(self, rows: int, length: int, keeps: bool = False, stored: Stored | None = None) -> None:
@@ -106,10 +120,10 @@ class PartedSlots(Cache):
     def _note(self) -> None:
         """Note the places of all rows and former rows, after some have changed."""
         self._places = {slot: (part, own) for part in self._parts for own, slot in part.places()}
-        self._shown = [part for part in self._parts if part.slots]
-        order = [slot for part in self._shown for slot in part.slots]
+        self.shown = [part for part in self._parts if part.slots]
+        order = [slot for part in self.shown for slot in part.slots]
         self._count = len(order)
-        self.order = order if len(self._shown) > 1 or order != [*range(self._count)] else None
+        self.order = order if len(self.shown) > 1 or order != [*range(self._count)] else None
 
     @property
     def lengths(self) -> list[int]:
@@ -120,12 +134,12 @@ class PartedSlots(Cache):
     @property
     def lags(self) -> dict[int, int]:
         """Of the rows that lag in their part, by slot."""
-        return {part.slots[own]: lag for part in self._shown for own, lag in part.lags.items()}
+        return {part.slots[own]: lag for part in self.shown for own, lag in part.lags.items()}
 
     @property
     def window(self) -> int:
         """Number of columns of the widest window of a part."""
-        return max((part.window for part in self._shown), default=0)
+        return max((part.window for part in self.shown), default=0)
 
     @property
     def bytes_held(self) -> int:
@@ -139,10 +153,10 @@ class PartedSlots(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Append positions to all rows. Return the keys and values, as `PartStates` if there are several parts."""
-        if len(self._shown) == 1:
-            return self._shown[0].layers[layer_idx].update(key_states, value_states)
-        sizes = [len(part.slots) for part in self._shown]
-        states = zip(self._shown, key_states.split(sizes), value_states.split(sizes), strict=True)
+        if len(self.shown) == 1:
+            return self.shown[0].layers[layer_idx].update(key_states, value_states)
+        sizes = [len(part.slots) for part in self.shown]
+        states = zip(self.shown, key_states.split(sizes), value_states.split(sizes), strict=True)
         keys, values = zip(*(part.layers[layer_idx].update(*given) for part, *given in states), strict=True)
         return PartStates(keys), PartStates(values)
 
@@ -151,7 +165,7 @@ class PartedSlots(Cache):
         window = self.window
         if min(self.lengths) == window:
             return None
-        lags = [part.lags.get(own, 0) for part in self._shown for own in range(len(part.slots))]
+        lags = [part.lags.get(own, 0) for part in self.shown for own in range(len(part.slots))]
         return mask_of(window, more, lengths_B, lags if any(lags) else [])
 
     def make_room(self, rows: int, more: int) -> None:
@@ -188,17 +202,17 @@ class PartedSlots(Cache):
 
     def grow(self, more: int) -> None:
         """See `SlotCache.grow`."""
-        for part in self._shown:
+        for part in self.shown:
             part.grow(more)
 
     def settle(self, counts: Sequence[int]) -> None:
         """See `SlotCache.settle`."""
-        for part in self._shown:
+        for part in self.shown:
             part.settle([counts[slot] for slot in part.slots])
 
     def cut(self, counts: Sequence[int]) -> None:
         """See `SlotCache.cut`."""
-        for part in self._shown:
+        for part in self.shown:
             part.cut([counts[slot] for slot in part.slots])
 
     def free(self, slot: int) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from oslo_models.pipeline.sharded_model import ShardedModel
 
 BLOCKS = frozenset(("linear_attention", "conv", "hybrid", "hybrid_sliding"))
 """Kinds of blocks (``layer_types``) with states. Hybrid blocks have keys and values, too."""
+INDEXED = frozenset(("indexed_attention", "minimax_m3_sparse", "deepseek_sparse_attention"))
+"""Kinds of blocks with keys of an indexer; the last one is a former name of the first."""
 XLSTM_STATES = 3
 """States of a block of xLSTM, which keeps them in a cache of its own; see `own_caches`."""
 _STATES = ("conv_states", "recurrent_states")
@@ -28,6 +30,11 @@ def has_states(config: Any) -> bool:
     return not BLOCKS.isdisjoint(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
+def has_index(config: Any) -> bool:
+    """Return whether some blocks of a decoder keep keys of an indexer beside the keys of attention."""
+    return not INDEXED.isdisjoint(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+
+
 def layers_with_states(model: ShardedModel) -> list[Any]:
     """Return empty layers of transformers' cache for the blocks of this stage; an empty list for models without states.
 
@@ -36,6 +43,9 @@ def layers_with_states(model: ShardedModel) -> list[Any]:
     if not has_states(model.config):
         return []
     own = None if model.stage is None else model.stage.cache_layers
+    if model.config.model_type == "recurrent_gemma":  # one stage; both states are given as a whole, see `own_caches`
+        kinds = model.config.layer_types
+        return [LinearAttentionLayer(2) if kind in BLOCKS else DynamicLayer() for kind in kinds]
     if model.config.model_type == "xlstm":
         blocks = model.config.num_hidden_layers if own is None else own.stop - own.start
         return [LinearAttentionLayer(XLSTM_STATES) for _ in range(blocks)]

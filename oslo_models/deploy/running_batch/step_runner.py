@@ -36,10 +36,10 @@ from oslo_models.deploy.running_batch.prompt_images import (
 from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 from oslo_models.deploy.running_batch.slot_cache import SlotCache, Stored
 from oslo_models.deploy.running_batch.slot_parts import PartedSlots, Slots, reason_against_parts, sizes_of_parts
-from oslo_models.deploy.running_batch.slot_states import layers_with_states
+from oslo_models.deploy.running_batch.slot_states import has_index, layers_with_states
 from oslo_models.deploy.running_batch.static_step import StaticSteps, to_device
 from oslo_models.deploy.running_batch.step import Step
-from oslo_models.fusion.attention_parts import attending_by_parts
+from oslo_models.fusion.attention_parts import attending_by_parts, layers_by_parts
 from oslo_models.layers.invariant_sums import rounded_states
 from oslo_models.pipeline.sharded_model import ShardedModel
 
@@ -107,8 +107,9 @@ class StepRunner:
         self.rows: Slots
         self.static: StaticSteps | None = None
         sizes = (limits.rows, limits.length, limits.reuse)
+        self._by_parts: list[Any] = []
         if capture is None and len(sizes_of_parts(limits.length)) > 1 and reason_against_parts(model) is None:
-            self.rows = PartedSlots(*sizes, stored)
+            self.rows, self._by_parts = PartedSlots(*sizes, stored), layers_by_parts(model)
         else:
             self.rows = rows = self._slots(*sizes, capture is not None, stored, self._layers)
             if capture is not None:
@@ -244,7 +245,7 @@ class StepRunner:
         if any(map(any, offsets)):  # the first of four planes has the positions of tokens
             seen = positions + to_device(offsets, self._device).T[..., None]
             positions = torch.cat((positions.expand(self._planes - 3, -1, -1), seen))
-        parts = nullcontext() if order is None else attending_by_parts(self._config)
+        parts = nullcontext() if order is None else attending_by_parts(self._config, self._by_parts)
         with parts, self._adapters.selected([slot.adapter for slot in slots], longest):
             logits_BV = self._forward(rows, ids_BL, positions, options, keep=longest)
         logits_BLV = logits_BV.unflatten(0, (-1, longest))
@@ -290,7 +291,7 @@ class StepRunner:
 
     def _cache_of_prompts(self, count: int, length: int) -> Cache:
         """Return an empty cache for prompts that are computed together. With states, all have this length."""
-        if not self._layers:
+        if not self._layers and not has_index(self.model.config):
             return DynamicCache()
         cache = self._slots(count, length, layers=self._layers)
         cache.lengths = [0] * count
@@ -320,7 +321,7 @@ class StepRunner:
         stop = done + len(step.chunk)
         prompt.make_room(1, len(step.chunk))
         positions = torch.arange(done, stop, device=self._device)[None] if seen is None else seen.positions(done, stop)
-        features = {} if seen is None else seen.take_features()
+        features = {} if seen is None else {**seen.take_features(), **seen.token_types(done, stop)}
         ids_BL = to_device([step.chunk], self._device)
         with self._adapters.selected([self._adapter]):
             logits_BV = self._forward(prompt, ids_BL, positions, {"is_first_iteration": done == 0}, features)
@@ -347,7 +348,7 @@ class StepRunner:
 
         Args:
             positions: [B, L], or [3 or 4, B, L] for images with positions of height and width.
-            features: of the images among the tokens, as an argument of the model.
+            features: of the images among the tokens, and kinds of tokens, as arguments of the model.
         """
         model, argument = self.model, cache
         if isinstance(cache, SlotCache):
@@ -363,8 +364,9 @@ class StepRunner:
             inputs["position_ids"] = positions
         keeps = self._keeps_logits and model.pipeline is not None
         self._is_passed_on = True  # if the model raises, it tells the other stages itself
-        with model.pipeline.keeping_logits() if keeps else nullcontext():
-            output = model(**inputs, **features, return_dict=True)
+        computing = cache.computing(model) if isinstance(cache, SlotCache) else nullcontext()
+        with computing, model.pipeline.keeping_logits() if keeps else nullcontext():
+            output = model(**{**inputs, **features}, return_dict=True)
         if isinstance(cache, SlotCache):
             cache.take(output)
         logits_BLV: Tensor = output.logits
