@@ -30,6 +30,7 @@ from oslo_models.deploy import engine
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.messages import Failure, Request, Reused
 from oslo_models.deploy.running_batch import admission
+from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import SharedMemoryChannel
@@ -49,6 +50,8 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "deployment.md"
 
 
 DECODERS = [variant for variant in (*zoo.FOUNDING, *zoo.MORE) if running.is_decoder(variant)]
+ENCODER_DECODERS = [variant for variant in (*zoo.FOUNDING, *zoo.MORE) if running.encoder_decoder(variant)]
+JOINING = sorted({variant for variant in ENCODER_DECODERS if admission.reason_against(zoo.config(variant)) is None})
 
 
 # Without workers ------------------------------------------------------------------------------------------------------
@@ -75,6 +78,115 @@ def test_decoders_of_the_zoo_get_their_own_tokens(
     running.compare(pool, variant, tmp_path, seed, 8, **{axis: 2})
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}]
+)
+@pytest.mark.parametrize("variant", ["t5", "bart"])
+def test_calls_of_encoder_decoders_get_their_own_tokens(
+    pool: Pool, tmp_path: Path, seed: int, variant: str, sizes: dict[str, int]
+) -> None:
+    running.compare(pool, variant, tmp_path, seed, **sizes)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("variant", JOINING)
+def test_encoder_decoders_of_the_zoo_get_their_own_tokens(
+    pool: Pool, tmp_path: Path, seed: int, variant: str, axis: str
+) -> None:
+    running.compare(pool, variant, tmp_path, seed, 8, **{axis: 2})
+
+
+ALONE = [name for variant in JOINING for name in zoo.lm_heads(variant) if name.endswith("ForCausalLM")]
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", ALONE)
+def test_decoders_of_encoder_decoders_get_their_own_tokens(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
+    """Their positions are looked up for each row."""
+    variant = next(variant for variant in JOINING if name in zoo.lm_heads(variant))
+    running.compare(pool, variant, tmp_path, seed, 8, name=name, tensor_parallel_size=2)
+
+
+def check_rows(name: str, folder: Path, sizes: dict[str, int], case: tuple[list[list[int]], Any, Any]) -> None:
+    """Compare the logits of rows with transformers'. Rows join together and alone, leave and are copied."""
+    cls: Any = registry.find(name)
+    model = cls.from_pretrained_with_parallel(folder, dtype=torch.float64, **sizes).eval()
+    prompts, tokens_BL, expected_BLV = case
+    runner, slots = runner_of(model, running.LIMITS, keeps_logits=True), list[list[int]]()  # row, tokens computed
+
+    def run(step: Step, joining: Sequence[int] = ()) -> None:
+        for slot in step.leaving:
+            slots[slot] = slots[-1]
+            slots.pop()
+        joined = [[row, 0] for row in joining]
+        slots.extend(joined)
+        if not joining:
+            step.tokens = [int(tokens_BL[row, count]) for row, count in slots]
+        logits_BV = runner.run(step)
+        assert logits_BV is not None and len(logits_BV) in (0, len(joined or slots))
+        for each, logits_V in itertools.zip_longest(joined or slots, logits_BV):
+            if logits_V is not None:  # on the last stage
+                torch.testing.assert_close(logits_V, expected_BLV[each[0], each[1]], rtol=1e-10, atol=1e-10)
+            each[1] += 1
+
+    def join(*joining: int, leaving: Sequence[int] = ()) -> None:
+        own = [[int(tokens_BL[row, 0]), *prompts[row]] for row in joining]
+        step = Step(0, leaving=[*leaving], chunk=[token for each in own for token in each])
+        if len(own) > 1:
+            step.whole = [WholePrompt(0, len(each), -1) for each in own]
+        else:
+            step.begins = step.joins = True
+        run(step, joining)
+
+    with torch.no_grad(), lifted_casts():
+        join(0, 1)
+        run(Step(0))
+        run(Step(0, leaving=[0]))
+        join(2)  # the longest prompt
+        run(Step(0))
+        join(3)
+        run(Step(0))
+        run(Step(0, leaving=[1]))
+        runner.fork(0, 1)
+        slots.append([*slots[0]])
+        run(Step(0))
+        run(Step(0, leaving=[0]))
+        join(4, 0, leaving=[0, 0])
+        run(Step(0))
+
+
+@torch.no_grad()
+def rows_of(variant: str, folder: Path, seed: int) -> tuple[str, tuple[list[list[int]], Any, Any]]:
+    """Save an encoder-decoder. Return its class, prompts of several lengths, decoder tokens, and their logits."""
+    name, *_ = running.checked(variant, folder, seed, 1)
+    whole = zoo.original(name).from_pretrained(folder, dtype=torch.float64).eval()
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(3, 90) for _ in range(length)] for length in (7, 3, 11, 4, 6)]
+    tokens_BL = torch.tensor([[draw.randrange(3, 90) for _ in range(12)] for _ in prompts])
+    with lifted_casts():
+        logits = [
+            whole(input_ids=torch.tensor([ids]), decoder_input_ids=tokens_BL[row : row + 1]).logits[0]
+            for row, ids in enumerate(prompts)
+        ]
+    return name, (prompts, tokens_BL, torch.stack(logits))
+
+
+@pytest.mark.parametrize("variant", ["t5", "bart"])
+def test_rows_read_their_own_prompts(tmp_path: Path, seed: int, variant: str) -> None:
+    name, case = rows_of(variant, tmp_path, seed)
+    check_rows(name, tmp_path, {"tensor_parallel_size": 1}, case)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("variant", ["t5", "bart"])
+def test_rows_read_their_own_prompts_on_ranks(
+    pool: Pool, tmp_path: Path, seed: int, variant: str, sizes: dict[str, int]
+) -> None:
+    name, case = rows_of(variant, tmp_path, seed)
+    pool.run(max(sizes.values()), check_rows, name, tmp_path, sizes, case)
+
+
 def test_every_decoder_of_the_zoo_joins_or_has_a_reason() -> None:
     """Decoders join if their cache in transformers has known layers only, unless the table gives a reason."""
     # the last kind, of newer versions, reads the keys of another block
@@ -92,6 +204,12 @@ def test_every_decoder_of_the_zoo_joins_or_has_a_reason() -> None:
     assert admission.IN_ONE_STEP <= admission.WITH_STATES <= stateful
     table = GUIDE.read_text().partition("| decoder | why it does not join |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`([^`]+)`", table)) == {zoo.config(variant).model_type for variant in reasons}
+
+
+def test_encoder_decoders_that_join_are_in_the_guide() -> None:
+    assert {zoo.config(variant).model_type for variant in JOINING} == admission.ENCODER_DECODERS
+    listed = GUIDE.read_text().partition("* **Encoder-decoders**: ")[2].partition("\n* ")[0]
+    assert set(re.findall(r"`([^`]+)`", listed)) >= admission.ENCODER_DECODERS
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 6)), max_size=12), st.integers(1, 4))
