@@ -30,7 +30,7 @@ from oslo_models.deploy import engine
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.messages import Failure, Request, Reused
 from oslo_models.deploy.running_batch import admission
-from oslo_models.deploy.running_batch.encoder_decoders import runner_of
+from oslo_models.deploy.running_batch.encoder_decoders import EncoderDecoderRunner, runner_of
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import SharedMemoryChannel
@@ -333,10 +333,10 @@ def test_rows_have_their_own_states(tmp_path: Path, seed: int, variant: str) -> 
         decode()
 
 
-def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: list[Any]) -> list[Any]:
+def failing_stage(name: str, folder: Path, stages: int, failing: int, where: str, calls: list[Any]) -> list[Any]:
     """On a rank, return its messages for grouped calls during which a stage fails, and for one later call."""
     rank, sent = torch.distributed.get_rank(), list[Any]()
-    model: Any = registry.find("LlamaForCausalLM").from_pretrained_with_parallel(  # type: ignore[attr-defined]
+    model: Any = registry.find(name).from_pretrained_with_parallel(  # type: ignore[attr-defined]
         folder, dtype=torch.float64, pipeline_parallel_size=stages
     )
     channel = SharedMemoryChannel(folder / "steps", rank, stages - 1, stages, 4096, stages)
@@ -349,10 +349,12 @@ def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: li
     inbox: Any = queue.SimpleQueue()
     for request in requests[1:-1]:
         inbox.put(request)
-    count, forward = itertools.count(1), StepRunner._forward
+    encodes = where.endswith("encoder")
+    patched, method = (EncoderDecoderRunner, "_begin_rows") if encodes else (StepRunner, "_forward")
+    count, forward, last = itertools.count(1), getattr(patched, method), 2 if encodes else 8
 
     def breaks(*args: Any) -> None:
-        if next(count) == 8:
+        if next(count) == last:
             raise MemoryError("of one stage")
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -360,12 +362,14 @@ def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: li
         return forward(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        if rank == failing and where == "before the model":
-            patch.setattr(StepRunner, "_forward", broken)
+        if rank == failing and where.startswith("before"):
+            patch.setattr(patched, method, broken)
+        elif rank == failing and encodes:
+            model.get_encoder().block[0].register_forward_pre_hook(breaks)
         elif rank == failing:
             next(model.base_model.layers.children()).register_forward_pre_hook(breaks)
         batch.run(requests[0], Messages(inbox, pytest.fail))
-    assert next(count) > 8 or rank != failing
+    assert next(count) > last or rank != failing
     with torch.no_grad():
         batch.run(requests[-1], Messages(inbox, pytest.fail))
     assert not batch._ahead and not any(runner.calls() for runner in batch.runners)
@@ -381,12 +385,33 @@ def test_stage_that_fails_ends_the_calls_and_no_others(
     _, calls, expected = running.checked("llama", tmp_path, seed, 1, num_hidden_layers=3)
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "seed": 0}
     calls = [{**prompt(seed + number, 1), **options} for number in range(5)] + calls
-    *others, last = pool.run(stages, failing_stage, tmp_path, stages, failing, where, calls)
+    found = pool.run(stages, failing_stage, "LlamaForCausalLM", tmp_path, stages, failing, where, calls)
+    check_failed(found, failing, expected[0])
+
+
+def check_failed(found: list[list[Any]], failing: int, expected: torch.Tensor) -> None:
+    *others, last = found
     (_, number, result), failed = last[-1], last[:-1]
-    assert number == 5 and torch.equal(result, expected[0])
+    assert number == 5 and torch.equal(result, expected)
     assert [kind for kind, *_ in failed] == [Failure] * 5 and {number for _, number, _ in failed} == set(range(5))
     for rank, sent in enumerate(others):  # the failing stage and later stages report their calls
         assert all(kind is Failure for kind, *_ in sent) and bool(sent) is (rank >= failing)
+
+
+@pytest.mark.parametrize(
+    ("failing", "where"), [(0, "before the encoder"), (1, "before the encoder"), (0, "in the encoder")]
+)
+def test_stage_that_fails_to_encode_ends_the_calls_and_no_others(
+    pool: Pool, tmp_path: Path, seed: int, failing: int, where: str
+) -> None:
+    name, calls, expected = running.checked("t5", tmp_path, seed, 1)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "seed": 0}
+    calls = [{**prompt(seed + number, 1), **options} for number in range(5)] + calls
+    found = pool.run(2, failing_stage, name, tmp_path, 2, failing, where, calls)
+    *_, (_, number, result) = found[-1]
+    assert number == 5 and torch.equal(result, expected[0])
+    failed = {(kind, number) for sent in found for kind, number, _ in sent if number < 5}
+    assert failed == {(Failure, number) for number in range(5)}
 
 
 # With workers ---------------------------------------------------------------------------------------------------------
@@ -454,6 +479,26 @@ def test_stages_one_rank_and_ranks_without_shared_memory(
         for each in asked:
             each.result(LIMIT)
         assert torch.equal(beams, model.generate(**prompt(seed), max_new_tokens=3, num_beams=2))
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes"), [("t5", {"pipeline_parallel_size": 2}), ("bart", {"tensor_parallel_size": 2})]
+)
+def test_encoder_decoders_share_a_batch(
+    stand: Any, tmp_path: Path, seed: int, variant: str, sizes: dict[str, Any]
+) -> None:
+    name, calls, expected = running.checked(variant, tmp_path, seed, 8)
+    cls: Any = registry.find(name)
+    options: dict[str, Any] = {"dtype": torch.float64, "max_batch_size": 3, "deploy": True, **sizes}
+    with cls.from_pretrained_with_parallel(tmp_path, **options) as model, ThreadPoolExecutor(4) as threads:
+        assert all(model.can_join(**{key: call[key] for key in call.keys() - {"seed"}}) for call in calls)
+        held = model.reserve_batch()
+        asked = [threads.submit(ask, model, *each) for each in zip(calls, expected, strict=True)]
+        beams = model.generate(**prompt(seed), max_new_tokens=3, num_beams=2)  # on all ranks, between two steps
+        for each in asked:
+            each.result(LIMIT)
+        assert torch.equal(beams, model.generate(**prompt(seed), max_new_tokens=3, num_beams=2))
+        assert len(held) == 2 and all(held.values()) and model.reserve_batch() == held
 
 
 def test_row_that_fails_or_is_cancelled_leaves_the_others(served: Any, seed: int) -> None:

@@ -99,8 +99,7 @@ class EncoderDecoderRunner(StepRunner):
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         with self._adapters.selected(adapters, 1):
             inputs = {"decoder_input_ids": first_B1, "encoder_outputs": encoded, "attention_mask": mask_BL}
-            logits_BLV: Tensor = self._output({**inputs, self._cache_name: cache}).logits
-        return cache, logits_BLV[:, -1]
+            return cache, self._logits({**inputs, self._cache_name: cache})
 
     def _encode(self, batch: dict[str, Any]) -> Any:
         """Return the output of the encoder on every stage."""
@@ -132,8 +131,11 @@ class EncoderDecoderRunner(StepRunner):
             self._cache_name: self.rows.argument,
         }
         with self._positions_of_rows(positions):
-            logits_BLV: Tensor = self._output(inputs).logits
-        return logits_BLV[:, -keep:].flatten(0, 1)
+            return self._logits(inputs, keep)
+
+    def _logits(self, inputs: Mapping[str, Any], keep: int = 1) -> Tensor:
+        logits_BLV: Tensor = self._output({**inputs, "use_cache": True}).logits
+        return logits_BLV[:, -keep:].flatten(0, 1)  # other stages than the last one have no logits
 
     def _probe(self) -> EncoderDecoderCache:
         return self._begin_rows([[0, 0]], [0])[0]

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from oslo_models.deploy.generation_limits import settings_of
-from oslo_models.deploy.running_batch.admission import reason_against, unsupported_setting
+from oslo_models.deploy.running_batch.admission import (
+    reason_against,
+    reason_against_padding,
+    unsupported_setting,
+)
 from oslo_models.deploy.running_batch.offline import limits_of
 from oslo_models.deploy.running_batch.penalties import Penalty
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
@@ -87,7 +91,8 @@ def joins_batch(model: ParallelModel, input_ids: Any, attention_mask: Any, confi
     assert model.mesh is not None
     if model._fusion is not None or model.mesh.has_experts_over_replicas or reason_against(model.config) is not None:
         return False
-    if has_states(model.config):  # generate pads its batch, and the batch computes each prompt without padding
+    # generate pads its batch, and the running batch computes each prompt without padding
+    if has_states(model.config) or reason_against_padding(model.config) is not None:
         return False
     given = {"generation_config": config}
     setting = settings_of(given, model.generation_config)
