@@ -49,7 +49,8 @@ def case(variant: str, seed: int, dropout: float = 0.0) -> tuple[Any, Case]:
     name, config = running.encoder_decoder(variant) or zoo.lm_head(variant), zoo.config(variant)
     config.resid_pdrop = dropout
     model = reference_model(name, config, seed).eval()
-    return model, (name, config, full_parameters(model))
+    biases = {key: value.clone() for key, value in model.state_dict().items() if key == "final_logits_bias"}  # a buffer
+    return model, (name, config, {**full_parameters(model), **biases})
 
 
 def drawn_prompts(vocabulary: int, seed: int) -> list[list[int]]:
