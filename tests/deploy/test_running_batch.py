@@ -97,15 +97,16 @@ def test_encoder_decoders_of_the_zoo_get_their_own_tokens(
     running.compare(pool, variant, tmp_path, seed, 8, **{axis: 2})
 
 
-ALONE = [name for variant in JOINING for name in zoo.lm_heads(variant) if name.endswith("ForCausalLM")]
+DECODING = {
+    name: variant for variant in (*JOINING, "trocr") for name in zoo.lm_heads(variant) if name.endswith("ForCausalLM")
+}
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", DECODING)
 def test_decoders_of_encoder_decoders_get_their_own_tokens(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
     """Their positions are looked up for each row."""
-    variant = next(variant for variant in JOINING if name in zoo.lm_heads(variant))
-    running.compare(pool, variant, tmp_path, seed, 8, name=name, tensor_parallel_size=2)
+    running.compare(pool, DECODING[name], tmp_path, seed, 8, name=name, tensor_parallel_size=2)
 
 
 def check_rows(name: str, folder: Path, sizes: dict[str, int], case: tuple[list[list[int]], Any, Any]) -> None:

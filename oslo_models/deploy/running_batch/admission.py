@@ -76,13 +76,14 @@ EXCLUSIVE: Mapping[str, str] = {
 """Decoder types of the zoo that cannot join for reasons other than the kinds of their blocks, with the reason."""
 ENCODER_DECODERS = frozenset(
     (
-        *("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "mt5", "mvp", "pegasus", "plbart", "t5"),
-        "umt5",
+        *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "mvp", "pegasus", "plbart"),
+        *("t5", "umt5"),
     )
 )
 """Encoder-decoder types that join. Padding on the right does not change the states of their encoders, and positions of
 their decoders are relative, or come from a table; see `position_tables`."""
 READ_PADDING: Mapping[str, str] = {
+    "trocr": "its positions count the padding",
     "minimax": "its blocks of tokens are counted from the padding",
     "xlstm": "its states include the padding",
 }

@@ -17,9 +17,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.pipeline.sharded_model import ShardedModel
 
 _ARGUMENT = "position_ids"
+_COUNTING = "create_position_ids_from_input_ids"
+"""Method of tables that count positions from the tokens: of M2M-100, and TrOCR with sinusoids."""
 
 
 def position_table(model: ShardedModel) -> nn.Module | None:
@@ -27,9 +30,13 @@ def position_table(model: ShardedModel) -> nn.Module | None:
     if _ARGUMENT in inspect.signature(model.forward).parameters:
         return None
     table = getattr(model.get_decoder(), "embed_positions", None)
-    if not isinstance(table, nn.Module) or _ARGUMENT not in inspect.signature(table.forward).parameters:
+    if not isinstance(table, nn.Module) or isinstance(table, Placeholder):
         return None
-    return table
+    return table if _takes_positions(table) or hasattr(table, _COUNTING) else None
+
+
+def _takes_positions(table: nn.Module) -> bool:
+    return _ARGUMENT in inspect.signature(table.forward).parameters
 
 
 @contextmanager
@@ -42,10 +49,16 @@ def looking_up(table: nn.Module, positions_BL: Tensor) -> Iterator[None]:
     def divide(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output.reshape(*positions_BL.shape, -1)
 
-    handles = (
-        table.register_forward_pre_hook(give, with_kwargs=True),
-        table.register_forward_hook(divide),
-    )
+    def replace(module: Any, args: Any, output: Tensor) -> Tensor:
+        first = module.padding_idx + 1  # a padding token, also a generated one, has no position
+        places_BL = (positions_BL + first).where(args[0] != module.padding_idx, module.padding_idx)
+        found: Tensor = module.weights[places_BL]
+        return found
+
+    if _takes_positions(table):
+        handles = [table.register_forward_pre_hook(give, with_kwargs=True), table.register_forward_hook(divide)]
+    else:
+        handles = [table.register_forward_hook(replace)]
     try:
         yield
     finally:
