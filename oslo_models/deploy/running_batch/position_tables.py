@@ -18,14 +18,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from oslo_models.pipeline.placeholders import Placeholder
-from oslo_models.pipeline.sharded_model import ShardedModel
 
 _ARGUMENT = "position_ids"
 _COUNTING = "create_position_ids_from_input_ids"
 """Method of tables that count positions from the tokens: of M2M-100, and TrOCR with sinusoids."""
 
 
-def position_table(model: ShardedModel) -> nn.Module | None:
+def position_table(model: Any) -> nn.Module | None:
     """Return the table of a decoder that does not take positions; ``None`` without such a table on this stage."""
     if _ARGUMENT in inspect.signature(model.forward).parameters:
         return None
