@@ -68,8 +68,11 @@ class Deployment(DeployedAdapters, RemoteModule):
 
     def _make_admission(self) -> Admission:
         forwards = [vars(base)["forward"] for base in type(self).__mro__ if "forward" in vars(base)]
-        takes_features = any("mm_encoder_outputs" in inspect.signature(each).parameters for each in forwards)
-        return Admission(self.config, self._engine.limits, takes_features)
+        names = {name for each in forwards for name in inspect.signature(each).parameters}
+        admission = Admission(self.config, self._engine.limits, "mm_encoder_outputs" in names)
+        if self.config.is_encoder_decoder and "decoder_input_ids" not in names:  # the workers change the configuration
+            admission.reason = f"{type(self).__name__} has no decoder, or no encoder, and its configuration has both"
+        return admission
 
     # Calls ------------------------------------------------------------------------------------------------------------
 

@@ -67,9 +67,10 @@ class BatchGeneratingModel(PreTrainedModel):
         """Generate for many prompts of different lengths in one running batch.
 
         A row leaves the batch after its last token, and the next prompt takes its slot. Equal prompts, such as the
-        completions of one group, are computed once. Each sequence has the tokens that ``generate`` returns for its
-        prompt alone. The method runs on the ranks of a training or evaluating model with its present weights and
-        adapters, without dropout. Its memory is free again when it returns. A collective.
+        completions of one group, are computed once. An encoder-decoder encodes its prompts. Each sequence has the
+        tokens that ``generate`` returns for its prompt alone. The method runs on the ranks of a training or evaluating
+        model with its present weights and adapters, without dropout. Its memory is free again when it returns. A
+        collective.
 
         Args:
             inputs: token ids of the prompts, equal on all ranks of one model replica.
@@ -133,7 +134,8 @@ class BatchGeneratingModel(PreTrainedModel):
         with agree(self.mesh.model, "checking the prompts of generate_batch"):
             given, prompts, copies = _checked(self, inputs, generation_config, num_return_sequences, kwargs)
             adapters = ModelAdapters(self).numbers(adapter_names, len(prompts))
-            length = _longest(self, prompts, settings_of(given, self.generation_config))
+            start = _first_tokens(self, settings_of(given, self.generation_config))
+            length = _longest(self, prompts, start, settings_of(given, self.generation_config))
             if max_batch_size is not None and max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
             drafted = _drafted(self, speculative_tokens, speculative_model, length)
@@ -157,13 +159,14 @@ class BatchGeneratingModel(PreTrainedModel):
         planned |= {"maximum length": length, "max_batch_size": max_batch_size, "return_logprobs": keeps_logprobs}
         planned |= {"speculative_tokens": speculative_tokens, "speculative_model": speculative_model is not None}
         planned |= {"sharded speculative_model": getattr(speculative_model, "mesh", None) is not None}
-        planned |= {"common_draws": common_draws, "adapter_names": adapters}
+        planned |= {"common_draws": common_draws, "adapter_names": adapters, "decoder_start_token_id": start}
         require_equal(self.mesh.model, planned, "arguments of generate_batch")  # else ranks would plan other steps
         if not prompts:
             return {}
         return _generate(
             self,
             prompts,
+            start,
             adapters,
             given,
             (copies, limits),
@@ -224,10 +227,14 @@ def _checked(
     reason = reason_against(model.config) if model.can_generate() else "it generates no text"
     if model.mesh.has_experts_over_replicas:
         reason = "its experts are divided over ranks with other tokens, which would compute different numbers of steps"
-    if reason is None and model.token_division is not None and has_states(model.config):
-        reason = f"its blocks keep states of rows, which was not tested with {model.token_division.option}"
-    if reason is None and model.token_division is not None and has_index(model.config):
-        reason = f"its blocks keep keys of an indexer, which was not tested with {model.token_division.option}"
+    if reason is None and model.token_division is not None:
+        option = model.token_division.option
+        if has_states(model.config):
+            reason = f"its blocks keep states of rows, which was not tested with {option}"
+        elif has_index(model.config):
+            reason = f"its blocks keep keys of an indexer, which was not tested with {option}"
+        elif model.config.is_encoder_decoder:
+            reason = f"it is an encoder-decoder, which was not tested with {option}"
     if reason is not None:
         raise ValueError(f"generate_batch does not run {name}: {reason}; {instead}")
     given = {**kwargs, **({} if config is None else {"generation_config": config})}
@@ -266,32 +273,60 @@ def _check_exact(model: Any, setting: Callable[[str], Any]) -> None:
             )
 
 
-def _longest(model: Any, prompts: Sequence[list[int]], setting: Callable[[str], Any]) -> int:
+def _first_tokens(model: Any, setting: Callable[[str], Any]) -> list[int]:
+    """Return the first token of the decoder of an encoder-decoder, or no token.
+
+    Raises:
+        ValueError: the settings have no such token, or several.
+    """
+    if not model.config.is_encoder_decoder:
+        return []
+    token = setting("decoder_start_token_id")
+    token = setting("bos_token_id") if token is None else token
+    if not isinstance(token, int):
+        raise ValueError(
+            f"decoder_start_token_id={token!r}: generate_batch needs the token with which the decoder of "
+            f"{type(model).__name__} begins, one for all prompts"
+        )
+    return [token]
+
+
+def _longest(model: Any, prompts: Sequence[list[int]], start: list[int], setting: Callable[[str], Any]) -> int:
     """Return the length of the longest possible sequence.
+
+    Args:
+        start: see `_first_tokens`.
 
     Raises:
         ValueError: the model has fewer positions, or no prompt leaves room for a new token.
     """
     if not prompts:
         return 0
-    longest = max(map(len, prompts))
+    encoded = max(map(len, prompts)) if start else 0
+    longest = len(start) or max(map(len, prompts))
     new, most = setting("max_new_tokens"), setting("max_length")
     total = longest + int(new) if new is not None else int(most) if most is not None else longest + _NEW_TOKENS
     if total <= longest:
         what = f"max_length={most}" if new is None else f"max_new_tokens={new}"
         raise ValueError(f"{what} leaves no room for new tokens after a prompt of {longest} tokens: use a larger value")
     for name, most in bounds(model.config):
+        if encoded > most:
+            raise ValueError(
+                f"a prompt of {encoded} tokens is more than the {name}={most} of {type(model).__name__}: use shorter "
+                "prompts"
+            )
         if total > most:
             raise ValueError(
                 f"a prompt of {longest} tokens and {total - longest} new ones are more than the "
                 f"{name}={most} of {type(model).__name__}: use fewer new tokens or shorter prompts"
             )
-    return total
+    return max(total, len(start) + encoded)
 
 
 def _generate(
     model: Any,
     prompts: Sequence[list[int]],
+    start: list[int],
     adapters: Sequence[int],
     given: dict[str, Any],
     sizes: tuple[int, BatchLimits],
@@ -305,6 +340,7 @@ def _generate(
     """Complete the prompts on this rank.
 
     Args:
+        start: see `_first_tokens`.
         adapters: of the prompts, see `row_adapters`.
         sizes: sequences for each prompt, limits of the batch.
     """
@@ -317,7 +353,7 @@ def _generate(
     draws = CommonDraws(count, default_generator(mesh.device)) if has_common_draws else None
     seeds = [0] * count if has_common_draws else torch.randint(2**63 - 1, (count,), device="cpu").tolist()
     sequences = [
-        Generated(number, prompts[number // copies], seeds[number], adapters[number // copies])
+        Generated(number, [*start, *prompts[number // copies]], seeds[number], adapters[number // copies])
         for number in range(count)
     ]
     times: dict[int, list[float]] = {number: [] for number in range(count)}
@@ -345,18 +381,18 @@ def _generate(
             raise
     return {
         f"req_{each.number // copies}" + (f"__child#{each.number % copies - 1}" if each.number % copies else ""): (
-            _output(each, f"req_{each.number // copies}", times[each.number] if keeps_times else None)
+            _output(each, prompts, each.number // copies, times[each.number] if keeps_times else None)
         )
         for each in sequences
     }
 
 
-def _output(sequence: Any, request: str, times: list[float] | None) -> Any:
+def _output(sequence: Any, prompts: Sequence[list[int]], number: int, times: list[float] | None) -> Any:
     from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
     return GenerationOutput(
-        request_id=request,
-        prompt_ids=sequence.prompt,
+        request_id=f"req_{number}",
+        prompt_ids=prompts[number],
         generated_tokens=sequence.new,
         logprobs=sequence.logprobs,
         status=RequestStatus.FINISHED,

@@ -239,8 +239,14 @@ class Pipeline:
             self._keeps_logits = False
 
     @torch.no_grad()
-    def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MoEModelOutput:
-        """Run the encoder on the arguments of ``generate``. Returns its output on every stage."""
+    def encode(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], failure: Exception | None = None
+    ) -> MoEModelOutput:
+        """Run the encoder on the arguments of ``generate``. Returns its output on every stage.
+
+        Args:
+            failure: why this stage cannot take part. Then every stage raises.
+        """
         self._end_open_loop("generate")
         encoder = self.model.get_encoder()
         # as in transformers: the encoder of SpeechEncoderDecoder has another name for its input than the model
@@ -251,9 +257,10 @@ class Pipeline:
         batch = {key: value for key, value in arguments.items() if value is not None}
         stack = self.stage.stacks[0]
         hidden = torch.empty(self.runner.shape(batch, 0), dtype=self.model.dtype, device=self.mesh.device)
-        result, failure = None, None
+        result = None
         if stack.is_local:
-            arrived, failure = self._receive_hidden(stack, hidden)
+            arrived, former = self._receive_hidden(stack, hidden)
+            failure = failure or former
             if failure is None:
                 result, failure = _catch(lambda: self.runner.run_stack(0, batch, arrived))
             self._send_hidden(stack, hidden if result is None else result, failure)

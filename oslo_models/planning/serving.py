@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from oslo_models.deploy.running_batch.admission import Admission, with_states
+from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, BatchLimits
 from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
 from oslo_models.deploy.running_batch.step import Step
-from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.planning.meta_run import ACTIVATIONS, CACHE, MetaRun
 
@@ -36,11 +36,10 @@ def serve(job: Any, model: ShardedModel, run: MetaRun) -> Counter[str]:
 def _run_batch(model: ShardedModel, run: MetaRun, limits: BatchLimits) -> Counter[str]:
     """Run the steps of a running batch on its whole cache: the last part of a prompt, then a token of each row."""
     stages = 1 if model.stage is None else model.stage.count
-    runners = [StepRunner(model, own, keeps_logits=True) for own in limits_of_groups(limits, stages)]
+    runners = [runner_of(model, own, keeps_logits=True) for own in limits_of_groups(limits, stages)]
     for runner in runners:
         runner.reserve()
-        layers = (layer for cache in (runner.rows, runner.prompt) for layer in cache.layers)
-        run.count([held for layer in layers for held in layer.held], CACHE)
+        run.count([*runner.rows.tensors, *runner.prompt.tensors], CACHE)
     run.collectives.clear()
     run.reset_peak()
     runner, rows = runners[0], limits_of_groups(limits, stages)[0].rows

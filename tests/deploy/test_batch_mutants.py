@@ -47,6 +47,8 @@ KEPT = "test_logits_stay_on_the_last_stage"
 CHUNKS, TOGETHER = {"chunk": 4, "groups": 1}, "test_short_prompts_are_computed_together"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
 STATES = f"{BATCH}.slot_states:StateLayer"
+CROSS, ENCODING = f"{BATCH}.own_caches:CrossSlots", f"{BATCH}.encoder_decoders:EncoderDecoderRunner"
+OWN_PROMPTS = "test_rows_read_their_own_prompts"
 EXACT, ADVANCED = (
     "test_rows_with_states_are_reused_as_a_whole",
     "test_state_of_a_row_that_is_dropped_is_not_reused",
@@ -147,6 +149,15 @@ FAST: list[Row] = [
     (f"{BATCH}.slot_parts:_Part.gives_back", "layer.move(free, own, *bounds)", "pass", PARTS, MOVES, {}),
     (f"{SCHEDULER}.drop", "row.shares = False", "pass", REUSED, ADVANCED, {"is_dropped": True, "reused": 0}),
     (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= 2", LOOP, TOGETHER, {}),
+    (f"{CROSS}.free", "self.cross.free(slot)", "self.cross.free(-1)", POOLED, OWN_PROMPTS, {"variant": "t5"}),
+    (
+        f"{BATCH}.position_tables:looking_up",
+        "positions_BL.flatten()",
+        "positions_BL.flip(0).flatten()",
+        POOLED,
+        OWN_PROMPTS,
+        {"variant": "bart"},
+    ),
     (
         f"{IMAGES}:_digest",
         "digest.update(x.reshape(-1).view(torch.uint8).numpy().data)",
@@ -272,6 +283,24 @@ SLOW: list[Row] = [
         {"reuses": True},
     ),
     (f"{RUNNER}._prefill_whole", "cache.layers, row", "cache.layers, 0", LOOP, TOGETHER, {}),
+    (f"{ENCODING}._forward", "cross.mask(0, lengths_B)", "None", POOLED, OWN_PROMPTS, {"variant": "t5"}),
+    (
+        f"{ENCODING}._begin_rows",
+        "longest, device=self._device) <",
+        "longest) <=",
+        POOLED,
+        OWN_PROMPTS,
+        {"variant": "t5"},
+    ),
+    (f"{CROSS}.join", "row, length, length", "0, length, length", POOLED, OWN_PROMPTS, {"variant": "bart"}),
+    (
+        f"{CROSS}.fork",
+        "self.cross.fork(slot, count)",
+        "self.cross.fork(-1, count)",
+        POOLED,
+        OWN_PROMPTS,
+        {"variant": "t5"},
+    ),
     (f"{RUNNER}._prefill_whole", "positions_BL.clamp(min=0)", "torch.arange(longest)[None]", LOOP, TOGETHER, {}),
     (f"{SCHEDULER}._whole_prompts", "self._find_prefix(row)[1]", "False", REUSED, SIMULATED, {}),
     (f"{SCHEDULER}._whole_prompts", "any(self.prefixes.are_alike", "all(self.prefixes.are_alike", LOOP, TOGETHER, {}),
@@ -310,7 +339,7 @@ SLOW: list[Row] = [
     ),
     (f"{ROW}:_Ends.__call__", "token in self._tokens", "False", LOOP, ENDS, {}),
     (
-        f"{ADMISSION}:_is_padded_left",
+        f"{ADMISSION}:_is_padded",
         "shown_BL[:, -1].all()",
         "True",
         LOOP,
@@ -341,7 +370,7 @@ SLOW: list[Row] = [
     (f"{RUNNER}.free", "self.rows.free(slot)", "pass", LOOP, OWN, CHUNKS),
     (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, CHUNKS),
     (f"{ROW}:prepare", "max(prompt) >= vocabulary", "False", LOOP, REJECTED, {}),
-    (f"{ROW}:_prepare_row", "input_ids[0, mask_BL[0].bool()]", "input_ids[0]", LOOP, OWN, CHUNKS),
+    (f"{ROW}:_prepare_row", "ids_BL[0, mask_BL[0].bool()]", "ids_BL[0]", LOOP, OWN, CHUNKS),
     (f"{PLAIN}.find", "if any(token in prompt for token in padding)", "if False", KNOWN, PADDING, {}),
     (f"{PLAIN}.key", "bool(mask_BL.all())", "True", KNOWN, PADDING, {}),
     (f"{PLAIN}._follow_defaults", "self.forget()", "pass", KNOWN, DEFAULTS, {}),
@@ -395,7 +424,7 @@ SLOW: list[Row] = [
         {"what": "too long"},
     ),
     (
-        f"{ADMISSION}:_is_padded_left",
+        f"{ADMISSION}:_is_padded",
         "(shown_BL[:, 1:] >= shown_BL[:, :-1]).all()",
         "True",
         LOOP,

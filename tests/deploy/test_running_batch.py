@@ -32,6 +32,7 @@ from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.messages import Failure, Request, Reused
 from oslo_models.deploy.running_batch import admission
 from oslo_models.deploy.running_batch.admission import SINCE, TEXT_ONLY
+from oslo_models.deploy.running_batch.encoder_decoders import EncoderDecoderRunner, runner_of
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import SharedMemoryChannel
@@ -53,6 +54,8 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "deployment.md"
 
 NEWER = zoo.cases(each for each in ("minimax_m3_vl_text", "qwen4_exp_text") if running.is_decoder(each))
 DECODERS = [variant for variant in (*zoo.FOUNDING, *zoo.MORE) if running.is_decoder(variant)]
+ENCODER_DECODERS = [variant for variant in (*zoo.FOUNDING, *zoo.MORE) if running.encoder_decoder(variant)]
+JOINING = sorted({variant for variant in ENCODER_DECODERS if admission.reason_against(zoo.config(variant)) is None})
 
 
 # Without workers ------------------------------------------------------------------------------------------------------
@@ -78,6 +81,116 @@ def test_decoders_of_the_zoo_get_their_own_tokens(
         if plan.pipeline.single_stage_reason:
             pytest.skip(f"{variant} has one stage: {plan.pipeline.single_stage_reason}")
     running.compare(pool, variant, tmp_path, seed, 8, **{axis: 2})
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}]
+)
+@pytest.mark.parametrize("variant", ["t5", "bart"])
+def test_calls_of_encoder_decoders_get_their_own_tokens(
+    pool: Pool, tmp_path: Path, seed: int, variant: str, sizes: dict[str, int]
+) -> None:
+    running.compare(pool, variant, tmp_path, seed, **sizes)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("variant", JOINING)
+def test_encoder_decoders_of_the_zoo_get_their_own_tokens(
+    pool: Pool, tmp_path: Path, seed: int, variant: str, axis: str
+) -> None:
+    running.compare(pool, variant, tmp_path, seed, 8, **{axis: 2})
+
+
+DECODING = {
+    name: variant for variant in (*JOINING, "trocr") for name in zoo.lm_heads(variant) if name.endswith("ForCausalLM")
+}
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", DECODING)
+def test_decoders_of_encoder_decoders_get_their_own_tokens(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
+    """Their positions are looked up for each row."""
+    running.compare(pool, DECODING[name], tmp_path, seed, 8, name=name, tensor_parallel_size=2)
+
+
+def check_rows(name: str, folder: Path, sizes: dict[str, int], case: tuple[list[list[int]], Any, Any]) -> None:
+    """Compare the logits of rows with transformers'. Rows join together and alone, leave and are copied."""
+    cls: Any = registry.find(name)
+    model = cls.from_pretrained_with_parallel(folder, dtype=torch.float64, **sizes).eval()
+    prompts, tokens_BL, expected_BLV = case
+    runner, slots = runner_of(model, running.LIMITS, keeps_logits=True), list[list[int]]()  # row, tokens computed
+
+    def run(step: Step, joining: Sequence[int] = ()) -> None:
+        for slot in step.leaving:
+            slots[slot] = slots[-1]
+            slots.pop()
+        joined = [[row, 0] for row in joining]
+        slots.extend(joined)
+        if not joining:
+            step.tokens = [int(tokens_BL[row, count]) for row, count in slots]
+        logits_BV = runner.run(step)
+        assert logits_BV is not None and len(logits_BV) in (0, len(joined or slots))
+        for each, logits_V in itertools.zip_longest(joined or slots, logits_BV):
+            if logits_V is not None:  # on the last stage
+                torch.testing.assert_close(logits_V, expected_BLV[each[0], each[1]], rtol=1e-10, atol=1e-10)
+            each[1] += 1
+
+    def join(*joining: int, leaving: Sequence[int] = ()) -> None:
+        own = [[int(tokens_BL[row, 0]), *prompts[row]] for row in joining]
+        step = Step(0, leaving=[*leaving], chunk=[token for each in own for token in each])
+        if len(own) > 1:
+            step.whole = [WholePrompt(0, len(each), -1) for each in own]
+        else:
+            step.begins = step.joins = True
+        run(step, joining)
+
+    with torch.no_grad(), lifted_casts():
+        join(0, 1)
+        run(Step(0))
+        run(Step(0, leaving=[0]))
+        join(2)  # the longest prompt
+        run(Step(0))
+        join(3)
+        run(Step(0))
+        run(Step(0, leaving=[1]))
+        runner.fork(0, 1)
+        slots.append([*slots[0]])
+        run(Step(0))
+        run(Step(0, leaving=[0]))
+        join(4, 0, leaving=[0, 0])
+        run(Step(0))
+
+
+@torch.no_grad()
+def rows_of(variant: str, folder: Path, seed: int) -> tuple[str, tuple[list[list[int]], Any, Any]]:
+    """Save an encoder-decoder. Return its class, prompts of several lengths, decoder tokens, and their logits."""
+    name, *_ = running.checked(variant, folder, seed, 1)
+    whole = zoo.original(name).from_pretrained(folder, dtype=torch.float64).eval()
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(3, 90) for _ in range(length)] for length in (7, 3, 11, 4, 6)]
+    tokens_BL = torch.tensor([[draw.randrange(3, 90) for _ in range(12)] for _ in prompts])
+    with lifted_casts():
+        logits = [
+            whole(input_ids=torch.tensor([ids]), decoder_input_ids=tokens_BL[row : row + 1]).logits[0]
+            for row, ids in enumerate(prompts)
+        ]
+    return name, (prompts, tokens_BL, torch.stack(logits))
+
+
+@pytest.mark.parametrize("variant", ["t5", "bart"])
+def test_rows_read_their_own_prompts(tmp_path: Path, seed: int, variant: str) -> None:
+    name, case = rows_of(variant, tmp_path, seed)
+    check_rows(name, tmp_path, {"tensor_parallel_size": 1}, case)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("variant", ["t5", "bart"])
+def test_rows_read_their_own_prompts_on_ranks(
+    pool: Pool, tmp_path: Path, seed: int, variant: str, sizes: dict[str, int]
+) -> None:
+    name, case = rows_of(variant, tmp_path, seed)
+    pool.run(max(sizes.values()), check_rows, name, tmp_path, sizes, case)
 
 
 def test_every_decoder_of_the_zoo_joins_or_has_a_reason() -> None:
@@ -112,6 +225,12 @@ def documented(title: str) -> set[str]:
     found = set(re.findall(r"`([^`]+)`", table))
     assert found
     return found - registry.NEWER.keys()
+
+
+def test_encoder_decoders_that_join_are_in_the_guide() -> None:
+    assert {zoo.config(variant).model_type for variant in JOINING} == admission.ENCODER_DECODERS
+    listed = GUIDE.read_text().partition("* **Encoder-decoders**: ")[2].partition("\n* ")[0]
+    assert set(re.findall(r"`([^`]+)`", listed)) >= admission.ENCODER_DECODERS
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 6)), max_size=12), st.integers(1, 4))
@@ -235,10 +354,10 @@ def test_rows_have_their_own_states(tmp_path: Path, seed: int, variant: str) -> 
         decode()
 
 
-def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: list[Any]) -> list[Any]:
+def failing_stage(name: str, folder: Path, stages: int, failing: int, where: str, calls: list[Any]) -> list[Any]:
     """On a rank, return its messages for grouped calls during which a stage fails, and for one later call."""
     rank, sent = torch.distributed.get_rank(), list[Any]()
-    model: Any = registry.find("LlamaForCausalLM").from_pretrained_with_parallel(  # type: ignore[attr-defined]
+    model: Any = registry.find(name).from_pretrained_with_parallel(  # type: ignore[attr-defined]
         folder, dtype=torch.float64, pipeline_parallel_size=stages
     )
     channel = SharedMemoryChannel(folder / "steps", rank, stages - 1, stages, 4096, stages)
@@ -251,10 +370,12 @@ def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: li
     inbox: Any = queue.SimpleQueue()
     for request in requests[1:-1]:
         inbox.put(request)
-    count, forward = itertools.count(1), StepRunner._forward
+    encodes = where.endswith("encoder")
+    patched, method = (EncoderDecoderRunner, "_begin_rows") if encodes else (StepRunner, "_forward")
+    count, forward, last = itertools.count(1), getattr(patched, method), 2 if encodes else 8
 
     def breaks(*args: Any) -> None:
-        if next(count) == 8:
+        if next(count) == last:
             raise MemoryError("of one stage")
 
     def broken(*args: Any, **kwargs: Any) -> Any:
@@ -262,12 +383,14 @@ def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: li
         return forward(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        if rank == failing and where == "before the model":
-            patch.setattr(StepRunner, "_forward", broken)
+        if rank == failing and where.startswith("before"):
+            patch.setattr(patched, method, broken)
+        elif rank == failing and encodes:
+            model.get_encoder().block[0].register_forward_pre_hook(breaks)
         elif rank == failing:
             next(model.base_model.layers.children()).register_forward_pre_hook(breaks)
         batch.run(requests[0], Messages(inbox, pytest.fail))
-    assert next(count) > 8 or rank != failing
+    assert next(count) > last or rank != failing
     with torch.no_grad():
         batch.run(requests[-1], Messages(inbox, pytest.fail))
     assert not batch._ahead and not any(runner.calls() for runner in batch.runners)
@@ -283,12 +406,33 @@ def test_stage_that_fails_ends_the_calls_and_no_others(
     _, calls, expected = running.checked("llama", tmp_path, seed, 1, num_hidden_layers=3)
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "seed": 0}
     calls = [{**prompt(seed + number, 1), **options} for number in range(5)] + calls
-    *others, last = pool.run(stages, failing_stage, tmp_path, stages, failing, where, calls)
+    found = pool.run(stages, failing_stage, "LlamaForCausalLM", tmp_path, stages, failing, where, calls)
+    check_failed(found, failing, expected[0])
+
+
+def check_failed(found: list[list[Any]], failing: int, expected: torch.Tensor) -> None:
+    *others, last = found
     (_, number, result), failed = last[-1], last[:-1]
-    assert number == 5 and torch.equal(result, expected[0])
+    assert number == 5 and torch.equal(result, expected)
     assert [kind for kind, *_ in failed] == [Failure] * 5 and {number for _, number, _ in failed} == set(range(5))
     for rank, sent in enumerate(others):  # the failing stage and later stages report their calls
         assert all(kind is Failure for kind, *_ in sent) and bool(sent) is (rank >= failing)
+
+
+@pytest.mark.parametrize(
+    ("failing", "where"), [(0, "before the encoder"), (1, "before the encoder"), (0, "in the encoder")]
+)
+def test_stage_that_fails_to_encode_ends_the_calls_and_no_others(
+    pool: Pool, tmp_path: Path, seed: int, failing: int, where: str
+) -> None:
+    name, calls, expected = running.checked("t5", tmp_path, seed, 1)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "seed": 0}
+    calls = [{**prompt(seed + number, 1), **options} for number in range(5)] + calls
+    found = pool.run(2, failing_stage, name, tmp_path, 2, failing, where, calls)
+    *_, (_, number, result) = found[-1]
+    assert number == 5 and torch.equal(result, expected[0])
+    failed = {(kind, number) for sent in found for kind, number, _ in sent if number < 5}
+    assert failed == {(Failure, number) for number in range(5)}
 
 
 # With workers ---------------------------------------------------------------------------------------------------------
@@ -356,6 +500,26 @@ def test_stages_one_rank_and_ranks_without_shared_memory(
         for each in asked:
             each.result(LIMIT)
         assert torch.equal(beams, model.generate(**prompt(seed), max_new_tokens=3, num_beams=2))
+
+
+@pytest.mark.parametrize(
+    ("variant", "sizes"), [("t5", {"pipeline_parallel_size": 2}), ("bart", {"tensor_parallel_size": 2})]
+)
+def test_encoder_decoders_share_a_batch(
+    stand: Any, tmp_path: Path, seed: int, variant: str, sizes: dict[str, Any]
+) -> None:
+    name, calls, expected = running.checked(variant, tmp_path, seed, 8)
+    cls: Any = registry.find(name)
+    options: dict[str, Any] = {"dtype": torch.float64, "max_batch_size": 3, "deploy": True, **sizes}
+    with cls.from_pretrained_with_parallel(tmp_path, **options) as model, ThreadPoolExecutor(4) as threads:
+        assert all(model.can_join(**{key: call[key] for key in call.keys() - {"seed"}}) for call in calls)
+        held = model.reserve_batch()
+        asked = [threads.submit(ask, model, *each) for each in zip(calls, expected, strict=True)]
+        beams = model.generate(**prompt(seed), max_new_tokens=3, num_beams=2)  # on all ranks, between two steps
+        for each in asked:
+            each.result(LIMIT)
+        assert torch.equal(beams, model.generate(**prompt(seed), max_new_tokens=3, num_beams=2))
+        assert len(held) == 2 and all(held.values()) and model.reserve_batch() == held
 
 
 def test_row_that_fails_or_is_cancelled_leaves_the_others(served: Any, seed: int) -> None:

@@ -379,6 +379,31 @@ def test_padded_calls_of_types_that_read_padding_do_not_join(variant: str, expec
     assert admission.joins({**whole, "attention_mask": LEFT}, defaults, False) is expected
 
 
+ENCODED: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain": ({}, True),
+    "padding on the right": ({"attention_mask": RIGHT}, True),
+    "padding on the left": ({"attention_mask": LEFT}, False),
+    "padding tokens without a mask": ({"attention_mask": None, "pad_token_id": int(TWO[1, 1])}, False),
+    "padding tokens with a mask": ({"pad_token_id": int(TWO[1, 1])}, True),
+    "a start for each row": ({"decoder_start_token_id": [1, 2]}, False),
+    "tokens of the decoder": ({"decoder_input_ids": TWO}, False),
+    "states of the encoder": ({"encoder_outputs": (torch.zeros(2, 2, 3),)}, False),
+    "beams": ({"num_beams": 2}, False),
+    "longest answer": ({"max_new_tokens": LIMITS.length - 1}, True),
+    "longer answer": ({"max_new_tokens": LIMITS.length}, False),
+    "longest prompt": ({"input_ids": torch.full((1, LIMITS.length - 1), 5), "attention_mask": None}, True),
+    "longer prompt": ({"input_ids": torch.full((1, LIMITS.length), 5), "attention_mask": None}, False),
+}
+
+
+@pytest.mark.parametrize("what", ENCODED)
+def test_admission_of_encoder_decoders(what: str) -> None:
+    changes, expected = ENCODED[what]
+    call = {"input_ids": TWO, "attention_mask": torch.ones_like(TWO), **changes}
+    defaults = transformers.GenerationConfig(decoder_start_token_id=0, pad_token_id=0)
+    assert Admission(zoo.config("t5"), LIMITS).joins(call, defaults, False) is expected
+
+
 # Prefixes -------------------------------------------------------------------------------------------------------------
 
 

@@ -601,7 +601,8 @@ def test_other_numbers_are_refused(count: Any) -> None:
         ("mistral", {"sliding_window": 40}, "some of its blocks attend to a window of 40 tokens"),
         ("mpt", {}, "its biases count the columns"),
         ("mamba", {}, "some of its blocks keep a state of all tokens"),
-        ("t5", {}, "do not join the running batch: it is an encoder-decoder"),
+        ("t5", {}, "its decoder counts positions from the columns of the cache"),
+        ("led", {}, "do not join the running batch: rows of encoder-decoders of its type were not tested"),
     ],
 )
 def test_models_with_other_caches_are_refused(variant: str, changes: dict[str, Any], reason: str) -> None:

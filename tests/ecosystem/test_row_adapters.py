@@ -21,7 +21,7 @@ from support.mutants import Edit, MutantPool
 from support.pipelines import model_on_stages
 from support.pool import Pool, WorkerError
 from support.reference import TOLERANCE, full_parameters, reference_model
-from support.running import short_parts
+from support.running import encoder_decoder, short_parts
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -38,13 +38,14 @@ TARGETS: dict[str, tuple[Any, Any]] = {
     "deepseek_v2": (["kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], ["q_b_proj", "q_a_proj"]),
     "mamba2": (["in_proj"], ["in_proj"]),
     "falcon_h1": (["in_proj", "o_proj", "q_proj"], ["down_proj"]),
+    "t5": (["q", "v", "wo"], ["k", "o"]),
 }
 """Layers of the first and the third adapter, and of the second one."""
 
 
 def written(variant: str, seed: int, folder: Path) -> tuple[Any, tuple[Any, ...]]:
     """Save three adapters of a model. Return the ``PeftModel`` of one process, and arguments for the model of ranks."""
-    name, config = zoo.lm_head(variant), zoo.config(variant)
+    name, config = encoder_decoder(variant) or zoo.lm_head(variant), zoo.config(variant)
     full: Any = reference_model(name, config, seed).eval()
     weights = full_parameters(full)
     targets = TARGETS[variant]
@@ -82,7 +83,7 @@ def alone(adapted: Any, prompt: list[int], name: str, **options: Any) -> list[in
         else:
             adapted.set_adapter(name)
             found = adapted.generate(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL), **options)
-    return found[0, len(prompt) :].tolist()
+    return found[0, 1 if adapted.config.is_encoder_decoder else len(prompt) :].tolist()
 
 
 def expectations(adapted: Any, rows: tuple[Any, Any]) -> tuple[dict[str, Any], list[list[int]]]:

@@ -33,7 +33,7 @@ def check(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("variant", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "qwen3_moe", "t5"])
 def test_fused_models_generate_the_tokens_of_transformers(pool: Pool, variant: str, tp: int, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = reference_model(name, config, seed).eval()
@@ -42,9 +42,8 @@ def test_fused_models_generate_the_tokens_of_transformers(pool: Pool, variant: s
     prompts = [torch.randint(3, config.vocab_size, (2 + n % 5,), generator=generator).tolist() for n in range(7)]
     expected = []
     for prompt in prompts:
+        before = 1 if config.is_encoder_decoder else len(prompt)
         ids = torch.tensor([prompt])
         with lifted_casts(), torch.no_grad():
-            expected.append(
-                model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)[0, len(prompt) :].tolist()
-            )
+            expected.append(model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)[0, before:].tolist())
     pool.run(tp, check, name, config, weights, tp, prompts, expected)

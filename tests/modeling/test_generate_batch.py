@@ -18,9 +18,11 @@ from oslo_models import (
     BambaForCausalLM,
     DeepseekV32ForCausalLM,
     Gemma2ForCausalLM,
+    LEDForConditionalGeneration,
     LlamaForCausalLM,
     MambaForCausalLM,
     MiniMaxForCausalLM,
+    T5ForConditionalGeneration,
     XLNetLMHeadModel,
 )
 from oslo_models.deploy.running_batch import offline
@@ -29,7 +31,7 @@ from oslo_models.deploy.running_batch.offline import Generated, Planner
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 from oslo_models.distributed.stopping import OtherRankError
 
-from support import zoo
+from support import running, zoo
 from support.float64 import lifted_casts
 from support.guesses import Guesses
 from support.mutants import Edit, MutantPool
@@ -47,13 +49,15 @@ Case = tuple[str, PreTrainedConfig, dict[str, Tensor]]
 
 def case(variant: str, seed: int, dropout: float = 0.0, **changes: Any) -> tuple[Any, Case]:
     """Return transformers' model, and its class name, configuration and weights."""
-    name, config = zoo.lm_head(variant), without_ties(zoo.config(variant, **changes))
+    name = running.encoder_decoder(variant) or zoo.lm_head(variant)
+    config = without_ties(zoo.config(variant, **changes))
     config.resid_pdrop = dropout
     model = reference_model(name, config, seed).eval()
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("bias"):  # biases of routers are no parameters
+        if buffer_name.endswith("bias") and buffer_name != "final_logits_bias":  # biases of routers are no parameters
             buffer.zero_()
-    return model, (name, config, full_parameters(model))
+    biases = {key: value.clone() for key, value in model.state_dict().items() if key == "final_logits_bias"}  # a buffer
+    return model, (name, config, {**full_parameters(model), **biases})
 
 
 def drawn_prompts(vocabulary: int, seed: int) -> list[list[int]]:
@@ -68,7 +72,7 @@ def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
     ids_BL = torch.tensor([prompt])
     with lifted_casts(), torch.no_grad():
         found = model.generate(ids_BL, attention_mask=torch.ones_like(ids_BL), **options)
-    return found[0, len(prompt) :].tolist()
+    return found[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist()
 
 
 def seeds_after(seed: int, count: int) -> list[int]:
@@ -234,6 +238,7 @@ def test_repeated_tokens_take_fewer_steps(pool: Pool, seed: int) -> None:
     [
         *(pytest.param("llama", marks=pytest.mark.stacks), "gpt2", "gemma3_text", "qwen3_moe", "bloom"),
         *(pytest.param("bamba", marks=pytest.mark.stacks), "jamba"),
+        *(pytest.param("t5", marks=pytest.mark.stacks), "bart", "pegasus"),
     ],
 )
 def test_sequences_have_the_tokens_of_generate(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
@@ -524,6 +529,14 @@ def check_refusals(given: Case) -> None:
         ValueError, match=r"common_draws=True does not work with prompts of different .*MiniMaxForCausalLM: its blocks"
     ):
         minimax.generate_batch([[1, 2], [3]], max_new_tokens=2, common_draws=True)
+    t5: Any = T5ForConditionalGeneration.from_config_with_parallel(zoo.config("t5"), 2, seed=0)
+    with pytest.raises(ValueError, match=r"speculative_tokens=2 is not possible for T5For.*: its decoder counts"):
+        t5.generate_batch([[1, 2]], max_new_tokens=2, speculative_tokens=2)
+    with pytest.raises(ValueError, match=r"decoder_start_token_id=\[0, 0\]: generate_batch needs the token with which"):
+        t5.generate_batch([[1, 2]], max_new_tokens=2, decoder_start_token_id=[0, 0])
+    led: Any = LEDForConditionalGeneration.from_config_with_parallel(zoo.config("led"), 2, seed=0)
+    with pytest.raises(ValueError, match=r"run LEDFor.*: rows of encoder-decoders of its type were not tested; call"):
+        led.generate_batch([[1, 2]], max_new_tokens=2)
     xlnet: Any = XLNetLMHeadModel.from_config_with_parallel(zoo.config("xlnet"), 2, seed=0)
     with pytest.raises(ValueError, match=r"run XLNetLMHeadModel: it predicts with a separate query.*; call generate"):
         xlnet.generate_batch([[1, 2]])

@@ -20,9 +20,9 @@ from transformers import LlamaConfig, MistralConfig, Qwen3MoeConfig, T5Config
 import oslo_models
 from oslo_models import registry
 from oslo_models.cli import main as cli
+from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
-from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.planning.dry_run import dry_run
 from oslo_models.planning.memory import estimate_job, make_job
 from oslo_models.planning.picture import COLORS, page
@@ -95,12 +95,12 @@ def _reserved(config: Any, tp: int, pp: int, rows: int, length: int) -> tuple[in
     model = cls.from_config_with_parallel(config, tp, pp)
     each = limits_of_groups(BatchLimits(rows, length), pp)
     with torch.no_grad():
-        held = sum(StepRunner(model, own, keeps_logits=True).reserve() for own in each)
+        held = sum(runner_of(model, own, keeps_logits=True).reserve() for own in each)
     return model.mesh.pp.rank, model.mesh.tp.rank, held
 
 
-HYBRID, WHOLE = (
-    zoo.config(kind, architectures=[zoo.lm_head(kind)], max_position_embeddings=40) for kind in ("bamba", "mamba")
+HYBRID, WHOLE, ENCODING = (
+    zoo.config(kind, architectures=[zoo.lm_head(kind)], max_position_embeddings=40) for kind in ("bamba", "mamba", "t5")
 )
 
 
@@ -108,7 +108,7 @@ HYBRID, WHOLE = (
     ("config", "tp", "pp"),
     [
         *((config, tp, pp) for config in (LLAMA, WINDOWED) for tp, pp in ((3, 1), (1, 2), (2, 2))),
-        *((config, tp, pp) for config in (HYBRID, WHOLE) for tp, pp in ((2, 1), (1, 2))),
+        *((config, tp, pp) for config in (HYBRID, WHOLE, ENCODING) for tp, pp in ((2, 1), (1, 2))),
     ],
 )
 def test_plan_has_the_cache_that_a_server_reserves(pool: Pool, config: Any, tp: int, pp: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch import slot_parts, step_runner
 from oslo_models.deploy.running_batch.admission import Admission, reason_against_padding, with_states
+from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.prefixes import Prefixes
@@ -58,6 +59,15 @@ def head(variant: str, config: Any) -> str:
     name = zoo.lm_head(variant)
     cls: Any = zoo.original(name)
     return name if isinstance(config, cls.config_class) else zoo.main_head(variant)  # of Mllama, a part has a head
+
+
+def encoder_decoder(variant: str) -> str | None:
+    """Return the encoder-decoder class of a type that generates text from tokens, or ``None``."""
+    if not zoo.config(variant).is_encoder_decoder:
+        return None
+    found = (zoo.original(name) for name in zoo.lm_heads(variant) if not name.endswith("ForCausalLM"))
+    texts = [cls for cls in found if cls.can_generate() and cls.main_input_name == "input_ids"]
+    return texts[0].__name__ if texts else None
 
 
 def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11) -> list[dict[str, Any]]:
@@ -155,7 +165,7 @@ def _scheduled(
         return found
 
     drafts = Guesses(limits.drafted, rng, answer) if limits.drafted else Drafts(0)
-    runner = StepRunner(model, limits)
+    runner = runner_of(model, limits)
     prefixes = Prefixes(limits.rows, 2, limits.has_states) if limits.reuse else None
     scheduler = Scheduler.of(limits, prefixes, drafts)
     admission = Admission(model.config, limits, takes_features=True)
@@ -247,14 +257,21 @@ def without_ties(config: Any) -> Any:
 
 
 def checked(
-    variant: str, folder: Any, seed: int, count: int, **changes: Any
+    variant: str, folder: Any, seed: int, count: int, name: str | None = None, **changes: Any
 ) -> tuple[str, list[dict[str, Any]], list[Tensor]]:
-    """Save a decoder; return its class, calls, and the answers of plain transformers to each call alone."""
+    """Save a model; return its class, calls, and the answers of plain transformers to each call alone.
+
+    Args:
+        name: of the class. Default: the first one that generates text.
+    """
     config = without_ties(zoo.config(variant, **changes))
-    name = head(variant, config)
+    name = name or encoder_decoder(variant) or head(variant, config)
     reference = reference_model(name, config, seed, torch.float64).eval()
     reference.save_pretrained(folder)
-    given = requests(random.Random(seed), count)
+    given, config = requests(random.Random(seed), count), reference.config
+    if config.is_encoder_decoder:  # padding of an encoder is on the right
+        padded = [{key: each[key].flip(1) for key in ("input_ids", "attention_mask")} for each in given]
+        given = [{**each, **own} for each, own in zip(given, padded, strict=True)]
     if reason_against_padding(config) is not None:  # padded calls do not join
         given = [{**each, "attention_mask": torch.ones_like(each["attention_mask"])} for each in given]
     with lifted_casts():
@@ -270,10 +287,11 @@ def compare(
     count: int = 12,
     limits: BatchLimits = LIMITS,
     parts: bool = False,
+    name: str | None = None,
     **sizes: int,
 ) -> None:
     """Compare calls of a class in the batch with plain transformers; all ranks make the same schedule."""
-    name, calls, expected = checked(variant, folder, seed, count)
+    name, calls, expected = checked(variant, folder, seed, count, name)
     ranks = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
     for found in pool.run(ranks, differences, name, variant, folder, sizes, calls, expected, seed, limits, parts):
         assert found == []

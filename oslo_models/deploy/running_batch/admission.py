@@ -5,7 +5,7 @@ The other calls are computed one by one. Steps of the batch run between their to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -97,7 +97,16 @@ TEXT_ONLY: Mapping[str, str] = {
 _SINCE_5_24 = frozenset(("inkling_text", "qwen4_exp_text", "recurrent_gemma"))
 SINCE = frozenset() if registry.INSTALLED >= (5, 24) else _SINCE_5_24 | TEXT_ONLY.keys() - BOTH_WAYS.keys()
 """Types that join with newer releases of transformers than the installed one."""
+ENCODER_DECODERS = frozenset(
+    (
+        *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "mvp", "pegasus", "plbart"),
+        *("t5", "umt5"),
+    )
+)
+"""Encoder-decoder types that join. Padding on the right does not change the states of their encoders, and positions of
+their decoders are relative, or come from a table; see `position_tables`."""
 READ_PADDING: Mapping[str, str] = {
+    "trocr": "its positions count the padding",
     "minimax": "its blocks of tokens are counted from the padding",
     **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), "its indexers count blocks of keys from the padding"),
     "xlstm": "its states include the padding",
@@ -142,9 +151,9 @@ _NEW_TOKENS = 20
 class Admission:
     """Decides which calls of one model join its running batch. A call joins only if its tokens do not change.
 
-    Such a call is greedy or samples one row, passes token ids with padding on the left only, perhaps with images, and
-    fits into the batch to its end. The configuration is read once, because transformers takes as long for it as all
-    other checks of a call.
+    Such a call is greedy or samples one row, passes token ids, perhaps with images, and fits into the batch to its end.
+    Its padding is on the left only; for an encoder, on the right only. The configuration is read once, because
+    transformers takes as long for it as all other checks of a call.
 
     Args:
         config: of the model.
@@ -163,6 +172,9 @@ class Admission:
         self._reads_padding = reason_against_padding(config) is not None
         self.reason = "max_batch_size=1" if reason is None and limits.rows == 1 else reason
         self._rows, self._longest = limits.rows, longest(config, limits)
+        self._encodes = config.is_encoder_decoder
+        # a step has the first token of the decoder beside those of the encoder
+        self._most_encoded = min(self._longest, limits.length - 1)
 
     def joins(self, kwargs: Mapping[str, Any], defaults: Any, streams: bool) -> bool:
         """Return whether a call can join.
@@ -184,12 +196,14 @@ class Admission:
         ids_BL = kwargs.get("inputs") if ids_BL is None else ids_BL
         rows = 1 if streams or setting("do_sample") else self._rows
         mask_BL = kwargs.get("attention_mask")
-        if not (_is_batch(ids_BL, rows) and _is_padded_left(mask_BL, ids_BL)):
+        if not (_is_batch(ids_BL, rows) and _is_padded(mask_BL, ids_BL, on_the_right=self._encodes)):
+            return False
+        if self._encodes and not (ids_BL.shape[1] <= self._most_encoded and _has_one_start(setting, ids_BL, mask_BL)):
             return False
         if self._reads_padding and mask_BL is not None and not mask_BL.all():
             return False
         new, most = setting("max_new_tokens"), setting("max_length")
-        length = ids_BL.shape[1]
+        length = 1 if self._encodes else ids_BL.shape[1]
         try:
             total = length + int(new) if new is not None else int(most) if most is not None else length + _NEW_TOKENS
         except (TypeError, ValueError):
@@ -237,7 +251,9 @@ def reason_against(config: Any) -> str | None:
     if kind in SINCE:
         return "older releases than transformers 5.24 compute it in other ways"
     if config.is_encoder_decoder:
-        return "it is an encoder-decoder, and its encoder computes a batch at once"
+        return None if kind in ENCODER_DECODERS else "rows of encoder-decoders of its type were not tested"
+    if getattr(type(config), "is_encoder_decoder", False) and kind not in ENCODER_DECODERS:
+        return "the decoder alone of an encoder-decoder of its type was not tested"
     if getattr(config, "is_decoder", True) is False:
         return "it is an encoder: is_decoder=False in its configuration"
     text = config.get_text_config(decoder=True)
@@ -255,6 +271,8 @@ def _kind(config: Any) -> str:
 def reason_against_padding(config: Any) -> str | None:
     """Return why padded rows of a model have other tokens in transformers; ``None`` if they have equal ones."""
     text = config.get_text_config(decoder=True)
+    if getattr(type(config), "is_encoder_decoder", False) and not config.is_encoder_decoder:
+        return "its positions count the padding"
     if has_states(config) and any(getattr(text, name, False) for name in _BIASES):
         return "its convolutions read the biases of padding"
     return READ_PADDING.get(_kind(config))
@@ -269,6 +287,8 @@ def reason_against_drafts(config: Any, length: int) -> str | None:
     reason = reason_against(config)
     if reason is not None:
         return f"its calls do not join the running batch: {reason}"
+    if getattr(type(config), "is_encoder_decoder", False):
+        return "its decoder counts positions from the columns of the cache, and drafts leave empty columns"
     if has_states(config):
         return "some of its blocks keep a state of all tokens, which cannot drop the drafted tokens that are wrong"
     text = config.get_text_config(decoder=True)
@@ -338,14 +358,24 @@ def _is_batch(ids_BL: Any, rows: int) -> bool:
     return 0 < len(ids_BL) <= rows and ids_BL.shape[1] > 0
 
 
-def _is_padded_left(mask_BL: Any, ids_BL: Tensor) -> bool:
-    """Return whether a mask hides only the beginnings of rows."""
+def _is_padded(mask_BL: Any, ids_BL: Tensor, on_the_right: bool) -> bool:
+    """Return whether a mask hides only the beginnings of rows, or only their ends."""
     if mask_BL is None:
         return True
     if not isinstance(mask_BL, Tensor) or mask_BL.shape != ids_BL.shape:
         return False
-    shown_BL = mask_BL.bool()
+    shown_BL = mask_BL.bool().flip(1) if on_the_right else mask_BL.bool()
     return bool(shown_BL[:, -1].all() and (shown_BL[:, 1:] >= shown_BL[:, :-1]).all())
+
+
+def _has_one_start(setting: Callable[[str], Any], ids_BL: Tensor, mask_BL: Any) -> bool:
+    """Return whether all rows of a call of an encoder-decoder begin with one token, and none hides tokens as padding.
+
+    Without a mask, some releases of transformers hide padding tokens from the encoder.
+    """
+    start, pad = setting("decoder_start_token_id"), setting("pad_token_id")
+    start = setting("bos_token_id") if start is None else start
+    return isinstance(start, int) and (mask_BL is not None or pad is None or not bool((ids_BL == pad).any()))
 
 
 def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
@@ -365,7 +395,9 @@ def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
 
 
 def with_states(config: Any, limits: BatchLimits) -> BatchLimits:
-    """Return the limits for a model that may have states; see `BatchLimits`."""
+    """Return the limits for a model that may have states, or an encoder; see `BatchLimits`."""
+    if config.is_encoder_decoder:
+        return replace(limits, splits=False, reuse=False)
     if not has_states(config):
         return replace(limits, pads=_kind(config) not in READ_PADDING)
     splits = _kind(config) not in IN_ONE_STEP
@@ -377,11 +409,12 @@ def bytes_of_token(config: Any) -> int | None:
     values = 0
     if has_states(config):
         return None
+    attentions = 2 if config.is_encoder_decoder else 1  # each token may be one of the encoder, too
     try:
         for block in config.get_text_config(decoder=True).per_layer_config:
             heads = block.num_attention_heads
             width = getattr(block, "head_dim", None) or block.hidden_size // heads
-            values += 2 * (getattr(block, "num_key_value_heads", None) or heads) * width
+            values += 2 * attentions * (getattr(block, "num_key_value_heads", None) or heads) * width
     except (AttributeError, TypeError):
         return None
     return values * (getattr(config, "dtype", None) or torch.get_default_dtype()).itemsize

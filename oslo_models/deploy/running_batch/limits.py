@@ -21,7 +21,7 @@ class BatchLimits:
 
     Attributes:
         rows: maximum number of rows that are decoded together; 1 computes calls one after another.
-        length: maximum tokens of a row, prompt and answer together.
+        length: maximum tokens of a row, prompt and answer together. Of an encoder-decoder, each of them.
         chunk: tokens of a prompt that are computed in one step.
         reuse: prompts reuse the keys and values of prefixes that were computed before.
         drafted: maximum drafted tokens of a row in one step; 0 turns speculation off.

@@ -14,6 +14,7 @@ from torch import Tensor
 from oslo_models.deploy.errors import RanksDisagree
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Speculated, Stepped
 from oslo_models.deploy.running_batch.draft_model import DraftModel
+from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
@@ -26,7 +27,6 @@ from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
 from oslo_models.deploy.running_batch.speculation import Drafts, going_on
 from oslo_models.deploy.running_batch.step import MOST_FORGOTTEN, Step
-from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.deploy.serialization import portable
 from oslo_models.distributed.stopping import OtherRankError
 from oslo_models.pipeline.sharded_model import ShardedModel
@@ -75,7 +75,7 @@ class RunningBatch:
     ) -> None:
         each = limits_of_groups(limits, stages)
         self._packed, self._adapters = PackedHead(), ModelAdapters(model)
-        self.runners = [StepRunner(model, own, True, self._packed, self._adapters) for own in each]
+        self.runners = [runner_of(model, own, True, self._packed, self._adapters) for own in each]
         clock = time.perf_counter
         self._drafts = [
             Drafts(own.drafted, clock) if draft_model is None else DraftModel(draft_model, own, clock) for own in each

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from oslo_models.deploy.running_batch.admission import bytes_of_token, with_states
 from oslo_models.deploy.running_batch.draft_model import DraftModel, ShardedDrafts, SharedDrafts
+from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
@@ -31,7 +32,6 @@ from oslo_models.deploy.running_batch.row import Row, rows_of_prompt
 from oslo_models.deploy.running_batch.sampling import CommonDraws, choose_tokens
 from oslo_models.deploy.running_batch.speculation import Drafts, going_on
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
-from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.stopping import OtherRankError
@@ -210,7 +210,7 @@ class OfflineBatch:
         self._keeps_logprobs, self._on_token, self._common_draws = keeps_logprobs, on_token, common_draws
         self._axis = model.mesh.model
         self._leads = self._axis.rank == leader_of(model.mesh)
-        self._runner = StepRunner(model, limits, keeps_logits=True)
+        self._runner = runner_of(model, limits, keeps_logits=True)
         self._settings, self._token_table = PlainSettings(model), TokenTable()
         self._rows: dict[int, Row] = {}
         self._error: Exception | None = None

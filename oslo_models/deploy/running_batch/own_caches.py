@@ -1,5 +1,5 @@
-"""Slots of the running batch for decoders that keep more than a cache of transformers: MiniMax, MiniMax-M3, xLSTM and
-RecurrentGemma.
+"""Slots of the running batch for models that keep more than a cache of transformers: MiniMax, MiniMax-M3, xLSTM,
+RecurrentGemma and encoder-decoders.
 
 Legend:
     B: rows.
@@ -19,21 +19,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from oslo_models.cache_argument import NAMES
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 from oslo_models.layers.function_overrides import override_attributes
 
 
-def slots_of(model_type: str) -> type[SlotCache]:
-    """Return the slots of a decoder type."""
-    if model_type == "minimax":
+def slots_of(config: Any) -> type[SlotCache]:
+    """Return the slots of a model."""
+    if config.is_encoder_decoder:
+        return CrossSlots
+    if config.model_type == "minimax":
         return _minimax_slots()
-    if model_type in ("minimax_m3_vl", "minimax_m3_vl_text"):
+    if config.model_type in ("minimax_m3_vl", "minimax_m3_vl_text"):
         return BlockSlots
-    if model_type == "recurrent_gemma":
+    if config.model_type == "recurrent_gemma":
         return GriffinSlots
-    return XlstmSlots if model_type == "xlstm" else SlotCache
+    return XlstmSlots if config.model_type == "xlstm" else SlotCache
 
 
 @functools.cache
@@ -143,3 +146,56 @@ class XlstmSlots(SlotCache):
         for layer, states in zip(self.layers, cache.rnn_state.values(), strict=False):
             for index, state in enumerate(states):
                 layer.update_recurrent_state(state, index)
+
+
+class CrossSlots(SlotCache):
+    """Slots of an encoder-decoder.
+
+    Attributes:
+        cross: keys and values of cross-attention, with a slot for each row. Its rows are as long as their encoder
+            prompts, and right-aligned, too.
+    """
+
+    def __init__(self, rows: int, length: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(rows, length, *args, **kwargs)
+        self.cross = SlotCache(rows, length)
+
+    @property
+    def argument(self) -> EncoderDecoderCache:
+        """A cache of transformers with the present rows. Cross-attention reads it and appends nothing."""
+        cross, shown = self.cross, DynamicCache()
+        for each in cross.layers:
+            layer = DynamicLayer()
+            layer.keys, layer.values = (held[: len(cross.lengths), :, cross.start : cross.stop] for held in each.held)
+            layer.is_initialized = True
+            shown.layers.append(layer)
+        return EncoderDecoderCache(self, shown)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors, *self.cross.tensors]
+
+    def join(self, cache: EncoderDecoderCache, row: int, length: int) -> None:
+        """Copy a row with one decoder token from another cache into the slot after the last row.
+
+        Args:
+            length: number of its encoder positions, which are the first ones in the cache.
+        """
+        self.append(cache.self_attention_cache.layers, row, 1, 1)
+        self.cross.append(cache.cross_attention_cache.layers, row, length, length)
+
+    def fork(self, slot: int, count: int) -> None:
+        super().fork(slot, count)
+        self.cross.fork(slot, count)
+
+    def free(self, slot: int) -> None:
+        super().free(slot)
+        self.cross.free(slot)
+
+    def clear(self) -> None:
+        super().clear()
+        self.cross.clear()
+
+    def reserve(self, like: Any) -> None:
+        super().reserve(like.self_attention_cache)
+        self.cross.reserve(like.cross_attention_cache)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.modeling_outputs import BaseModelOutput
 
 from oslo_models.deploy.decoding import Decoding
 from oslo_models.deploy.running_batch.nucleus import faster
@@ -38,8 +39,10 @@ class Row:
     """One row, with transformers' logits processors and stopping criteria, and a separate random generator.
 
     Args:
-        ids_BL: [1, L], including the padding of the call. Processors see it, as in `generate`.
-        prompt: the tokens without padding.
+        ids_BL: [1, L], including the padding of the call. Processors see it, as in `generate`. Of an encoder-decoder,
+            the first token of the decoder.
+        prompt: the tokens without padding. Of an encoder-decoder, the first token of the decoder comes before those of
+            the encoder.
         settings: processors, criteria and configuration of `generate`, and the function that computes a streamer's
             log-probabilities from scores and a token; ``None`` without log-probabilities.
         device: on which tokens are chosen.
@@ -289,10 +292,11 @@ def rows_of_prompt(
         known: settings of former rows of the same model.
         keeps_logprobs: see `Row`.
     """
-    given = {"input_ids": torch.tensor([prompt]), **kwargs}
+    encodes = model.config.is_encoder_decoder
+    given = {"input_ids": torch.tensor([prompt[encodes:]]), **kwargs}
     given["attention_mask"] = torch.ones_like(given["input_ids"])
     key = known.key(given)
-    ids_BL, settings = given["input_ids"], known.find(key, prompt)
+    ids_BL, settings = torch.tensor([prompt[:1]]) if encodes else given["input_ids"], known.find(key, prompt)
     if settings is None:
         ids_BL, _, settings = _prepare_row(model, None, given, None)
         known.keep(key, settings)
@@ -324,14 +328,18 @@ def _make_row(
     if settings is None:
         ids_BL, prompt, settings = _prepare_row(model, request, given, decoding)
         known.keep(key, settings)
+    elif model.config.is_encoder_decoder:
+        ids_BL = settings[2]._decoder_start_token_tensor.reshape(1, 1).cpu()
+        prompt = [int(ids_BL), *prompt]
     return Row(request.number, ids_BL, prompt, request.seed, settings, known.device, tenant=request.tenant, **own)
 
 
 def _prepare_row(
     model: ShardedModel, request: Any, given: dict[str, Any], decoding: Decoding | None
 ) -> tuple[Tensor, list[int], Any]:
-    """Return the tokens of a row with and without padding, and its settings."""
+    """Return the tokens of a row with and without padding, and its settings; see `Row`."""
     prepared: list[tuple[Tensor, list[int], Any]] = []
+    encodes, given_BL = model.config.is_encoder_decoder, given["input_ids"]
 
     def capture(
         model: ShardedModel,
@@ -343,14 +351,17 @@ def _prepare_row(
     ) -> Any:
         """Record the prepared arguments, in place of transformers' decoding loop."""
         mask_BL = rest.get("attention_mask")
-        prompt = input_ids[0] if mask_BL is None else input_ids[0, mask_BL[0].bool()]
+        ids_BL = given_BL.to(input_ids.device) if encodes else input_ids
+        prompt = ids_BL[0] if mask_BL is None else ids_BL[0, mask_BL[0].bool()]
         front = [] if decoding is None else decoding.processors()
         logits_processor[:0] = front
         scored = decoding.scored if decoding is not None and decoding.logprobs is not None and request.stream else None
         settings = (logits_processor, stopping_criteria, generation_config, scored)
-        prepared.append((input_ids, prompt.tolist(), settings))
+        prepared.append((input_ids, [*(input_ids[0].tolist() if encodes else ()), *prompt.tolist()], settings))
         return input_ids
 
+    if encodes:  # else `generate` would run the encoder
+        given = {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=torch.empty(*given_BL.shape, 0))}
     with model.generating():
         model.generate(**{**_on_device(given, model.device), "use_cache": False}, custom_generate=capture)
     return prepared[0]

@@ -93,8 +93,13 @@ class SlotCache(Cache):
         return max(length + self.lags.get(slot, 0) for slot, length in enumerate(self.lengths))
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The allocated tensors."""
+        return [held for layer in self.layers for held in layer.held]
+
+    @property
     def bytes_held(self) -> int:
-        return sum(held.nbytes for layer in self.layers for held in layer.held)
+        return sum(held.nbytes for held in self.tensors)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.window  # also of a layer that another stage holds
@@ -339,7 +344,7 @@ class SlotCache(Cache):
             self.layers.append(_SlotLayer(self))
         return self.layers[index]
 
-    def reserve(self, like: SlotCache) -> None:
+    def reserve(self, like: Any) -> None:
         """Allocate the maximum rows and columns, with the layer shapes of another cache. Rows keep their slots."""
         for index, layer in enumerate(like.layers):
             if layer.is_initialized:

@@ -142,8 +142,12 @@ class PartedSlots(Cache):
         return max((part.window for part in self.shown), default=0)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        return [held for part in self._parts for held in part.tensors]
+
+    @property
     def bytes_held(self) -> int:
-        return sum(part.bytes_held for part in self._parts)
+        return sum(held.nbytes for held in self.tensors)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.window

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from oslo_models.deploy.running_batch.graphs import CaptureError, capture_of
 from oslo_models.deploy.running_batch.head_product import PackedHead, fast_head
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.own_caches import slots_of
+from oslo_models.deploy.running_batch.position_tables import looking_up, position_table
 from oslo_models.deploy.running_batch.prompt_images import (
     NO_OFFSETS,
     ImagesError,
@@ -97,10 +98,11 @@ class StepRunner:
         # looked up once, because each lookup takes as long as a layer
         named_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._takes_positions = named_positions or model.config.model_type in PASS_POSITIONS
+        self._position_table = None if self._takes_positions else position_table(model)
         self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
         capture, self.eager_reason = capture_of(model)
         stored, self._layers = stored_states(model), layers_with_states(model)
-        self._slots = slots_of(model.config.model_type)
+        self._slots = slots_of(model.config)
         named = name_in_model(model.forward, {}) if self._layers else None  # Mamba had a name of its own up to 5.23
         self._cache_name = named or generation_name()
         self._config = model.config.get_text_config(decoder=True)
@@ -190,9 +192,13 @@ class StepRunner:
         if step.encodes:
             with suppress(ImagesError):
                 share_failure(self.model, RuntimeError("another step has failed"))
-        rows, length = step.shape
+        rows, length = self._shape(step)
         if rows and self._keeps_logits and self.model.pipeline is not None:
             self.model.pipeline.skip_generation_step(rows, length)
+
+    def _shape(self, step: Step) -> tuple[int, int]:
+        """Return the number of rows and positions that the decoder computes."""
+        return step.shape
 
     def fork(self, slot: int, count: int) -> None:
         """Append copies of a row."""
@@ -286,7 +292,7 @@ class StepRunner:
             logits_BV = self._forward(cache, ids_BL, positions_BL, options)
         for row, (number, length, displaced, adapter) in enumerate(prompts):
             self.rows.append(cache.layers, row, longest, length, displaced)
-            self._join(number, _Slot(adapter=adapter))
+            self._join(number, adapter)
         return logits_BV
 
     def _cache_of_prompts(self, count: int, length: int) -> Cache:
@@ -298,10 +304,10 @@ class StepRunner:
         cache.make_room(count, length)
         return cache
 
-    def _join(self, number: int, slot: _Slot) -> None:
+    def _join(self, number: int, adapter: int, offsets: tuple[int, ...] = NO_OFFSETS) -> None:
         """Record a row in the slot after the last row."""
         self.numbers.append(number)
-        self._by_slot.append(slot)
+        self._by_slot.append(_Slot(offsets, adapter))
         self._computed = set()
 
     def _begin(self, step: Step) -> None:
@@ -330,7 +336,7 @@ class StepRunner:
             return None
         self.rows.append(prompt.layers, 0, prompt.stop, prompt.lengths[0], step.displaced)
         self._planes = max(self._planes, len(positions) if positions.dim() == 3 else 0)
-        self._join(step.number, _Slot(NO_OFFSETS if seen is None else seen.offsets, self._adapter))
+        self._join(step.number, self._adapter, NO_OFFSETS if seen is None else seen.offsets)
         self._seen = None
         prompt.clear()
         return logits_BV
@@ -362,15 +368,24 @@ class StepRunner:
         inputs = model.prepare_inputs_for_generation(ids_BL, **given)
         if inputs.get("position_ids", positions) is None:  # EXAONE 4.5 counts the whole cache, with free slots
             inputs["position_ids"] = positions
-        keeps = self._keeps_logits and model.pipeline is not None
-        self._is_passed_on = True  # if the model raises, it tells the other stages itself
         computing = cache.computing(model) if isinstance(cache, SlotCache) else nullcontext()
-        with computing, model.pipeline.keeping_logits() if keeps else nullcontext():
-            output = model(**{**inputs, **features}, return_dict=True)
+        with computing, self._positions_of_rows(positions):
+            output = self._output({**inputs, **features})
         if isinstance(cache, SlotCache):
             cache.take(output)
         logits_BLV: Tensor = output.logits
         return logits_BLV[:, -keep:].flatten(0, 1)
+
+    def _positions_of_rows(self, positions_BL: Tensor) -> AbstractContextManager[None]:
+        """Context in which the decoder looks up these positions, if its forward does not take them."""
+        return nullcontext() if self._position_table is None else looking_up(self._position_table, positions_BL)
+
+    def _output(self, inputs: Mapping[str, Any]) -> Any:
+        """Return the output of the model."""
+        keeps = self._keeps_logits and self.model.pipeline is not None
+        self._is_passed_on = True  # if the model raises, it tells the other stages itself
+        with self.model.pipeline.keeping_logits() if keeps else nullcontext():
+            return self.model(**inputs, return_dict=True)
 
     def reserve(self) -> int:
         """Allocate the whole cache, and return its bytes. A collective.
@@ -378,19 +393,10 @@ class StepRunner:
         Raises:
             MemoryError: there is too little memory.
         """
-        probe = self._slots(1, 1, layers=self._layers)  # a forward shows the shapes
-        probe.lengths = [0]
-        probe.make_room(1, 1)
         with self.model.generating():
-            zero_BL = to_device([[0]], self._device)
-            self._forward(probe, zero_BL, zero_BL, {"is_first_iteration": True})
-        probe.grow(1)
+            probe = self._probe()
         try:
-            self.prompt.reserve(probe)
-            if isinstance(self.rows, PartedSlots):  # what is reserved for all rows is not shared
-                self.rows = self.rows.reserved(probe)
-            else:
-                self.rows.reserve(probe)
+            self._allocate(probe)
         except (RuntimeError, MemoryError) as error:
             rows, columns = self.rows.most_rows, self.rows.most_columns
             raise MemoryError(
@@ -398,3 +404,21 @@ class StepRunner:
                 "max_batch_size or max_batch_length"
             ) from error
         return self.rows.bytes_held + self.prompt.bytes_held
+
+    def _probe(self) -> Any:
+        """Return a cache with the shapes of the layers, which a forward shows."""
+        probe = self._slots(1, 1, layers=self._layers)
+        probe.lengths = [0]
+        probe.make_room(1, 1)
+        zero_BL = to_device([[0]], self._device)
+        self._forward(probe, zero_BL, zero_BL, {"is_first_iteration": True})
+        probe.grow(1)
+        return probe
+
+    def _allocate(self, probe: Any) -> None:
+        """Allocate all caches."""
+        self.prompt.reserve(probe)
+        if isinstance(self.rows, PartedSlots):  # what is reserved for all rows is not shared
+            self.rows = self.rows.reserved(probe)
+        else:
+            self.rows.reserve(probe)
