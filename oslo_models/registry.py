@@ -469,6 +469,7 @@ NO_DIVIDED_IMAGES = {
 MTP_HEADS = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe"), ("num_nextn_predict_layers", 0)),
     "qwen3_next": ("num_nextn_predict_layers", 1),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("mtp_num_hidden_layers", 1)),
 }
 """Model types that ``mtp_heads`` supports: the attribute of the configuration with the number of heads, and the number
 of heads of configurations without it."""

@@ -74,7 +74,10 @@ class _Names:
 
 _INSIDE = _Names("model.layers", True, "enorm", "hnorm", "eh_proj", "shared_head.norm")
 _BESIDE = _Names("mtp.layers", False, "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-_NAMES: Mapping[str, _Names] = {"glm4_moe": _INSIDE, "deepseek_v3": _INSIDE, "qwen3_next": _BESIDE}
+_NAMES: Mapping[str, _Names] = {
+    **dict.fromkeys(("glm4_moe", "deepseek_v3"), _INSIDE),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _BESIDE),
+}
 _COPIES = r"layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
 """Copies of the embedding and the language-model head in published heads. The model shares its own with them."""
 

@@ -33,8 +33,9 @@ from support.reference import TOLERANCE, own_part, reference_model
 
 pytestmark = pytest.mark.drawn(6, of="file")
 
-TYPES = ["glm4_moe", "deepseek_v3"]
-CHANGES = {"num_nextn_predict_layers": 2, "tie_word_embeddings": False, "max_position_embeddings": 64}
+DRAFTING = ["glm4_moe", "deepseek_v3"]
+TYPES = [*DRAFTING, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+CHANGES = {"tie_word_embeddings": False, "max_position_embeddings": 64}
 NEW, WEIGHT = 10, 0.3
 Records = list[tuple[list[int], list[int]]]
 """The known tokens of a row and the tokens that were drafted after them."""
@@ -45,10 +46,10 @@ class PlainHead(nn.Module):
 
     def __init__(self, whole: Any, depth: int) -> None:
         super().__init__()
-        config, norm = whole.config, type(whole.model.norm)
+        config, norm, self.depth = whole.config, type(whole.model.norm), depth
         self.enorm, self.hnorm, self.norm = (norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.block = type(whole.model.layers[-1])(config, config.num_hidden_layers + depth)
+        self.block = type(whole.model.layers[-1])(config, config.num_hidden_layers - 1)
 
     def forward(self, whole: Any, ids_BL: Tensor, hidden_BLD: Tensor, first: int, mask_BL: Any = None) -> Tensor:
         """``first`` is the position of the first token."""
@@ -62,12 +63,17 @@ class PlainHead(nn.Module):
         bias = torch.zeros(seen_B1LL.shape, dtype=x.dtype).masked_fill(~seen_B1LL, -torch.inf)
         return self.norm(self.block(x, attention_mask=bias, position_ids=positions, position_embeddings=rotations))
 
-    def named(self, index: int) -> dict[str, Tensor]:
+    def named(self, config: Any) -> dict[str, Tensor]:
         """Return the weights by their names in a model."""
-        outer = {"enorm.weight": self.enorm.weight, "hnorm.weight": self.hnorm.weight}
-        outer |= {"eh_proj.weight": self.eh_proj.weight, "shared_head.norm.weight": self.norm.weight}
-        named = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers()), **outer}
-        return {f"model.layers.{index}.{name}": value for name, value in named.items()}
+        block, outer = f"model.layers.{config.num_hidden_layers + self.depth}", ""
+        names = ["enorm", "hnorm", "eh_proj", "shared_head.norm"]
+        if config.model_type not in DRAFTING:
+            block, outer = f"mtp.layers.{self.depth}", "mtp"
+            names = ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"]
+        modules = zip(names, (self.enorm, self.hnorm, self.eh_proj, self.norm), strict=True)
+        tensors = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
+        named: dict[str, Any] = {f"{outer or block}.{name}.weight": module.weight for name, module in modules}
+        return {**named, **{f"{block}.{name}": value for name, value in tensors.items()}}
 
 
 def published(named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -85,15 +91,20 @@ def published(named: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def config_with_heads(variant: str, **changes: Any) -> Any:
+    heads = {"num_nextn_predict_layers": 2} if variant in DRAFTING else {}
+    return zoo.config(variant, **{**CHANGES, **heads, **changes})
+
+
 def model_with_heads(variant: str, seed: int, damped: bool = False, **changes: Any) -> tuple[Any, list[PlainHead]]:
     """Return a model of transformers and heads.
 
     Args:
         damped: let the blocks add little to the embedding of a token, so that the heads often predict like the model.
     """
-    config = zoo.config(variant, **{**CHANGES, **changes})
+    config = config_with_heads(variant, **changes)
     whole = reference_model(zoo.lm_head(variant), config, seed).eval()
-    heads = [PlainHead(whole, depth).double().eval() for depth in range(config.num_nextn_predict_layers)]
+    heads = [PlainHead(whole, depth).double().eval() for depth in range(2 if variant in DRAFTING else 1)]
     with torch.no_grad():
         for head in heads:
             for name, value in (*head.named_parameters(), *head.named_buffers()):
@@ -115,7 +126,9 @@ def save(folder: Path, whole: Any, heads: list[PlainHead]) -> dict[str, Tensor]:
     whole.save_pretrained(folder)
     tensors, copies = load_file(folder / "model.safetensors"), {}
     for index, head in enumerate(heads, whole.config.num_hidden_layers):
-        tensors |= published(head.named(index))
+        tensors |= published(head.named(whole.config))
+        if whole.config.model_type not in DRAFTING:
+            continue
         copies[f"model.layers.{index}.embed_tokens.weight"] = whole.model.embed_tokens.weight.detach().clone()
         copies[f"model.layers.{index}.shared_head.head.weight"] = whole.lm_head.weight.detach().clone()
     save_file({**tensors, **copies}, folder / "model.safetensors", {"format": "pt"})
@@ -149,13 +162,9 @@ def check_hidden_states(folder: Path, variant: str, tp: int, ids_BL: Tensor, exp
             shifted = ids_BL[:, ahead:], hidden_BLD[:, :-1], positions[:, ahead:], None
             hidden_BLD = model.mtp_hidden_states(*shifted, depth=depth)
             torch.testing.assert_close(hidden_BLD, wanted_BLD, rtol=0, atol=TOLERANCE)
-    assert not any(dict(model.named_parameters())[name].requires_grad for name in expected_names(model))
-
-
-def expected_names(model: Any) -> list[str]:
-    first = model.config.num_hidden_layers
-    inside = tuple(f"model.layers.{first + depth}." for depth in range(model.config.num_nextn_predict_layers))
-    return [name for name, _ in model.named_parameters() if name.startswith(inside)]
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    assert frozen == set(model.mtp_names()) & dict(model.named_parameters()).keys()
+    assert len(frozen) > 10
 
 
 @torch.no_grad()
@@ -211,7 +220,7 @@ def test_heads_are_saved_as_published(
 
 def check_random(folder: Path, variant: str, tp: int) -> None:
     cls: Any = registry.find(zoo.lm_head(variant))
-    config = zoo.config(variant, **CHANGES)
+    config = config_with_heads(variant)
     model = cls.from_config_with_parallel(config, tp, dtype=torch.float64, seed=3, mtp_heads=True, mtp_loss_weight=0.1)
     assert all(param.requires_grad for param in model.parameters()) and model.training
     model.save_pretrained_with_parallel(folder / str(tp), save_with_merging=True)
@@ -223,7 +232,8 @@ def test_random_heads_are_equal_at_all_sizes(pool: Pool, tmp_path: Path, variant
         pool.run(tp, check_random, tmp_path, variant, tp)
     one, three = (load_file(tmp_path / str(tp) / "model.safetensors") for tp in (1, 3))
     assert one.keys() == three.keys() and all(torch.equal(one[name], three[name]) for name in one)
-    assert float(one["model.layers.2.eh_proj.weight"].std()) > 0 and (one["model.layers.3.enorm.weight"] == 1).all()
+    (projection,) = [tensor for name, tensor in one.items() if name.endswith(("2.eh_proj.weight", "mtp.fc.weight"))]
+    assert float(projection.std()) > 0
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -287,8 +297,8 @@ def test_loss_of_the_heads_has_the_gradients_of_one_process(
         loss = plain_loss(whole, heads, batch)
         loss.backward()
     named = dict(whole.named_parameters())
-    for index, head in enumerate(heads, whole.config.num_hidden_layers):
-        named |= {name: value for name, value in head.named(index).items() if isinstance(value, nn.Parameter)}
+    for head in heads:
+        named |= {name: value for name, value in head.named(whole.config).items() if isinstance(value, nn.Parameter)}
     grads = {name: param.grad for name, param in named.items()}
     pool.run(tp, check_loss, tmp_path, variant, tp, batch, loss.detach(), grads)
 
@@ -372,7 +382,7 @@ def generated(whole: Any, prompts: list[list[int]]) -> tuple[list[list[int]], li
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
-@pytest.mark.parametrize("variant", TYPES)
+@pytest.mark.parametrize("variant", DRAFTING)
 def test_heads_draft_and_change_no_sequence(pool: Pool, tmp_path: Path, variant: str, tp: int, seed: int) -> None:
     whole, heads = model_with_heads(variant, seed, damped=True)
     save(tmp_path, whole, heads)
@@ -383,7 +393,7 @@ def test_heads_draft_and_change_no_sequence(pool: Pool, tmp_path: Path, variant:
 
 
 @pytest.mark.parametrize("way", ["slots", "parts", "fused"])
-@pytest.mark.parametrize("variant", TYPES)
+@pytest.mark.parametrize("variant", DRAFTING)
 def test_rows_that_come_and_go_have_the_drafts_of_their_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, way: str, seed: int
 ) -> None:
