@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
@@ -198,16 +199,19 @@ class MtpHeads:
         losses = []
         for depth in range(min(count_mtp_heads(type(self), self.config), ids_BL.shape[1] - 2)):
             ahead = depth + 1
-            mask_BT = None if mask_BL is None else mask_BL[:, ahead:] * mask_BL[:, :-ahead]
+            mask_BT, labels_BT = None, labels_BL[:, ahead:]
+            if mask_BL is not None:
+                mask_BT = mask_BL[:, ahead:] * mask_BL[:, :-ahead]
+                labels_BT = torch.where(F.pad(mask_BT, (1, -1)) == 0, _IGNORED, labels_BT)
             shifted = ids_BL[:, ahead:], hidden_BLD[:, :-1], positions_BL[:, ahead:], mask_BT
             hidden_BLD = self.mtp_hidden_states(*shifted, depth=depth)
             items = given.get("num_items_in_batch")
             if items is None:
-                items = (labels_BL[:, ahead + 1 :] != _IGNORED).sum().clamp(min=1)
+                items = (labels_BT[:, 1:] != _IGNORED).sum().clamp(min=1)
             losses.append(
                 self.loss_function(
                     logits=self.get_output_embeddings()(hidden_BLD),
-                    labels=labels_BL[:, ahead:],
+                    labels=labels_BT,
                     vocab_size=self.config.vocab_size,
                     num_items_in_batch=items,
                 )
