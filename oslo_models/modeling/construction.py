@@ -51,7 +51,7 @@ def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kw
     if arguments.tower_parallel == IMAGES:
         cls = class_with_divided_images(cls)  # type: ignore[arg-type]
     if arguments.mtp_heads is True and takes_mtp_heads(cls):  # else, the checks of all ranks report it
-        cls = class_with_mtp_heads(cls)
+        cls = class_with_mtp_heads(cls)  # type: ignore[arg-type]
     timeout = (
         arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT
     )  # the checks of all ranks report an invalid timeout

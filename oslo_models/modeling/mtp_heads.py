@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
 from oslo_models.cache_argument import NAMES, cache_name
+from oslo_models.fusion.lazy_logits import LazyLogits
 from oslo_models.layers.entries import Entries, Norm, Replicated
 from oslo_models.layers.sharded_activation import gathered
-from oslo_models.layers.vocab_parallel import ShardedLogits
+from oslo_models.layers.vocab_parallel import VocabParallelLogits
 from oslo_models.modeling.forward import within_model
 from oslo_models.registry import MTP_HEADS, count_mtp_heads, model_type_of
 
@@ -178,11 +179,11 @@ class MtpHeads:
         normed: Tensor = head.norm(x[0] if isinstance(x, tuple) else x)
         return normed
 
-    def mtp_loss(self: Any, given: Mapping[str, Any], hidden_BLD: Tensor) -> Tensor:
+    def mtp_loss(self: Any, given: Any, hidden_BLD: Tensor) -> Tensor:
         """Return the mean loss of the heads.
 
         Args:
-            given: arguments of the forward.
+            given: arguments of the forward, by their names.
             hidden_BLD: of the decoder, after its norm.
 
         Raises:
@@ -227,8 +228,8 @@ class MtpHeads:
     def mtp_tokens(self: Any, hidden_BD: Tensor) -> list[int]:
         """Return the most probable tokens after hidden states of a head, equal on all ranks."""
         with within_model(self), self._invariant_functions():
-            logits_BV = self.get_output_embeddings()(hidden_BD)
-        full = logits_BV.full() if isinstance(logits_BV, ShardedLogits) else logits_BV
+            logits_BV: Any = self.get_output_embeddings()(hidden_BD)
+        full: Any = logits_BV.full() if isinstance(logits_BV, VocabParallelLogits | LazyLogits) else logits_BV
         tokens: list[int] = full.argmax(-1).tolist()
         return tokens
 
