@@ -91,11 +91,8 @@ _IGNORED = -100
 class MtpHeads:
     """The part of a parallel class that has MTP heads. The next base is the class of the decoder.
 
-    Attributes:
-        mtp_loss_weight: weight of the heads' mean loss in the loss of a training step; 0 leaves the heads out.
+    `start_mtp_heads` sets ``mtp_loss_weight``, the weight of the heads' mean loss in the loss of a training step.
     """
-
-    mtp_loss_weight: float = 0.0
 
     @classmethod
     def head_entries(cls: Any, config: Any) -> Entries:
@@ -251,14 +248,15 @@ def _with_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def with_mtp_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if not (self.mtp_loss_weight and self.training and given.get("labels") is not None):
+        weight = getattr(self, "mtp_loss_weight", 0)
+        if not (weight and self.training and given.get("labels") is not None):
             return forward(self, *args, **kwargs)
         with self.seeing_hidden_states() as seen:
             output = forward(self, *args, **kwargs)
-        device = self.mesh.device
+        device = seen[-1].device
         given = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in given.items()}
         with within_model(self, kwargs), self._invariant_functions():
-            added = self.mtp_loss_weight * self.mtp_loss(given, seen[-1])
+            added = weight * self.mtp_loss(given, seen[-1])
         if isinstance(output, tuple):
             return output[0] + added, *output[1:]
         output.loss = output.loss + added

@@ -275,6 +275,21 @@ def check_loss(folder: Path, variant: str, tp: int, batch: dict[str, Any], loss:
         assert output.loss > model(**batch).loss + 1e-3  # evaluation has the loss of the model alone
         as_tuple = model.train()(**batch, return_dict=False)
         torch.testing.assert_close(as_tuple[0], output.loss, rtol=0, atol=TOLERANCE)
+    check_gradients(model, grads)
+    model.zero_grad()
+    model.fuse()
+    with lifted_casts():
+        output = model(**batch)
+        output.loss.backward()
+        torch.testing.assert_close(output.loss.detach(), loss, rtol=0, atol=TOLERANCE)
+    model.unfuse()
+    check_gradients(model, grads)
+    model.deparallelize()
+    with lifted_casts():
+        torch.testing.assert_close(model(**batch).loss.detach(), loss, rtol=0, atol=TOLERANCE)
+
+
+def check_gradients(model: Any, grads: Any) -> None:
     assert {name for name, _ in model.named_parameters()} == grads.keys()
     for name, param in model.named_parameters():
         wanted = grads[name]
