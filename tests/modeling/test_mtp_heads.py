@@ -176,8 +176,15 @@ def hidden_states(whole: Any, heads: list[PlainHead], ids_BL: Tensor) -> list[Te
     return found
 
 
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (3, 1), (2, 2)])
-@pytest.mark.parametrize("variant", TYPES)
+SIZES = [
+    (variant, tp, ep)
+    for variant in TYPES
+    for tp, ep in ((1, 1), (2, 1), (3, 1), (2, 2))
+    if ep == 1 or variant != "qwen3_5_text"  # has no experts
+]
+
+
+@pytest.mark.parametrize(("variant", "tp", "ep"), SIZES)
 def test_heads_of_published_checkpoints_are_loaded(
     pool: Pool, tmp_path: Path, variant: str, tp: int, ep: int, seed: int
 ) -> None:
