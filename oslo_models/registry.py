@@ -466,6 +466,14 @@ NO_DIVIDED_IMAGES = {
 }
 """Model types that ``tower_parallel="images"`` does not support, with the reason."""
 
+MTP_HEADS = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), ("num_nextn_predict_layers", 0)),
+    "qwen3_next": ("num_nextn_predict_layers", 1),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("mtp_num_hidden_layers", 1)),
+}
+"""Model types that ``mtp_heads`` supports: the attribute of the configuration with the number of heads, and the number
+of heads of configurations without it."""
+
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),
@@ -518,6 +526,17 @@ def model_type_of(cls: type) -> str | None:
     """Return the model type of a class of the zoo or of its subclass. ``None`` for other classes."""
     by_module = {f"{__package__}.models.{module_name(kind)}": kind for kind in ARCHITECTURES}
     return next((by_module[base.__module__] for base in cls.__mro__ if base.__module__ in by_module), None)
+
+
+def count_mtp_heads(cls: type, config: Any) -> int:
+    """Return the number of heads for multi-token prediction in the checkpoint of a configuration.
+
+    Args:
+        cls: the class of the model.
+    """
+    attribute, default = MTP_HEADS.get(model_type_of(cls) or "", ("", 0))
+    found = getattr(config, attribute, None)
+    return default if found is None else int(found)
 
 
 def load(model_type: str) -> ModuleType:

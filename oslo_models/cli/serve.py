@@ -70,10 +70,12 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--no-reserve", dest="reserve", action="store_false", help=grows)
     add("--no-prefix-reuse", dest="reuse_prefixes", action="store_false", help=anew)
     drafts = "tokens that are drafted for each answer and checked in one step: they followed its newest tokens before "
-    drafts += "(default: none; 4 with --speculative-model)"
+    drafts += "(default: none; 4 with --speculative-model, 1 with --mtp-heads)"
     add("--speculative-tokens", **sizes, help=drafts)
     small = "a small model of the same vocabulary that drafts these tokens: a directory, or a name on the hub"
     add("--speculative-model", metavar="MODEL", help=small)
+    heads = "load the heads of the model for multi-token prediction, which draft these tokens"
+    add("--mtp-heads", action="store_true", help=heads)
     calls = "calls that run or wait; beyond it, status 429 (default: %(default)s)"
     add("--max-queue-size", **sizes, default=64, help=calls)
     add("--max-length", **sizes, help="tokens of a prompt and its answer (default: the limit of the model)")

@@ -31,7 +31,8 @@ from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_o
 from oslo_models.modeling.weight_mapping import WeightMapping
 from oslo_models.sharding.plan import Plan
 
-_KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy", "resize_token_embeddings"))]
+_LEFT_OUT = ("deploy", "resize_token_embeddings", "mtp_heads", "mtp_loss_weight")
+_KEYS = ["enable", *(field.name for field in fields(Arguments) if field.name not in _LEFT_OUT)]
 
 
 def initialize(

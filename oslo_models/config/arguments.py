@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,9 +19,11 @@ from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.media.division import IMAGES, TOWER_PARALLEL, WEIGHTS
 from oslo_models.registry import (
     CONTEXT_PARALLEL,
+    MTP_HEADS,
     NO_CONTEXT_PARALLEL,
     NO_DIVIDED_IMAGES,
     NO_SEQUENCE_PARALLEL,
+    count_mtp_heads,
     did_you_mean,
     model_type_of,
 )
@@ -73,6 +76,8 @@ class Arguments:
     sequence_parallel: bool = False
     context_parallel_size: int = 1
     tower_parallel: str = WEIGHTS
+    mtp_heads: bool = False
+    mtp_loss_weight: float = 0.0
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check the arguments that do not depend on the configuration of the model.
@@ -111,7 +116,7 @@ class Arguments:
         when = self.check_inputs
         if not isinstance(when, bool) and when != "always" and not (isinstance(when, int) and when > 0):
             raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
-        for name in ("dequantize", "share_loss", "share_logits", "sequence_parallel"):
+        for name in ("dequantize", "share_loss", "share_logits", "sequence_parallel", "mtp_heads"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.share_logits and self.gather_logits is False:
@@ -139,6 +144,7 @@ class Arguments:
             )
         self._check_token_division(kwargs)
         self._check_tower_parallel(kwargs)
+        self._check_mtp_heads(kwargs)
         if self.seed is not None:
             check_size("seed", self.seed, 0)
         for reason, names in UNSUPPORTED.items():
@@ -257,6 +263,38 @@ class Arguments:
                 f'{option} does not support quantised weights: pass dequantize=True, or use tower_parallel="{WEIGHTS}"'
             )
 
+    def _check_mtp_heads(self, kwargs: Mapping[str, Any]) -> None:
+        weight = self.mtp_loss_weight
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+            raise ValueError(f"mtp_loss_weight must be a number of at least 0, got {weight!r}")
+        if weight and not self.mtp_heads:
+            raise ValueError(f"mtp_loss_weight={weight} is the weight of the heads of mtp_heads=True: pass it, too")
+        others = {
+            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size > 1,
+            self.token_division or "": self.token_division is not None,
+            "plan": self.plan is not None,
+            "quantization_config": kwargs.get("quantization_config") is not None,
+        }
+        for other, is_given in others.items():
+            if is_given and self.mtp_heads:
+                raise ValueError(f"mtp_heads=True cannot be used together with {other}: leave one of them out")
+
+    def _check_heads_of(self, cls: type[Any], config: PreTrainedConfig, is_quantized: bool) -> None:
+        """Raise ``ValueError`` if a model has no MTP heads."""
+        if not self.mtp_heads:
+            return
+        model_type = model_type_of(cls) or ""
+        if model_type not in MTP_HEADS or not cls.__name__.endswith("ForCausalLM"):
+            reason = f"it is none of the language models with heads: {', '.join(MTP_HEADS)}"
+        elif not count_mtp_heads(cls, config):
+            attribute, _ = MTP_HEADS[model_type]
+            reason = f"its configuration has {attribute}={getattr(config, attribute, None)}"
+        elif is_quantized:
+            reason = "its weights are quantised; pass dequantize=True"
+        else:
+            return
+        raise ValueError(f"mtp_heads=True does not support {cls.__name__}: {reason}, or leave mtp_heads out")
+
     def check_config(self, cls: type[Any], config: PreTrainedConfig) -> None:
         """Check the sizes against the model.
 
@@ -284,6 +322,7 @@ class Arguments:
         if quantization is not None:
             check_quantization(quantization, self.dequantize)
         self._check_division_of(cls, is_quantized)
+        self._check_heads_of(cls, config, is_quantized)
         if (size := self.resize_token_embeddings) is None:
             return
         text = config.get_text_config()

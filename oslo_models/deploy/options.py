@@ -24,7 +24,13 @@ from oslo_models.deploy.running_batch.admission import (
     with_states,
 )
 from oslo_models.deploy.running_batch.draft_loading import read_draft_config
-from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, DEFAULT_LIMITS, BatchLimits, check_drafted
+from oslo_models.deploy.running_batch.limits import (
+    DEFAULT_DRAFTED,
+    DEFAULT_LIMITS,
+    DRAFTED_BY_HEADS,
+    BatchLimits,
+    check_drafted,
+)
 from oslo_models.distributed.mesh import check_size
 
 BACKENDS = ("auto", "process", "ray", "torchrun")
@@ -47,8 +53,9 @@ class DeployOptions:
         reuse_prefixes: prompts of the running batch reuse the keys and values of a prefix that they share with an
             earlier call.
         speculative_tokens: maximum drafted tokens of a row in one step of the running batch, for speculative decoding.
-            Without ``speculative_model``, they are the tokens that followed the last occurrence of the newest tokens in
-            the row (prompt lookup), and by default, none are drafted.
+            With ``mtp_heads=True``, the heads of the model draft them, by default 1. Without heads and
+            ``speculative_model``, they are the tokens that followed the last occurrence of the newest tokens in the row
+            (prompt lookup), and by default, none are drafted.
         speculative_model: directory or name of a small model with the same vocabulary that drafts tokens, by default 4.
             One rank loads it in full.
         threads_per_worker: number of torch threads in each worker on CPUs. By default the threads of this process are
@@ -113,21 +120,32 @@ class DeployOptions:
     def _drafted(self) -> int:
         return self.speculative_tokens or (0 if self.speculative_model is None else DEFAULT_DRAFTED)
 
-    def limits(self, config: Any, ranks: int) -> BatchLimits:
+    def limits(self, config: Any, ranks: int, has_heads: bool = False) -> BatchLimits:
         """Return the limits of the running batch for a model on ``ranks`` ranks.
+
+        Args:
+            has_heads: whether the model is loaded with its MTP heads.
 
         Raises:
             OSError: there is no ``speculative_model``.
-            ValueError: rows of the model cannot have drafted tokens, or ``speculative_model`` cannot draft them.
+            ValueError: rows of the model cannot have drafted tokens, or ``speculative_model`` cannot draft them, or
+                both are given.
         """
         length = longest(config, BatchLimits(length=self.max_batch_length))
         default = default_limits(config, length, ranks if torch.cuda.device_count() else 0)
         rows, chunk = self.max_batch_size or default.rows, self.prefill_chunk_size or default.chunk
         drafted, draft_model = self._drafted, str(self.speculative_model or "")
-        if drafted and (reason := reason_against_drafts(config, length)) is not None:
+        if has_heads and draft_model:
             raise ValueError(
-                f"speculative_tokens={drafted} is not possible for model_type={config.model_type!r}: {reason}. Leave "
-                "it out, or use a smaller max_batch_length for a model with a window"
+                f"speculative_model={draft_model!r} and mtp_heads=True both draft tokens: leave one of them out"
+            )
+        if has_heads and rows > 1:
+            drafted = drafted or DRAFTED_BY_HEADS
+        if drafted and (reason := reason_against_drafts(config, length)) is not None:
+            given = f"speculative_tokens={drafted}" if self._drafted else "mtp_heads=True"
+            raise ValueError(
+                f"{given} is not possible for model_type={config.model_type!r}: {reason}. Leave it out, or use a "
+                "smaller max_batch_length for a model with a window"
             )
         if draft_model:
             reason = reason_against_draft_model(config, read_draft_config(draft_model), length)
@@ -135,7 +153,9 @@ class DeployOptions:
                 raise ValueError(
                     f"speculative_model={draft_model!r} cannot draft tokens: {reason}. Choose another decoder"
                 )
-        return with_states(config, BatchLimits(rows, length, chunk, self.reuse_prefixes, drafted, draft_model))
+        by_heads = has_heads and bool(drafted)
+        limits = BatchLimits(rows, length, chunk, self.reuse_prefixes, drafted, draft_model, by_heads)
+        return with_states(config, limits)
 
     def threads(self, ranks: int) -> int:
         """Return the number of torch threads of each worker."""

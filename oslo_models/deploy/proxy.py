@@ -382,7 +382,8 @@ def deploy(
     leader = ranks - arguments.tensor_parallel_size  # the first rank of the last stage
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # workers on the same device need the memory that torch keeps
-    engine = Engine(ranks, serving.threads(ranks), make, start_executor, serving.limits(config, ranks), leader)
+    limits = serving.limits(config, ranks, arguments.mtp_heads)
+    engine = Engine(ranks, serving.threads(ranks), make, start_executor, limits, leader)
     model = object.__new__(deployed_class(Deployment, cls))
     local = _LocalConstructor(maker, constructor, source, kwargs)
     skeleton = partial(cls._from_config, copy.deepcopy(config), dtype=config.dtype, **options)

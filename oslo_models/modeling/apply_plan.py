@@ -107,10 +107,10 @@ def apply_plan(
             block.register_forward_hook(lambda *_: stream.leave(), always_call=True)
 
 
-def expert_parameters(model: nn.Module, plan: Plan, prefix: str) -> set[str]:
+def expert_parameters(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> set[str]:
     """Return the names of parameters that stack experts, in a model or a pipeline stage."""
     found = set()
-    for key, entry in named_entries(model, plan, prefix, {}).items():
+    for key, entry in named_entries(model, plan, prefix, head).items():
         if entry.stacks_experts and isinstance(module := _find(model, key), nn.Module):
             found |= {f"{key}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
     return found

@@ -163,6 +163,7 @@ class ParallelModel(
         refuse_parallel(type(self), misplaced | kwargs.keys())
         check_attention_of_class(type(self), config)
         super().__init__(config, *args, **kwargs)
+        self._add_modules()
         self.layouts: dict[str, Layout] = {}
         if mesh is None:
             return
@@ -170,6 +171,9 @@ class ParallelModel(
         self._init_seed = init_seed
         self._cast_parameters(torch.get_default_dtype())
         self._shard(mesh, blocks_per_stage, sequence_parallel)
+
+    def _add_modules(self) -> None:
+        """Add modules that the transformers class lacks."""
 
     def _cast_parameters(self, dtype: torch.dtype) -> None:
         """Cast parameters that transformers creates in float32 for every dtype. 16-bit models keep most of them."""
@@ -247,6 +251,8 @@ class ParallelModel(
         sequence_parallel: bool = False,
         context_parallel_size: int = 1,
         tower_parallel: str = "weights",
+        mtp_heads: bool = False,
+        mtp_loss_weight: float = 0.0,
         **kwargs: Any,
     ) -> Self:
         """Load this rank's part of a checkpoint. Call this on every rank with the same arguments.
@@ -305,6 +311,11 @@ class ParallelModel(
             tower_parallel: what the tensor-parallel ranks divide in towers that encode images: ``"weights"``, as in
                 other layers, or ``"images"``. Each rank then holds whole towers and encodes some of the images. The
                 guide on text and images compares them, and lists the model types.
+            mtp_heads: load the checkpoint's heads for multi-token prediction too, which transformers leaves out. They
+                draft tokens in the running batch, and are saved with the model. The guide on generation lists the
+                model types.
+            mtp_loss_weight: in training mode, add this share of the heads' loss to the loss (DeepSeek-AI, "DeepSeek-V3
+                Technical Report", 2024, section 2.2). With 0, the heads are frozen.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
                 ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
@@ -340,6 +351,8 @@ class ParallelModel(
             sequence_parallel=sequence_parallel,
             context_parallel_size=context_parallel_size,
             tower_parallel=tower_parallel,
+            mtp_heads=mtp_heads,
+            mtp_loss_weight=mtp_loss_weight,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
@@ -366,6 +379,8 @@ class ParallelModel(
         sequence_parallel: bool = False,
         context_parallel_size: int = 1,
         tower_parallel: str = "weights",
+        mtp_heads: bool = False,
+        mtp_loss_weight: float = 0.0,
         **kwargs: Any,
     ) -> Self:
         """Construct this rank's part of a randomly initialised model. Call this on every rank with the same arguments.
@@ -397,6 +412,8 @@ class ParallelModel(
             sequence_parallel=sequence_parallel,
             context_parallel_size=context_parallel_size,
             tower_parallel=tower_parallel,
+            mtp_heads=mtp_heads,
+            mtp_loss_weight=mtp_loss_weight,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)
 
@@ -418,7 +435,7 @@ class ParallelModel(
             return
         tied = self.all_tied_weights_keys
         root = self.stage.canonical_name if self.stage is not None else lambda name: tied.get(name, name)
-        stacks = expert_parameters(self, self.plan(self.config), self._prefix())
+        stacks = expert_parameters(self, self.plan(self.config), self._prefix(), self.head_entries(self.config))
         whole = self._initialized_whole()
         for name in whole:
             self.get_submodule(name)._is_hf_initialized = True  # type: ignore[assignment]

@@ -83,8 +83,9 @@ class BatchGeneratingModel(PreTrainedModel):
             num_return_sequences: sequences for each prompt. Default: as ``generation_config`` says.
             max_batch_size: maximum number of rows that are decoded together. Default: up to 64, as many as have keys
                 and values of 16 GiB on each GPU, or 4 GiB on CPUs.
-            speculative_tokens: maximum drafted tokens of a row in one step, for speculative decoding by prompt lookup:
-                they followed the last occurrence of the row's newest tokens. Sequences stay the same. Default: none.
+            speculative_tokens: maximum drafted tokens of a row in one step, for speculative decoding. The heads of a
+                model with ``mtp_heads=True`` draft them. Others are found by prompt lookup: they followed the last
+                occurrence of the row's newest tokens. Sequences stay the same. Default: none.
             speculative_model: a model of this library with the same vocabulary that drafts these tokens (default: 4).
                 The first rank of the last stage calls a full model, such as ``LlamaForCausalLM.from_pretrained(name)``.
                 All ranks call a sharded model together, such as ``LlamaForCausalLM.from_pretrained_with_parallel(name,
@@ -139,7 +140,8 @@ class BatchGeneratingModel(PreTrainedModel):
             if max_batch_size is not None and max_batch_size < 1:
                 raise ValueError(f"max_batch_size must be at least 1, got {max_batch_size}")
             drafted = _drafted(self, speculative_tokens, speculative_model, length)
-            limits = limits_of(self, len(prompts) * copies, length, max_batch_size, drafted)
+            by_heads = bool(drafted) and speculative_model is None and _has_heads(self)
+            limits = limits_of(self, len(prompts) * copies, length, max_batch_size, drafted, by_heads)
             if common_draws and (drafted or len(prompts) * copies > limits.rows):
                 what = "drafted tokens" if drafted else f"{len(prompts) * copies} sequences in {limits.rows} rows"
                 raise ValueError(
@@ -177,6 +179,11 @@ class BatchGeneratingModel(PreTrainedModel):
             draft_model=speculative_model,
             has_common_draws=common_draws,
         )
+
+
+def _has_heads(model: Any) -> bool:
+    """Return whether a model was loaded with its MTP heads."""
+    return hasattr(model, "mtp_step")
 
 
 def _drafted(model: Any, count: int | None, draft_model: Any, length: int) -> int:

@@ -34,6 +34,7 @@ from oslo_models.modeling.attention_choice import AttentionChoice
 from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.memory_check import bytes_on_rank, check_memory
 from oslo_models.modeling.meta_device import allocate, meta_device, uninitialized_on_meta
+from oslo_models.modeling.mtp_heads import check_stored, class_with_mtp_heads, takes_mtp_heads
 from oslo_models.modeling.own_plan import class_with_divided_images, class_with_plan
 from oslo_models.modeling.packing import check_combination, freeze_packed, packing_reader, quantizing_reader
 from oslo_models.modeling.quantizing import quantize_linear_layers, skipped_modules
@@ -49,6 +50,8 @@ def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kw
         return deploy(cls, method, source, arguments, kwargs)
     if arguments.tower_parallel == IMAGES:
         cls = class_with_divided_images(cls)  # type: ignore[arg-type]
+    if arguments.mtp_heads is True and takes_mtp_heads(cls):  # else, the checks of all ranks report it
+        cls = class_with_mtp_heads(cls)  # type: ignore[arg-type]
     timeout = (
         arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT
     )  # the checks of all ranks report an invalid timeout
@@ -74,6 +77,8 @@ def start(
     """
     assert model.mesh is not None
     model.gather_logits = arguments.gather_logits
+    if arguments.mtp_heads:
+        model.start_mtp_heads(arguments.mtp_loss_weight)
     model.share_loss, model.share_logits = arguments.share_loss, arguments.share_logits
     if model.share_logits:
         model.gather_logits = True
@@ -185,6 +190,8 @@ def _from_pretrained(
             ignore_mismatched_sizes=ignore_mismatched_sizes,
             key_mapping=key_mapping,
         )
+        if arguments.mtp_heads:
+            check_stored(mapping.model, slices)
         devices = device_map(mesh.device)
         if devices is not None and quantization is None and on_the_fly is None:
             buffers = pinned_buffers(mesh.device)

@@ -331,7 +331,7 @@ def _load(name: str, args: argparse.Namespace, secret: str | None) -> Any:
     names: tuple[str, ...] = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "prefill_chunk_size")
     names += ("tensor_parallel_shares", "blocks_per_stage", "reuse_prefixes", "threads_per_worker", "dtype")
     names += ("tower_parallel",)
-    names += () if _embeds(config, args) else ("speculative_tokens", "speculative_model")
+    names += () if _embeds(config, args) else ("speculative_tokens", "speculative_model", "mtp_heads")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if (length := args.max_batch_length or args.max_length) is not None:
         options["max_batch_length"] = length

@@ -221,7 +221,7 @@ SLOW: list[Row] = [
         "test_rows_that_lag_far_are_aligned_again",
         {},
     ),
-    (f"{RUNNER}._decode", "rows.settle([1] * len(tokens))", "rows.grow(1)", SPECULATED, AFTER, {"static": False}),
+    (f"{RUNNER}._grow", "rows.settle([1] * len(rows.lengths))", "rows.grow(1)", SPECULATED, AFTER, {"static": False}),
     (f"{STATIC}:_Inputs.load", "cache.lags.get(slot, 0)", "0", SPECULATED, LAGGING, LLAMA),
     (
         f"{STATIC}:StaticSteps._computation",
@@ -260,7 +260,7 @@ SLOW: list[Row] = [
     (f"{IMAGES}:PromptImages.chunk_end", "if first < stop < end", "if False", SEEN, HELD, {}),
     (f"{IMAGES}:PromptImages.whole", "if first < length < end", "if False", SEEN, HELD, {}),
     (f"{RUNNER}.free", "self._by_slot[-1]", "self._by_slot[slot]", SEEN, BETWEEN_IMAGES, QWEN),
-    (f"{RUNNER}._decode_eagerly", "if any(map(any, offsets))", "if False", SEEN, BETWEEN_IMAGES, QWEN),
+    (f"{RUNNER}._arrange", "if any(map(any, offsets))", "if False", SEEN, BETWEEN_IMAGES, QWEN),
     (f"{SCHEDULER}._next_step", "begins or images[0] < images[1]", "begins", SEEN, HELD, {}),
     (f"{SCHEDULER}._find_prefix", "prompt.images.whole(found)", "found", SEEN, AT_END, LLAVA),
     (f"{TAKES}._compute", "except ImagesError as error", "except ZeroDivisionError as error", SEEN, FAILS, LLAVA),
@@ -330,7 +330,7 @@ SLOW: list[Row] = [
     ),
     (f"{SLOTS}.free", "self.lengths[slot] = self.lengths[last]", "pass", LOOP, OWN, CHUNKS),
     (
-        f"{RUNNER}._decode_eagerly",
+        f"{RUNNER}._arrange",
         "lengths_B1 + steps_BL",
         "lengths_B1 * 0 + rows.window + steps_BL",
         LOOP,
@@ -433,7 +433,7 @@ SLOW: list[Row] = [
     ),
     (f"{BATCH}.head_product:fast_head", "head.__class__ = own", "pass", HEAD, "test_head_is_lent_another_class", {}),
     (
-        f"{RUNNER}._decode_eagerly",
+        f"{RUNNER}._arrange",
         "lengths_B1 + steps_BL",
         "lengths_B1 * 0 + rows.window + steps_BL",
         POOLED,

@@ -247,6 +247,19 @@ def test_shares_reach_the_model(checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     assert seen[0]["tensor_parallel_shares"] == [3, 1] and seen[0]["deploy"]
 
 
+def test_heads_are_loaded_on_request(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def load(name: str, **options: Any) -> StubModel:
+        seen.append(options)
+        raise LookupError("loaded")
+
+    monkeypatch.setattr(command.auto.AutoModelForCausalLM, "from_pretrained_with_parallel", load)
+    for options in ((), ("--mtp-heads", "--speculative-tokens", "2")):
+        main(["serve", str(checkpoint), *options])
+    assert [each["mtp_heads"] for each in seen] == [False, True] and seen[1]["speculative_tokens"] == 2
+
+
 def test_streamed_completion_ends_at_a_stop_string(server: SimpleNamespace, whole: Whole) -> None:
     create, expected = server.client.completions.create, whole("def forward(", 30)
     options = {"model": server.name, "prompt": "def forward(", "max_tokens": 30}

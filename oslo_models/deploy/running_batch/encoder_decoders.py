@@ -116,6 +116,7 @@ class EncoderDecoderRunner(StepRunner):
         options: dict[str, Any],
         features: Mapping[str, Any] = MappingProxyType({}),
         keep: int = 1,
+        before_BD: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of the last positions of each row, as `StepRunner`. The rows have begun."""
         cross = self.rows.cross

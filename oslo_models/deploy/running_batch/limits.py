@@ -9,6 +9,8 @@ LEAST_COLUMNS = 64
 """Minimum number of spare columns in the cache, beyond the longest row."""
 DEFAULT_DRAFTED = 4
 """Drafted tokens of a row in one step by a model, if no number is given."""
+DRAFTED_BY_HEADS = 1
+"""Drafted tokens of a row in one step by MTP heads, if no number is given. Published heads learn to predict one."""
 MOST_DRAFTED = LEAST_COLUMNS // 2
 """Maximum drafted tokens of a row in one step. They are computed in the spare columns."""
 PADDED = 1.5
@@ -25,7 +27,8 @@ class BatchLimits:
         chunk: tokens of a prompt that are computed in one step.
         reuse: prompts reuse the keys and values of prefixes that were computed before.
         drafted: maximum drafted tokens of a row in one step; 0 turns speculation off.
-        draft_model: directory or name of the model that drafts them; empty for prompt lookup.
+        draft_model: directory or name of the model that drafts them; empty for prompt lookup or heads.
+        by_heads: the MTP heads of the model draft them.
         has_states: blocks of the model keep states of a row. Padding would change a state, and a state covers all
             tokens of its row, so a prompt reuses whole rows only.
         pads: prompts of different lengths are computed together.
@@ -38,6 +41,7 @@ class BatchLimits:
     reuse: bool = True
     drafted: int = 0
     draft_model: str = ""
+    by_heads: bool = False
     has_states: bool = False
     pads: bool = True
     splits: bool = True

@@ -15,6 +15,7 @@ from oslo_models.deploy.errors import RanksDisagree
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Speculated, Stepped
 from oslo_models.deploy.running_batch.draft_model import DraftModel
 from oslo_models.deploy.running_batch.encoder_decoders import runner_of
+from oslo_models.deploy.running_batch.head_drafts import HeadDrafts
 from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
@@ -58,7 +59,7 @@ class RunningBatch:
         send: sends a message about a call to the application.
         cancelled: numbers of calls to end. Another thread changes it.
         count_token: is called after each step that generates tokens.
-        draft_model: drafts tokens, on the leader; ``None`` for prompt lookup.
+        draft_model: drafts tokens, on the leader; ``None`` for prompt lookup or heads.
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class RunningBatch:
         self._packed, self._adapters = PackedHead(), ModelAdapters(model)
         self.runners = [runner_of(model, own, True, self._packed, self._adapters) for own in each]
         clock = time.perf_counter
+        drafts = HeadDrafts if limits.by_heads else Drafts
         self._drafts = [
-            Drafts(own.drafted, clock) if draft_model is None else DraftModel(draft_model, own, clock) for own in each
+            drafts(own.drafted, clock) if draft_model is None else DraftModel(draft_model, own, clock) for own in each
         ]
         self.channel, self.leads, self._slots = channel, leads, SlotGroups(each, self._drafts)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token

@@ -25,6 +25,7 @@ from torch import Tensor
 from oslo_models.deploy.running_batch.admission import bytes_of_token, with_states
 from oslo_models.deploy.running_batch.draft_model import DraftModel, ShardedDrafts, SharedDrafts
 from oslo_models.deploy.running_batch.encoder_decoders import runner_of
+from oslo_models.deploy.running_batch.head_drafts import HeadDrafts
 from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
@@ -79,7 +80,9 @@ class Generated:
         return self.longest - len(self.prompt) - len(self.new)
 
 
-def limits_of(model: ShardedModel, count: int, length: int, rows: int | None, drafted: int = 0) -> BatchLimits:
+def limits_of(
+    model: ShardedModel, count: int, length: int, rows: int | None, drafted: int = 0, by_heads: bool = False
+) -> BatchLimits:
     """Return the limits of a batch.
 
     Args:
@@ -87,6 +90,7 @@ def limits_of(model: ShardedModel, count: int, length: int, rows: int | None, dr
         length: maximum tokens of a sequence, prompt and answer together.
         rows: maximum number of rows; ``None`` for as many as the memory for keys and values allows, up to 64.
         drafted: maximum drafted tokens of a row in one step.
+        by_heads: the MTP heads of the model draft them.
     """
     if rows is None:
         rows = min(count, GPU_LIMITS.rows)
@@ -94,7 +98,7 @@ def limits_of(model: ShardedModel, count: int, length: int, rows: int | None, dr
         most = model.mesh.model.size * MOST_CACHE if model.device.type == "cuda" else MOST_CACHE_ON_CPU
         while size is not None and rows > 1 and rows * columns(length) * size > most:
             rows //= 2
-    limits = BatchLimits(min(rows, count), length, chunk=GPU_LIMITS.chunk, reuse=False, drafted=drafted)
+    limits = BatchLimits(min(rows, count), length, GPU_LIMITS.chunk, reuse=False, drafted=drafted, by_heads=by_heads)
     return with_states(model.config, limits)
 
 
@@ -192,7 +196,7 @@ class OfflineBatch:
         kwargs: arguments of `generate` for each prompt.
         keeps_logprobs: record the log-probability of each token.
         on_token: is called on this rank for each token of each sequence.
-        draft_model: drafts tokens; ``None`` for prompt lookup.
+        draft_model: drafts tokens; ``None`` for prompt lookup or heads.
         common_draws: the random numbers of all rows, in place of a generator for each row.
     """
 
@@ -214,7 +218,7 @@ class OfflineBatch:
         self._settings, self._token_table = PlainSettings(model), TokenTable()
         self._rows: dict[int, Row] = {}
         self._error: Exception | None = None
-        self._drafts = Drafts(limits.drafted)
+        self._drafts = (HeadDrafts if limits.by_heads else Drafts)(limits.drafted)
         if draft_model is not None:
             is_sharded = draft_model.mesh is not None
             own = DraftModel(draft_model, limits) if is_sharded or self._leads else None

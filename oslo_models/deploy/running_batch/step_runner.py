@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from oslo_models.cache_argument import generation_name, name_in_model
 from oslo_models.deploy.running_batch.graphs import CaptureError, capture_of
+from oslo_models.deploy.running_batch.head_drafts import HeadStates
 from oslo_models.deploy.running_batch.head_product import PackedHead, fast_head
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.own_caches import slots_of
@@ -67,6 +68,29 @@ class _Slot(NamedTuple):
     adapter: int = 0
 
 
+class _Arranged(NamedTuple):
+    """Inputs of a forward of all rows.
+
+    Attributes:
+        ids, positions: [B, L]; with images, positions are [3 or 4, B, L].
+        mask: see `SlotCache.mask`.
+        order: the slots of the rows in the order of the forward; ``None`` for the order of slots.
+        slots: the attributes of the rows, in the order of the forward.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    mask: Tensor | None
+    order: list[int] | None
+    slots: list[_Slot]
+
+    def by_slot(self, values: Tensor) -> Tensor:
+        """Return values of the rows in the order of slots."""
+        if self.order is None:
+            return values
+        return values[to_device(sorted(range(len(self.order)), key=self.order.__getitem__), values.device)]
+
+
 class StepRunner:
     """The rows of the batch on one rank.
 
@@ -101,6 +125,9 @@ class StepRunner:
         self._position_table = None if self._takes_positions else position_table(model)
         self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
         capture, self.eager_reason = capture_of(model)
+        self._heads = HeadStates(model) if limits.by_heads else None
+        if self._heads is not None:
+            capture, self.eager_reason = None, "the model's MTP heads draft tokens"
         stored, self._layers = stored_states(model), layers_with_states(model)
         self._slots = slots_of(model.config)
         named = name_in_model(model.forward, {}) if self._layers else None  # Mamba had a name of its own up to 5.23
@@ -139,6 +166,8 @@ class StepRunner:
         self.drop_graphs()
         self.rows.clear()
         self.numbers, self._by_slot = [], []
+        if self._heads is not None:
+            self._heads.clear()
         self.rest()
 
     def drop_graphs(self) -> None:
@@ -166,6 +195,8 @@ class StepRunner:
         try:
             if step.settled:
                 self.rows.settle(step.settled)
+                if self._heads is not None:
+                    self._heads.settle(step.settled)
             self.free(step.leaving)
             if step.begins:
                 self._begin(step)
@@ -205,6 +236,8 @@ class StepRunner:
         self.rows.fork(slot, count)
         self.numbers += [self.numbers[slot]] * count
         self._by_slot += [self._by_slot[slot]] * count
+        if self._heads is not None:
+            self._heads.fork(slot, count)
 
     def free(self, leaving: Sequence[int]) -> None:
         """Remove the rows in the slots that a step frees."""
@@ -213,10 +246,14 @@ class StepRunner:
             self.numbers[slot], self._by_slot[slot] = self.numbers[-1], self._by_slot[-1]
             self.numbers.pop()
             self._by_slot.pop()
+            if self._heads is not None:
+                self._heads.free(slot)
 
     def _decode(self, tokens: Sequence[int], drafts: Sequence[list[int]]) -> Tensor:
         rows = self.rows
         assert len(tokens) == len(rows.lengths)
+        if drafts and self._heads is not None:
+            self._draft(self._heads, tokens, drafts)
         new = [[token, *draft] for token, draft in zip(tokens, drafts or [[]] * len(tokens), strict=True)]
         logits_BLV = self._replay(new)
         is_static = logits_BLV is not None
@@ -224,14 +261,59 @@ class StepRunner:
             logits_BLV = self._decode_eagerly(new)
         if drafts:  # the next step settles the cache
             return logits_BLV
+        self._grow(is_static)
+        return logits_BLV[:, -1]
+
+    def _grow(self, is_static: bool = False) -> None:
+        """Record that a step has added one position to each row."""
+        rows = self.rows
         if is_static or not rows.lags:  # the step has written each position to the end of its row
             rows.grow(1)
         else:
-            rows.settle([1] * len(tokens))
-        return logits_BLV[:, -1]
+            rows.settle([1] * len(rows.lengths))
+
+    def _draft(self, heads: HeadStates, tokens: Sequence[int], drafts: Sequence[list[int]]) -> None:
+        """Let the heads draft the tokens of a step, in place. They leave the rows as they were."""
+        newest, hidden_BD, most = [*tokens], heads.stacked(), max(map(len, drafts))
+        for place in range(most):
+            made = self._arrange([[token] for token in newest])
+            if made.order is not None:
+                hidden_BD = hidden_BD[to_device(made.order, self._device)]
+            given = self.rows.window, made.ids, made.positions, made.mask, hidden_BD[:, None]
+            with self._decoding(made, 1):
+                hidden_BD = made.by_slot(heads.compute(self.rows, *given)[:, 0])
+                newest = heads.tokens(hidden_BD)
+            for draft, token in zip(drafts, newest, strict=True):
+                if place < len(draft):
+                    draft[place] = token
+            self._grow()
+        self.rows.cut([most] * len(tokens))
+
+    @contextmanager
+    def _decoding(self, made: _Arranged, length: int) -> Iterator[None]:
+        """Context of a forward of the rows, for ``length`` positions of each."""
+        parts = nullcontext() if made.order is None else attending_by_parts(self._config, self._by_parts)
+        with parts, self._adapters.selected([slot.adapter for slot in made.slots], length):
+            yield
 
     def _decode_eagerly(self, tokens: Sequence[list[int]]) -> Tensor:
         """Return the logits [B, L, V] after new tokens of each row. Shorter rows are padded on the right."""
+        longest, heads = max(map(len, tokens)), self._heads
+        made = self._arrange(tokens)
+        options = {"next_sequence_length": longest, "attention_mask": made.mask}
+        before_BD = None
+        if heads is not None:
+            before_BD = heads.stacked()
+            before_BD = before_BD if made.order is None else before_BD[to_device(made.order, self._device)]
+        with self._decoding(made, longest):
+            logits_BV = self._forward(self.rows, made.ids, made.positions, options, keep=longest, before_BD=before_BD)
+        if heads is not None:
+            heads.note(made.by_slot(heads.seen_BLD), longest > 1)
+        logits_BLV = logits_BV.unflatten(0, (-1, longest))
+        return made.by_slot(logits_BLV) if len(logits_BV) else logits_BLV  # other stages than the last have no logits
+
+    def _arrange(self, tokens: Sequence[list[int]]) -> _Arranged:
+        """Return the inputs of a forward for new tokens of each row. Shorter rows are padded on the right."""
         rows = self.rows
         longest = max(map(len, tokens))
         rows.make_room(len(tokens), longest)
@@ -246,18 +328,11 @@ class StepRunner:
             values, slots = [values[slot] for slot in order], [slots[slot] for slot in order]
         offsets = [slot.offsets for slot in slots]
         lengths_B1, ids_BL, steps_BL = to_device(values, self._device).split((1, longest, longest), 1)
-        options = {"next_sequence_length": longest, "attention_mask": rows.mask(longest, lengths_B1[:, 0])}
         positions = lengths_B1 + steps_BL
         if any(map(any, offsets)):  # the first of four planes has the positions of tokens
             seen = positions + to_device(offsets, self._device).T[..., None]
             positions = torch.cat((positions.expand(self._planes - 3, -1, -1), seen))
-        parts = nullcontext() if order is None else attending_by_parts(self._config, self._by_parts)
-        with parts, self._adapters.selected([slot.adapter for slot in slots], longest):
-            logits_BV = self._forward(rows, ids_BL, positions, options, keep=longest)
-        logits_BLV = logits_BV.unflatten(0, (-1, longest))
-        if order is None or not len(logits_BV):  # another stage than the last one has no logits
-            return logits_BLV
-        return logits_BLV[to_device(sorted(range(len(order)), key=order.__getitem__), self._device)]
+        return _Arranged(ids_BL, positions, rows.mask(longest, lengths_B1[:, 0]), order, slots)
 
     def _replay(self, tokens: Sequence[list[int]]) -> Tensor | None:
         """Return the logits of a static step; ``None`` if decoding is eager, or if this step cannot be captured.
@@ -292,7 +367,7 @@ class StepRunner:
             logits_BV = self._forward(cache, ids_BL, positions_BL, options)
         for row, (number, length, displaced, adapter) in enumerate(prompts):
             self.rows.append(cache.layers, row, longest, length, displaced)
-            self._join(number, adapter)
+            self._join(number, adapter, row=row)
         return logits_BV
 
     def _cache_of_prompts(self, count: int, length: int) -> Cache:
@@ -304,9 +379,15 @@ class StepRunner:
         cache.make_room(count, length)
         return cache
 
-    def _join(self, number: int, adapter: int, offsets: tuple[int, ...] = NO_OFFSETS) -> None:
-        """Record a row in the slot after the last row."""
+    def _join(self, number: int, adapter: int, offsets: tuple[int, ...] = NO_OFFSETS, row: int = 0) -> None:
+        """Record a row in the slot after the last row.
+
+        Args:
+            row: index of its prompt in the last forward.
+        """
         self.numbers.append(number)
+        if self._heads is not None:
+            self._heads.join(self._heads.seen_BLD[row, -1])
         self._by_slot.append(_Slot(offsets, adapter))
         self._computed = set()
 
@@ -315,6 +396,8 @@ class StepRunner:
         prompt = self.prompt
         prompt.clear()
         prompt.lengths = [0]
+        if self._heads is not None:
+            self._heads.prompt_1D = None
         if step.reused:
             prompt.begin_with(self.rows, step.source, step.reused)
         self._computed, self._adapter = {step.number}, step.adapter
@@ -329,8 +412,12 @@ class StepRunner:
         positions = torch.arange(done, stop, device=self._device)[None] if seen is None else seen.positions(done, stop)
         features = {} if seen is None else {**seen.take_features(), **seen.token_types(done, stop)}
         ids_BL = to_device([step.chunk], self._device)
+        options, heads = {"is_first_iteration": done == 0}, self._heads
+        before_1D = None if heads is None else heads.prompt_1D
         with self._adapters.selected([self._adapter]):
-            logits_BV = self._forward(prompt, ids_BL, positions, {"is_first_iteration": done == 0}, features)
+            logits_BV = self._forward(prompt, ids_BL, positions, options, features, before_BD=before_1D)
+        if heads is not None:
+            heads.prompt_1D = heads.seen_BLD[:, -1]
         prompt.grow(len(step.chunk))
         if not step.joins:
             return None
@@ -349,12 +436,14 @@ class StepRunner:
         options: dict[str, Any],
         features: Mapping[str, Any] = MappingProxyType({}),
         keep: int = 1,
+        before_BD: Tensor | None = None,
     ) -> Tensor:
         """Return the logits of the last positions of each row, [B * ``keep``, V]. Append keys and values to the cache.
 
         Args:
             positions: [B, L], or [3 or 4, B, L] for images with positions of height and width.
             features: of the images among the tokens, and kinds of tokens, as arguments of the model.
+            before_BD: the hidden states before these positions, for MTP heads.
         """
         model, argument = self.model, cache
         if isinstance(cache, SlotCache):
@@ -368,8 +457,14 @@ class StepRunner:
         inputs = model.prepare_inputs_for_generation(ids_BL, **given)
         if inputs.get("position_ids", positions) is None:  # EXAONE 4.5 counts the whole cache, with free slots
             inputs["position_ids"] = positions
+        following: Any = nullcontext()
+        if self._heads is not None:
+            window = cache.get_seq_length()
+            following = self._heads.following(
+                argument, window, ids_BL, positions, options.get("attention_mask"), before_BD
+            )
         computing = cache.computing(model) if isinstance(cache, SlotCache) else nullcontext()
-        with computing, self._positions_of_rows(positions):
+        with following, computing, self._positions_of_rows(positions):
             output = self._output({**inputs, **features})
         if isinstance(cache, SlotCache):
             cache.take(output)

@@ -1,0 +1,331 @@
+"""Multi-token prediction (MTP) heads: blocks behind the decoder that predict the tokens after the next one.
+
+The head of depth ``k`` joins the hidden state of a token with the embedding of the token ``k`` places later. Its block
+and the language-model head predict the token after that one. Training adds the losses of the heads; generation drafts
+tokens with them. Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2.
+
+transformers leaves the heads of a checkpoint out. `class_with_mtp_heads` adds them to a model class, with the names of
+published checkpoints, so that the plan of the decoder shards them, and checkpoints are read and saved as they are.
+
+Legend:
+    B: rows.
+    L: positions.
+    D: hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask
+
+from oslo_models.cache_argument import NAMES, cache_name
+from oslo_models.fusion.lazy_logits import LazyLogits
+from oslo_models.layers.entries import Entries, Norm, Replicated
+from oslo_models.layers.sharded_activation import gathered
+from oslo_models.layers.vocab_parallel import VocabParallelLogits
+from oslo_models.modeling.forward import within_model
+from oslo_models.registry import MTP_HEADS, count_mtp_heads, model_type_of
+
+
+class _Head(NamedTuple):
+    """The modules of one head. ``norm`` belongs before the language-model head."""
+
+    embedding_norm: nn.Module
+    hidden_norm: nn.Module
+    projection: nn.Module
+    block: nn.Module
+    norm: nn.Module
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names of the modules of heads in published checkpoints.
+
+    Attributes:
+        stack: path of the list of blocks.
+        follows: whether the blocks of the decoder come first in this list. Each block then has the other modules of its
+            head inside. Otherwise they are beside the list, and all heads share them.
+    """
+
+    stack: str
+    follows: bool
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+
+    def block(self, depth: int, config: Any) -> str:
+        """Return the path of the block of a head."""
+        return f"{self.stack}.{depth + config.num_hidden_layers * self.follows}"
+
+    def around(self, depth: int, config: Any) -> dict[str, str]:
+        """Return the paths of the other modules of a head, by their names in `_Head`."""
+        prefix = self.block(depth, config) if self.follows else self.stack.rpartition(".")[0]
+        names = ("embedding_norm", "hidden_norm", "projection", "norm")
+        return {name: f"{prefix}.{getattr(self, name)}" for name in names}
+
+
+_INSIDE = _Names("model.layers", True, "enorm", "hnorm", "eh_proj", "shared_head.norm")
+_BESIDE = _Names("mtp.layers", False, "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_NAMES: Mapping[str, _Names] = {
+    **dict.fromkeys(("glm4_moe", "deepseek_v3"), _INSIDE),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _BESIDE),
+}
+_COPIES = r"layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
+"""Copies of the embedding and the language-model head in published heads. The model shares its own with them."""
+
+
+_IGNORED = -100
+"""Label of positions without a loss."""
+
+
+class MtpHeads:
+    """The part of a parallel class that has MTP heads. The next base is the class of the decoder.
+
+    `start_mtp_heads` sets ``mtp_loss_weight``, the weight of the heads' mean loss in the loss of a training step.
+    """
+
+    @classmethod
+    def head_entries(cls: Any, config: Any) -> Entries:
+        names, entries = _names_of(cls), dict[str, Replicated]()
+        for depth in range(count_mtp_heads(cls, config)):
+            around = names.around(depth, config)
+            entries |= {path: Replicated() if name == "projection" else Norm() for name, path in around.items()}
+            if not names.follows:  # else, the plan of the decoder has entries for all blocks in its list
+                block = cls.plan(config).blocks["layers"]
+                entries |= {f"{names.block(depth, config)}.{name}": entry for name, entry in block.items()}
+        return {**super().head_entries(config), **entries}  # type: ignore[misc]
+
+    def _add_modules(self: Any) -> None:
+        names, config, norm = _names_of(type(self)), self.config, self.base_model.norm
+        block_class, size = type(self.base_model.layers[-1]), config.hidden_size
+        if not names.follows:
+            _set_module(self, names.stack, nn.ModuleList())
+        for depth in range(count := count_mtp_heads(type(self), config)):
+            with _with_full_attention(config, count):
+                self.get_submodule(names.stack).append(block_class(config, config.num_hidden_layers + depth))
+            for name, path in names.around(depth, config).items():
+                made = nn.Linear(2 * size, size, bias=False) if name == "projection" else _like(norm, size)
+                _set_module(self, path, made)
+
+    def start_mtp_heads(self: Any, loss_weight: float) -> None:
+        """Set the weight of the heads' loss. Freeze them if it is 0."""
+        self.mtp_loss_weight = loss_weight
+        if not loss_weight:
+            for name in self.mtp_names():
+                self.get_parameter_or_buffer(name).requires_grad_(False)
+
+    def mtp_names(self: Any) -> list[str]:
+        """Return the names of all parameters and buffers of the heads."""
+        names, inside = _names_of(type(self)), tuple[str, ...]()
+        for depth in range(count_mtp_heads(type(self), self.config)):
+            paths = names.block(depth, self.config), *names.around(depth, self.config).values()
+            inside += tuple(f"{path}." for path in paths)
+        return [name for name in self.state_dict() if name.startswith(inside)]
+
+    def mtp_head(self: Any, depth: int) -> _Head:
+        """Return the modules of a head."""
+        names = _names_of(type(self))
+        around = {name: self.get_submodule(path) for name, path in names.around(depth, self.config).items()}
+        return _Head(block=self.get_submodule(names.block(depth, self.config)), **around)
+
+    def mtp_hidden_states(
+        self: Any,
+        ids_BL: Tensor,
+        hidden_BLD: Tensor,
+        positions_BL: Tensor,
+        mask_BL: Tensor | None,
+        cache: Any = None,
+        depth: int = 0,
+    ) -> Tensor:
+        """Return the hidden states [B, L, D] of a head, after its norm.
+
+        Args:
+            ids_BL: the tokens whose embeddings the head joins with the hidden states.
+            hidden_BLD: of the former head, or of the decoder, after its norm.
+            positions_BL: of the tokens.
+            mask_BL: of all tokens, including tokens in the cache; ``None`` if all are read.
+            cache: with the keys and values of earlier tokens, in the layer of the head's block.
+        """
+        head, base = self.mtp_head(depth), self.base_model
+        embedded_BLD = self.get_input_embeddings()(ids_BL)
+        joined = torch.cat((head.embedding_norm(embedded_BLD), head.hidden_norm(hidden_BLD)), -1)
+        x = head.projection(joined)
+        layer: Any = head.block
+        given = {cache_name(create_causal_mask): cache, "layer_idx": layer.self_attn.layer_idx}
+        mask = create_causal_mask(
+            config=self.config, inputs_embeds=x, attention_mask=mask_BL, position_ids=positions_BL, **given
+        )
+        options = {cache_name(type(layer).forward): cache, "use_cache": cache is not None}
+        x = layer(
+            x,
+            attention_mask=mask,
+            position_ids=positions_BL,
+            position_embeddings=base.rotary_emb(x, position_ids=positions_BL),
+            **options,
+        )
+        normed: Tensor = head.norm(x[0] if isinstance(x, tuple) else x)
+        return normed
+
+    def mtp_loss(self: Any, given: Any, hidden_BLD: Tensor) -> Tensor:
+        """Return the mean loss of the heads.
+
+        Args:
+            given: arguments of the forward, by their names.
+            hidden_BLD: of the decoder, after its norm.
+
+        Raises:
+            ValueError: the rows are packed, or are no tokens.
+        """
+        ids_BL, mask_BL, labels_BL = given.get("input_ids"), given.get("attention_mask"), given["labels"]
+        for name in ("inputs_embeds", "position_ids", *NAMES):
+            if given.get(name) is not None:
+                raise ValueError(
+                    f"{name} is not supported with mtp_loss_weight={self.mtp_loss_weight}: the heads read whole rows "
+                    "of input_ids, with an attention_mask for padding. Set mtp_loss_weight=0"
+                )
+        positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None]
+        losses = []
+        for depth in range(min(count_mtp_heads(type(self), self.config), ids_BL.shape[1] - 2)):
+            ahead = depth + 1
+            mask_BT, labels_BT = None, labels_BL[:, ahead:]
+            if mask_BL is not None:
+                mask_BT = mask_BL[:, ahead:] * mask_BL[:, :-ahead]
+                labels_BT = torch.where(F.pad(mask_BT, (1, -1)) == 0, _IGNORED, labels_BT)
+            shifted = ids_BL[:, ahead:], hidden_BLD[:, :-1], positions_BL[:, ahead:], mask_BT
+            hidden_BLD = self.mtp_hidden_states(*shifted, depth=depth)
+            items = given.get("num_items_in_batch")
+            if items is None:
+                items = (labels_BT[:, 1:] != _IGNORED).sum().clamp(min=1)
+            losses.append(
+                self.loss_function(
+                    logits=self.get_output_embeddings()(hidden_BLD),
+                    labels=labels_BT,
+                    vocab_size=self.config.vocab_size,
+                    num_items_in_batch=items,
+                )
+            )
+        return torch.stack(losses).mean() if losses else hidden_BLD.new_zeros(())
+
+    def mtp_step(self: Any, *args: Any) -> Tensor:
+        """Return `mtp_hidden_states` of the first head, for generation."""
+        with within_model(self), self._invariant_functions():
+            found: Tensor = gathered(self.mtp_hidden_states(*args))
+        return found
+
+    def mtp_tokens(self: Any, hidden_BD: Tensor) -> list[int]:
+        """Return the most probable tokens after hidden states of a head, equal on all ranks."""
+        with within_model(self), self._invariant_functions():
+            logits_BV: Any = self.get_output_embeddings()(hidden_BD)
+        full: Any = logits_BV.full() if isinstance(logits_BV, VocabParallelLogits | LazyLogits) else logits_BV
+        tokens: list[int] = full.argmax(-1).tolist()
+        return tokens
+
+    @contextmanager
+    def seeing_hidden_states(self: Any) -> Iterator[list[Tensor]]:
+        """Context that appends the hidden states of each forward of the decoder to a list."""
+        seen: list[Tensor] = []
+        handle = self.base_model.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+        try:
+            yield seen
+        finally:
+            handle.remove()
+
+
+def _with_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the forward of a parallel class: add the weighted loss of the heads to the loss of a training step."""
+    names = [*inspect.signature(forward).parameters][1:]
+
+    @functools.wraps(forward)
+    def with_mtp_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        weight = getattr(self, "mtp_loss_weight", 0)
+        if not (weight and self.training and given.get("labels") is not None):
+            return forward(self, *args, **kwargs)
+        with self.seeing_hidden_states() as seen:
+            output = forward(self, *args, **kwargs)
+        device = seen[-1].device
+        given = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in given.items()}
+        with within_model(self, kwargs), self._invariant_functions():
+            added = weight * self.mtp_loss(given, seen[-1])
+        if isinstance(output, tuple):
+            return output[0] + added, *output[1:]
+        output.loss = output.loss + added
+        return output
+
+    return with_mtp_loss
+
+
+def _like(norm: nn.Module, size: int) -> nn.Module:
+    """Return a new norm of the class and with the epsilon of another one."""
+    made: Any = type(norm)(size)
+    for name in ("eps", "variance_epsilon"):
+        if hasattr(norm, name):
+            setattr(made, name, getattr(norm, name))
+    return made
+
+
+def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Add a module at a path. Create the modules around it."""
+    owner, *names = model, *path.split(".")
+    for name in names[:-1]:
+        if not hasattr(owner, name):
+            owner.add_module(name, nn.Module())
+        owner = getattr(owner, name)
+    owner.add_module(names[-1], module)
+
+
+def _names_of(cls: type[Any]) -> _Names:
+    return _NAMES[model_type_of(cls) or ""]
+
+
+@contextmanager
+def _with_full_attention(config: Any, count: int) -> Iterator[None]:
+    """Context in which ``count`` blocks after the last one are created with full attention and experts."""
+    former = dict[str, Any]()
+    if (kinds := getattr(config, "layer_types", None)) is not None:
+        former["layer_types"], config.layer_types = kinds, [*kinds, *["full_attention"] * count]
+    if (step := getattr(config, "decoder_sparse_step", None)) is not None:
+        former["decoder_sparse_step"], config.decoder_sparse_step = step, 1
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            setattr(config, name, value)
+
+
+def takes_mtp_heads(cls: type[Any]) -> bool:
+    """Return whether a class of the zoo can have heads."""
+    return cls.made_from is None and model_type_of(cls) in MTP_HEADS
+
+
+@functools.cache
+def class_with_mtp_heads(cls: type[Any]) -> Any:
+    """Return a parallel class with MTP heads."""
+    ignored = [*(cls._keys_to_ignore_on_load_unexpected or ()), _COPIES]
+    namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_keys_to_ignore_on_load_unexpected": ignored}
+    return type(cls.__name__, (MtpHeads, cls), {**namespace, "forward": _with_loss(cls.forward)})
+
+
+def check_stored(model: Any, stored: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if a checkpoint lacks weights of the heads.
+
+    Args:
+        model: the full model.
+        stored: the tensors of the checkpoint, by their names in the model.
+    """
+    if missing := [name for name in model.mtp_names() if name not in stored]:
+        raise ValueError(
+            f"mtp_heads=True needs the weights of the heads, and the checkpoint has no {missing[0]}"
+            f"{f' and {len(missing) - 1} others' * (len(missing) > 1)}: leave mtp_heads out, or load a checkpoint that "
+            "was published or saved with them"
+        )

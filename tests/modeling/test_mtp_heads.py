@@ -1,0 +1,573 @@
+"""Heads for multi-token prediction: loaded, saved and trained as published, and drafting in the running batch.
+
+The heads of the reference are written from their description (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024,
+section 2.2) with the blocks and norms of transformers, without a cache and in one process.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from oslo_models import registry
+from oslo_models.deploy.messages import Speculated
+from oslo_models.deploy.running_batch import slot_parts
+from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.loop import RunningBatch
+from oslo_models.deploy.running_batch.offline import OfflineBatch
+
+from support import deployment, running, zoo
+from support.batch_loop import Application, request
+from support.float64 import lifted_casts
+from support.mutants import Edit, MutantPool
+from support.pool import Pool, WorkerError
+from support.reference import TOLERANCE, own_part, reference_model
+
+pytestmark = pytest.mark.drawn(8, of="file")
+
+DRAFTING = ["glm4_moe", "deepseek_v3"]
+TYPES = [*DRAFTING, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+CHANGES = {"tie_word_embeddings": False, "max_position_embeddings": 64}
+NEW, WEIGHT = 10, 0.3
+Records = list[tuple[list[int], list[int]]]
+"""The known tokens of a row and the tokens that were drafted after them."""
+
+
+class PlainHead(nn.Module):
+    """One head behind a model of transformers."""
+
+    def __init__(self, whole: Any, depth: int) -> None:
+        super().__init__()
+        config, norm, self.depth = whole.config, type(whole.model.norm), depth
+        self.enorm, self.hnorm, self.norm = (norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.block = type(whole.model.layers[-1])(config, config.num_hidden_layers - 1)
+
+    def forward(self, whole: Any, ids_BL: Tensor, hidden_BLD: Tensor, first: int, mask_BL: Any = None) -> Tensor:
+        """``first`` is the position of the first token."""
+        embedded_BLD, length = whole.model.embed_tokens(ids_BL), ids_BL.shape[1]
+        x = self.eh_proj(torch.cat((self.enorm(embedded_BLD), self.hnorm(hidden_BLD)), -1))
+        seen_B1LL = torch.ones(len(ids_BL), 1, length, length).tril().bool()
+        if mask_BL is not None:
+            seen_B1LL = seen_B1LL & mask_BL[:, None, None].bool() | torch.eye(length).bool()
+        positions = torch.arange(first, first + length)[None]
+        rotations = whole.model.rotary_emb(x, positions)
+        bias = torch.zeros(seen_B1LL.shape, dtype=x.dtype).masked_fill(~seen_B1LL, -torch.inf)
+        return self.norm(self.block(x, attention_mask=bias, position_ids=positions, position_embeddings=rotations))
+
+    def named(self, config: Any) -> dict[str, Tensor]:
+        """Return the weights by their names in a model."""
+        block, outer = f"model.layers.{config.num_hidden_layers + self.depth}", ""
+        names = ["enorm", "hnorm", "eh_proj", "shared_head.norm"]
+        if config.model_type not in DRAFTING:
+            block, outer = f"mtp.layers.{self.depth}", "mtp"
+            names = ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"]
+        modules = zip(names, (self.enorm, self.hnorm, self.eh_proj, self.norm), strict=True)
+        tensors = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
+        named: dict[str, Any] = {f"{outer or block}.{name}.weight": module.weight for name, module in modules}
+        return {**named, **{f"{block}.{name}": value for name, value in tensors.items()}}
+
+
+def published(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights by their names in published checkpoints, which have separate experts."""
+    found = {}
+    for name, value in named.items():
+        if value.dim() < 3 or "experts." not in name:
+            found[name] = value.detach().clone()
+            continue
+        stem, _, leaf = name.rpartition(".")
+        for number, matrix in enumerate(value.detach()):
+            parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            for part, own in (parts if leaf == "gate_up_proj" else {leaf: matrix}).items():
+                found[f"{stem}.{number}.{part}.weight"] = own.clone()
+    return found
+
+
+def config_with_heads(variant: str, **changes: Any) -> Any:
+    heads = {"num_nextn_predict_layers": 2, "n_routed_experts": 5} if variant in DRAFTING else {}
+    return zoo.config(variant, **{**CHANGES, **heads, **changes})
+
+
+def model_with_heads(variant: str, seed: int, damped: bool = False, **changes: Any) -> tuple[Any, list[PlainHead]]:
+    """Return a model of transformers and heads.
+
+    Args:
+        damped: let the blocks add little to the embedding of a token, so that the heads often predict like the model.
+    """
+    config = config_with_heads(variant, **changes)
+    whole = reference_model(zoo.lm_head(variant), config, seed).eval()
+    heads = [PlainHead(whole, depth).double().eval() for depth in range(2 if variant in DRAFTING else 1)]
+    with torch.no_grad():
+        for head in heads:
+            for name, value in (*head.named_parameters(), *head.named_buffers()):
+                value.copy_((torch.randn_like(value) * 0.2).float() + float("norm" in name))  # biases stay in float32
+            if damped:
+                size = config.hidden_size
+                head.eh_proj.weight.mul_(0.3)[:, :size] += torch.eye(size)
+        for module in (whole, *heads) if damped else ():
+            for name, param in module.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
+                    param.mul_(0.1)
+                if name.endswith("norm.weight"):
+                    param.sub_(1).mul_(0.2).add_(1)
+    return whole, heads
+
+
+def save(folder: Path, whole: Any, heads: list[PlainHead]) -> dict[str, Tensor]:
+    """Save a checkpoint in the published layout. Return its tensors, without copies of the embedding and the head."""
+    whole.save_pretrained(folder)
+    tensors, copies = published(load_file(folder / "model.safetensors")), dict[str, Tensor]()
+    for index, head in enumerate(heads, whole.config.num_hidden_layers):
+        tensors |= published(head.named(whole.config))
+        if whole.config.model_type not in DRAFTING:
+            continue
+        copies[f"model.layers.{index}.embed_tokens.weight"] = whole.model.embed_tokens.weight.detach().clone()
+        copies[f"model.layers.{index}.shared_head.head.weight"] = whole.lm_head.weight.detach().clone()
+    save_file({**tensors, **copies}, folder / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+def load(folder: Path, variant: str, tp: int = 1, **options: Any) -> Any:
+    cls: Any = registry.find(zoo.lm_head(variant))
+    options = {"mtp_heads": True, "dtype": torch.float64, **options}
+    return cls.from_pretrained_with_parallel(folder, tp, **options)
+
+
+def rows_of(config: Any, seed: int, rows: int = 3, length: int = 9) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, config.vocab_size, (rows, length), generator=generator)
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def check_hidden_states(folder: Path, variant: str, tp: int, ids_BL: Tensor, expected: list[Tensor], ep: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = load(folder, variant, tp, expert_parallel_size=ep)
+    positions = torch.arange(ids_BL.shape[1])[None]
+    with lifted_casts(), torch.no_grad(), model.seeing_hidden_states() as seen:
+        model(ids_BL)
+        hidden_BLD = seen[0]
+        for depth, wanted_BLD in enumerate(expected):
+            ahead = depth + 1
+            shifted = ids_BL[:, ahead:], hidden_BLD[:, :-1], positions[:, ahead:], None
+            hidden_BLD = model.mtp_hidden_states(*shifted, depth=depth)
+            torch.testing.assert_close(hidden_BLD, wanted_BLD, rtol=0, atol=TOLERANCE)
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    assert frozen == set(model.mtp_names()) & dict(model.named_parameters()).keys()
+    assert len(frozen) > 10
+
+
+@torch.no_grad()
+def hidden_states(whole: Any, heads: list[PlainHead], ids_BL: Tensor) -> list[Tensor]:
+    found, hidden_BLD = [], whole.model(ids_BL).last_hidden_state
+    for ahead, head in enumerate(heads, 1):
+        hidden_BLD = head(whole, ids_BL[:, ahead:], hidden_BLD[:, :-1], ahead)
+        found.append(hidden_BLD)
+    return found
+
+
+SIZES = [
+    (variant, tp, ep)
+    for variant in TYPES
+    for tp, ep in ((1, 1), (2, 1), (3, 1), (2, 2))
+    if ep == 1 or variant != "qwen3_5_text"  # has no experts
+]
+
+
+@pytest.mark.parametrize(("variant", "tp", "ep"), SIZES)
+def test_heads_of_published_checkpoints_are_loaded(
+    pool: Pool, tmp_path: Path, variant: str, tp: int, ep: int, seed: int
+) -> None:
+    whole, heads = model_with_heads(variant, seed)
+    save(tmp_path, whole, heads)
+    ids_BL = rows_of(whole.config, seed)
+    with lifted_casts():
+        expected = hidden_states(whole, heads, ids_BL)
+    pool.run(tp, check_hidden_states, tmp_path, variant, tp, ids_BL, expected, ep)
+
+
+def check_saved(folder: Path, variant: str, tp: int, ways: tuple[bool, bool]) -> None:
+    """Save files of each rank or one checkpoint, load them, and save again."""
+    for number, merging in enumerate(ways):
+        model = load(folder / str(number), variant, tp)
+        model.save_pretrained_with_parallel(folder / str(number + 1), save_with_merging=merging)
+
+
+@pytest.mark.parametrize("ways", [(True, True), (False, True)])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("variant", TYPES)
+def test_heads_are_saved_as_published(
+    pool: Pool, tmp_path: Path, variant: str, tp: int, ways: tuple[bool, bool], seed: int
+) -> None:
+    whole, heads = model_with_heads(variant, seed)
+    expected = save(tmp_path / "0", whole, heads)
+    pool.run(tp, check_saved, tmp_path, variant, tp, ways)
+    found = load_file(tmp_path / "2" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].double(), tensor.double()), name
+    ids_BL = rows_of(whole.config, seed)
+    with lifted_casts(), torch.no_grad():  # transformers and models without heads leave the heads out
+        before, after = (type(whole).from_pretrained(tmp_path / each, dtype=torch.float64) for each in ("0", "2"))
+        assert all(torch.equal(tensor, after.state_dict()[name]) for name, tensor in before.state_dict().items())
+        model = load(tmp_path / "2", variant, mtp_heads=False)
+        torch.testing.assert_close(model(ids_BL).logits, whole(ids_BL).logits, rtol=0, atol=TOLERANCE)
+    assert not hasattr(model, "mtp_step") and model.state_dict().keys() == whole.state_dict().keys()
+
+
+def check_random(folder: Path, variant: str, tp: int) -> None:
+    cls: Any = registry.find(zoo.lm_head(variant))
+    config = config_with_heads(variant)
+    model = cls.from_config_with_parallel(config, tp, dtype=torch.float64, seed=3, mtp_heads=True, mtp_loss_weight=0.1)
+    assert all(param.requires_grad for param in model.parameters()) and model.training
+    model.save_pretrained_with_parallel(folder / str(tp), save_with_merging=True)
+
+
+@pytest.mark.parametrize("variant", TYPES)
+def test_random_heads_are_equal_at_all_sizes(pool: Pool, tmp_path: Path, variant: str) -> None:
+    for tp in (1, 3):
+        pool.run(tp, check_random, tmp_path, variant, tp)
+    one, three = (load_file(tmp_path / str(tp) / "model.safetensors") for tp in (1, 3))
+    assert one.keys() == three.keys() and all(torch.equal(one[name], three[name]) for name in one)
+    (projection,) = [tensor for name, tensor in one.items() if name.endswith(("2.eh_proj.weight", "mtp.fc.weight"))]
+    assert float(projection.std()) > 0
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def drawn_batch(config: Any, seed: int, items: int | None) -> dict[str, Any]:
+    """Rows with padding on either side and ignored labels. The last row has a label for its second token only."""
+    ids_BL = rows_of(config, seed, 4)
+    mask_BL, labels_BL = torch.ones_like(ids_BL), ids_BL.clone()
+    mask_BL[1, :3], mask_BL[2, -2:] = 0, 0
+    labels_BL[mask_BL == 0], labels_BL[0, :4] = -100, -100
+    labels_BL[3, 2:] = -100
+    batch = {"input_ids": ids_BL, "attention_mask": mask_BL, "labels": labels_BL}
+    return batch if items is None else {**batch, "num_items_in_batch": torch.tensor(items)}
+
+
+def plain_loss(whole: Any, heads: list[PlainHead], batch: dict[str, Any]) -> Tensor:
+    ids_BL, mask_BL, labels_BL = (batch[name] for name in ("input_ids", "attention_mask", "labels"))
+    items, added = batch.get("num_items_in_batch"), torch.zeros((), dtype=torch.float64)
+    hidden_BLD = whole.model(ids_BL, attention_mask=mask_BL).last_hidden_state
+    for ahead, head in enumerate(heads, 1):
+        valid_BL = mask_BL[:, ahead:] * mask_BL[:, :-ahead]
+        hidden_BLD = head(whole, ids_BL[:, ahead:], hidden_BLD[:, :-1], ahead, valid_BL)
+        logits_NV = whole.lm_head(hidden_BLD[:, :-1]).flatten(0, 1)
+        wanted_N = labels_BL[:, ahead + 1 :].masked_fill(valid_BL[:, :-1] == 0, -100).flatten()
+        total = F.cross_entropy(logits_NV, wanted_N, ignore_index=-100, reduction="sum")
+        added = added + total / (items or (wanted_N != -100).sum())
+    loss: Tensor = whole(**batch).loss + WEIGHT * added / len(heads)
+    return loss
+
+
+def check_loss(folder: Path, variant: str, tp: int, batch: dict[str, Any], loss: Tensor, grads: Any) -> None:
+    model = load(folder, variant, tp, mtp_loss_weight=WEIGHT, share_loss=False).train()
+    with lifted_casts():
+        output = model(**batch)
+        output.loss.backward()
+        torch.testing.assert_close(output.loss.detach(), loss, rtol=0, atol=TOLERANCE)
+        model.eval()
+        assert output.loss > model(**batch).loss + 1e-3  # evaluation has the loss of the model alone
+        as_tuple = model.train()(**batch, return_dict=False)
+        torch.testing.assert_close(as_tuple[0], output.loss, rtol=0, atol=TOLERANCE)
+    check_gradients(model, grads)
+    model.zero_grad()
+    model.fuse()
+    with lifted_casts():
+        output = model(**batch)
+        output.loss.backward()
+        torch.testing.assert_close(output.loss.detach(), loss, rtol=0, atol=TOLERANCE)
+    model.unfuse()
+    check_gradients(model, grads)
+    model.deparallelize()
+    with lifted_casts():
+        torch.testing.assert_close(model(**batch).loss.detach(), loss, rtol=0, atol=TOLERANCE)
+
+
+def check_gradients(model: Any, grads: Any) -> None:
+    assert {name for name, _ in model.named_parameters()} == grads.keys()
+    for name, param in model.named_parameters():
+        wanted = grads[name]
+        if wanted is None:
+            assert param.grad is None or not param.grad.any(), name
+        else:
+            assert param.grad is not None, name
+            torch.testing.assert_close(param.grad, own_part(model, name, wanted), rtol=0, atol=TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize("items", [None, 11])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("variant", TYPES)
+def test_loss_of_the_heads_has_the_gradients_of_one_process(
+    pool: Pool, tmp_path: Path, variant: str, tp: int, items: int | None, seed: int
+) -> None:
+    whole, heads = model_with_heads(variant, seed)
+    save(tmp_path, whole, heads)
+    batch = drawn_batch(whole.config, seed, items)
+    with lifted_casts():
+        loss = plain_loss(whole, heads, batch)
+        loss.backward()
+    named = dict(whole.named_parameters())
+    for head in heads:
+        named |= {name: value for name, value in head.named(whole.config).items() if isinstance(value, nn.Parameter)}
+    grads = {name: param.grad for name, param in named.items()}
+    pool.run(tp, check_loss, tmp_path, variant, tp, batch, loss.detach(), grads)
+
+
+# Drafts ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def drafts_of(whole: Any, head: PlainHead, tokens: list[int], count: int) -> list[int]:
+    """Return the tokens that a head drafts, from its own hidden states after the first one."""
+    ids_1L, found = torch.tensor([tokens]), list[int]()
+    hidden_1LD, ids_1L = whole.model(ids_1L[:, :-1]).last_hidden_state, ids_1L[:, 1:]
+    for _ in range(count):
+        last_11D = head(whole, ids_1L, hidden_1LD, 1)[:, -1:]
+        token_11 = whole.lm_head(last_11D).argmax(-1)
+        found.append(int(token_11))
+        ids_1L, hidden_1LD = torch.cat((ids_1L, token_11), 1), torch.cat((hidden_1LD, last_11D), 1)
+    return found
+
+
+def assert_are_drafts_of(whole: Any, head: PlainHead, records: Records) -> None:
+    assert any(draft for _, draft in records)
+    with lifted_casts():
+        for tokens, draft in records:
+            assert draft == drafts_of(whole, head, tokens, len(draft)), (tokens, draft)
+
+
+def check_generation(
+    folder: Path, variant: str, tp: int, prompts: list[list[int]], greedy: list[list[int]], sampled: list[list[int]]
+) -> Records:
+    model = load(folder, variant, tp)
+    records: Records = []
+
+    def choose(batch: Any, rows: Any, groups: Any, logits: Any, drafts: Any, own: Any = OfflineBatch._choose) -> Any:
+        records.extend(([*row.prompt, *row.new], [*draft]) for row, draft in zip(rows, drafts, strict=False))
+        return own(batch, rows, groups, logits, drafts)
+
+    with pytest.MonkeyPatch.context() as patch, lifted_casts():
+        patch.setattr(OfflineBatch, "_choose", choose)
+        for rows, count in ((1, 1), (3, 3), (None, 4)):
+            options = {"max_batch_size": rows, "speculative_tokens": count}
+            outputs = model.generate_batch(prompts, **options, **GREEDY)
+            assert [each.generated_tokens for each in outputs.values()] == greedy
+        torch.manual_seed(7)
+        outputs = model.generate_batch(
+            prompts, num_return_sequences=2, max_batch_size=4, speculative_tokens=3, **SAMPLED
+        )
+        assert [each.generated_tokens for each in outputs.values()] == sampled
+        drafted = len(records)
+        model.generate_batch(prompts, **GREEDY)
+    assert len(records) == drafted  # none without speculative_tokens
+    return records
+
+
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+SAMPLED: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.7, "top_k": 12, "pad_token_id": 0}
+
+
+def drawn_prompts(vocabulary: int, seed: int) -> list[list[int]]:
+    """Prompts of several lengths; two of them are equal."""
+    draw = random.Random(seed)
+    prompts = [[draw.randrange(3, vocabulary) for _ in range(draw.randint(1, 9))] for _ in range(5)]
+    return [*prompts, [*prompts[1]]]
+
+
+def alone(whole: Any, prompt: list[int], **options: Any) -> list[int]:
+    ids_1L = torch.tensor([prompt])
+    with lifted_casts(), torch.no_grad():
+        found = whole.generate(ids_1L, attention_mask=torch.ones_like(ids_1L), **options)
+    return found[0, len(prompt) :].tolist()
+
+
+def generated(whole: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return transformers' greedy and sampled tokens, two samples of each prompt."""
+    torch.manual_seed(7)
+    sampled = []
+    for number, seed in enumerate(torch.randint(2**63 - 1, (2 * len(prompts),)).tolist()):
+        torch.manual_seed(seed)
+        sampled.append(alone(whole, prompts[number // 2], **SAMPLED))
+    return [alone(whole, prompt, **GREEDY) for prompt in prompts], sampled
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("variant", DRAFTING)
+def test_heads_draft_and_change_no_sequence(pool: Pool, tmp_path: Path, variant: str, tp: int, seed: int) -> None:
+    whole, heads = model_with_heads(variant, seed, damped=True)
+    save(tmp_path, whole, heads)
+    prompts = drawn_prompts(whole.config.vocab_size, seed)
+    first, *others = pool.run(tp, check_generation, tmp_path, variant, tp, prompts, *generated(whole, prompts))
+    assert all(other == first for other in others)  # each rank drafts the same tokens
+    assert_are_drafts_of(whole, heads[0], first)
+
+
+@pytest.mark.parametrize("way", ["slots", "parts", "fused"])
+@pytest.mark.parametrize("variant", DRAFTING)
+def test_rows_that_come_and_go_have_the_drafts_of_their_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, way: str, seed: int
+) -> None:
+    """Prompts in chunks join while other rows accept some drafted tokens, pause and leave."""
+    whole, heads = model_with_heads(variant, seed, damped=True)
+    save(tmp_path, whole, heads)
+    model = load(tmp_path, variant)
+    model = model.fuse() or model if way == "fused" else model
+    if way == "parts":
+        monkeypatch.setattr(slot_parts, "LEAST", 16)
+        monkeypatch.setattr(slot_parts, "SPARE", 4)
+    records: Records = []
+
+    def take(
+        batch: Any, rows: Any, logits: Any, drafts: Any, *rest: Any, own: Any = RunningBatch._take_drafted
+    ) -> None:
+        records.extend(([*row.prompt, *row.new], [*draft]) for row, draft in zip(rows, drafts, strict=True))
+        own(batch, rows, logits, drafts, *rest)
+
+    monkeypatch.setattr(RunningBatch, "_take_drafted", take)
+    rng = random.Random(seed)
+    calls = running.requests(rng, 10)
+    limits = BatchLimits(3, 48, 4, drafted=3, by_heads=True, reuse=False)
+    with lifted_casts():
+        application = Application(model, limits)
+        for number, call in enumerate(calls):
+            application.send(rng.randrange(20), request(number, call, len(call["input_ids"]) == 1))
+        application.run()
+        for number, call in enumerate(calls):
+            assert torch.equal(application.answer(number).result, running.alone(whole, call))
+    assert_are_drafts_of(whole, heads[0], records)
+    reported = [each for each in application.sent if isinstance(each, Speculated)]
+    drafted, accepted = (sum(getattr(each, name) for each in reported) for name in ("drafted", "accepted"))
+    assert 0.1 * drafted < accepted < drafted, (drafted, accepted)
+
+
+def test_prompts_with_a_cached_prefix_have_drafts(tmp_path: Path, seed: int) -> None:
+    """The head reads zeros for the hidden state before the rest of such a prompt. Answers stay the same."""
+    whole, heads = model_with_heads("glm4_moe", seed, damped=True)
+    save(tmp_path, whole, heads)
+    limits = BatchLimits(3, 48, 8, drafted=2, by_heads=True)
+    call = {**deployment.prompt(seed, 1, 8), "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    with lifted_casts():
+        application = Application(load(tmp_path, "glm4_moe"), limits)
+        for number in range(3):
+            application.send(6 * number, request(number, call))
+        application.run()
+        for number in range(3):
+            assert torch.equal(application.answer(number).result, running.alone(whole, {"seed": 0, **call}))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_deployed_model_drafts_with_its_heads(forked: None, tmp_path: Path, tp: int, seed: int) -> None:
+    whole, heads = model_with_heads("glm4_moe", seed, damped=True)
+    save(tmp_path, whole, heads)
+    call = {**deployment.prompt(seed, 2), "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    whole.set_experts_implementation("eager")
+    with load(tmp_path, "glm4_moe", tp, deploy=True, experts_implementation="eager") as model:
+        assert model.describe_batch().endswith("; up to 1 tokens of a row are drafted")
+        assert torch.equal(model.generate(**call), whole.generate(**call))
+        assert 0 < model.accepted_tokens <= model.drafted_tokens
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "flag": ("mtp_heads must be True or False, got 1", {"mtp_heads": 1}),
+    "weight": ("mtp_loss_weight must be a number of at least 0, got -1", {"mtp_loss_weight": -1}),
+    "weight alone": ("is the weight of the heads of mtp_heads=True", {"mtp_heads": False, "mtp_loss_weight": 0.1}),
+    "stages": ("used together with pipeline_parallel_size=2", {"tp": 1, "pipeline_parallel_size": 2}),
+    "tokens": ("used together with sequence_parallel=True", {"sequence_parallel": True}),
+    "context": ("used together with context_parallel_size=2", {"tp": 1, "context_parallel_size": 2}),
+    "none": ("Glm4MoeForCausalLM: its configuration has num_nextn_predict", {"num_nextn_predict_layers": 0}),
+}
+
+
+def check_refusals(folder: Path) -> None:
+    for message, options in REFUSED.values():
+        with pytest.raises(ValueError, match=message):
+            load(folder, "glm4_moe", **{"tp": 2, **options})
+    with pytest.raises(ValueError, match=r"has no model.layers.2.* and \d+ others: leave mtp_heads out"):
+        load(folder, "glm4_moe", 2)
+    llama: Any = registry.find("LlamaForCausalLM")
+    with pytest.raises(ValueError, match="mtp_heads=True does not support LlamaForCausalLM: it is none of"):
+        llama.from_config_with_parallel(zoo.config("llama"), 2, mtp_heads=True)
+    base: Any = registry.find("Glm4MoeModel")
+    with pytest.raises(ValueError, match="mtp_heads=True does not support Glm4MoeModel: it is none of"):
+        base.from_pretrained_with_parallel(folder, 2, mtp_heads=True)
+
+
+def test_models_without_heads_are_refused_on_every_rank(pool: Pool, tmp_path: Path, seed: int) -> None:
+    whole, _ = model_with_heads("glm4_moe", seed)
+    whole.save_pretrained(tmp_path)
+    pool.run(2, check_refusals, tmp_path)
+
+
+def test_two_ways_to_draft_are_refused(tmp_path: Path, seed: int) -> None:
+    whole, heads = model_with_heads("glm4_moe", seed)
+    save(tmp_path, whole, heads)
+    with pytest.raises(ValueError, match="mtp_heads=True both draft tokens: leave one of them out"):
+        load(tmp_path, "glm4_moe", deploy=True, speculative_model=tmp_path)
+
+
+def test_packed_rows_are_refused_in_training(tmp_path: Path, seed: int) -> None:
+    whole, heads = model_with_heads("glm4_moe", seed)
+    save(tmp_path, whole, heads)
+    model = load(tmp_path, "glm4_moe", mtp_loss_weight=WEIGHT).train()
+    ids_BL = rows_of(whole.config, seed)
+    with lifted_casts(), pytest.raises(ValueError, match=r"position_ids is not supported with mtp_loss_weight=0\.3"):
+        model(input_ids=ids_BL, labels=ids_BL, position_ids=torch.arange(ids_BL.shape[1])[None])
+
+
+# Mutants --------------------------------------------------------------------------------------------------------------
+
+HEADS, STATES = "modeling.mtp_heads:MtpHeads", "deploy.running_batch.head_drafts:HeadStates"
+LOSS_MUTANTS = {
+    "labels of the tokens themselves": Edit(f"{HEADS}.mtp_loss", "labels_BL[:, ahead:]", "labels_BL[:, :-ahead]"),
+    "padding before the tokens": Edit(f"{HEADS}.mtp_loss", "* mask_BL[:, :-ahead]", ""),
+    "hidden state first": Edit(
+        f"{HEADS}.mtp_hidden_states",
+        "(head.embedding_norm(embedded_BLD), head.hidden_norm(hidden_BLD))",
+        "(head.hidden_norm(hidden_BLD), head.embedding_norm(embedded_BLD))",
+    ),
+}
+DRAFT_MUTANTS = {
+    "hidden state of a rejected token": Edit(f"{STATES}.settle", "own_LD[max(0, count - 1)]", "own_LD[-1]"),
+    "first token is read": Edit(f"{STATES}.compute", "> 1)", "> 0)"),
+    "hidden state of the token itself": Edit(
+        f"{STATES}.following", "torch.cat((before_BD[:, None], self.seen_BLD[:, :-1]), 1)", "self.seen_BLD"
+    ),
+    "rows that leave": Edit(f"{STATES}.free", "self._by_slot[slot] = self._by_slot[-1]", "pass"),
+}
+
+
+@pytest.mark.parametrize("name", LOSS_MUTANTS)
+def test_mutants_of_the_loss_are_caught(pool: Pool, tmp_path: Path, name: str, seed: int) -> None:
+    given = "glm4_moe", 2, None, seed
+    test_loss_of_the_heads_has_the_gradients_of_one_process(pool, tmp_path / "right", *given)
+    with pytest.raises(WorkerError, match="AssertionError"):
+        test_loss_of_the_heads_has_the_gradients_of_one_process(
+            MutantPool(pool, LOSS_MUTANTS[name]), tmp_path / "wrong", *given
+        )
+
+
+@pytest.mark.parametrize("name", DRAFT_MUTANTS)
+def test_mutants_of_drafts_are_caught(tmp_path: Path, name: str) -> None:
+    given = "glm4_moe", "slots", 1  # a head with drafts that each mistake changes
+    with pytest.MonkeyPatch.context() as patch:
+        test_rows_that_come_and_go_have_the_drafts_of_their_heads(tmp_path / "right", patch, *given)
+    with pytest.MonkeyPatch.context() as patch:
+        DRAFT_MUTANTS[name](patch)
+        with pytest.raises(AssertionError):
+            test_rows_that_come_and_go_have_the_drafts_of_their_heads(tmp_path / "wrong", patch, *given)
