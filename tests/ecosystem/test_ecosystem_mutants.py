@@ -275,7 +275,7 @@ SLOW: dict[str, list[Row]] = {
         ("sharding.local_config:LocalConfig.get_text_config", "text is self._full", "False", OPTIONAL, AFMOE),
         (
             "modeling.attention_outputs:_all_heads",
-            "weights_BHQK.dim() < 4",
+            "weights.dim() < 4",
             "False",
             OPTIONAL,
             {"model_type": "qwen2_vl"},
