@@ -102,6 +102,7 @@ _ALL = {
     "ernie4_5_moe": "Ernie4_5_Moe",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
     "esm": "Esm",
+    "esmc": "Esmc",
     "eurobert": "EuroBert",
     "exaone4": "Exaone4",
     "exaone4_5": "Exaone4_5_",
@@ -113,6 +114,7 @@ _ALL = {
     "flex_olmo": "FlexOlmo",
     "flint": "Flint",
     "florence2": "Florence2",
+    "fnet": "FNet",
     "focalnet": "FocalNet",
     "fsmt": "FSMT",
     "fun_asr_nano": "FunAsrNano",
@@ -347,6 +349,7 @@ _ALL = {
     "tapas": "Tapas",
     "trocr": "TrOCR",
     "udop": "Udop",
+    "ultrabert": "Ultrabert",
     "umt5": "UMT5",
     "unispeech": "UniSpeech",
     "unispeech-sat": "UniSpeechSat",
@@ -390,6 +393,7 @@ NO_SEQUENCE_PARALLEL = {
         ("deepseek_v4", "gemma3n_text", "hy_v4", "hy_v4_vl", "hy_v4_vl_text"), "its blocks read several hidden states"
     ),
     "ernie4_5_vl_moe": "its experts read the kinds of all tokens",
+    "fnet": "its Fourier transforms read all tokens",
     "ibert": "its blocks compute with integers and scales of whole tensors",
     "luke": "its blocks read hidden states of words and of entities",
     "reformer": "its blocks read two hidden states, and each changes the other",
@@ -479,7 +483,7 @@ NO_DIVIDED_IMAGES = {
 """Model types that ``tower_parallel="images"`` does not support, with the reason."""
 
 _SINCE = {
-    **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
+    **dict.fromkeys(("bailing_hybrid", "kolibri1", "ultrabert"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),
     **dict.fromkeys(("dots3_note_text", "granite_docling", "inkling2_text", "internlm3", "iquestcoder"), (5, 23)),
     **dict.fromkeys(("lfm3", "lfm3_vl"), (5, 23)),
@@ -488,7 +492,7 @@ _SINCE = {
     **dict.fromkeys(("depth_anything", "dinov2_with_registers", "hy_v4_vl", "moss_transcribe_diarize"), (5, 24)),
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), (5, 24)),
     **dict.fromkeys(("apertus1p5", "inkling2", "inkling2_loop", "molmo2", "vibevoice_asr"), (5, 24)),
-    **dict.fromkeys(("git", "hyperclovax_vision_v2", "minicpmv4_7"), (5, 18)),
+    **dict.fromkeys(("git", "gte", "hyperclovax_vision_v2", "minicpmv4_7"), (5, 18)),
     "minicpmv4_6": (5, 19),
     **dict.fromkeys(("minicpm_ocr", "video_llava"), (5, 21)),
     "minimax_m3_vl": (5, 23),

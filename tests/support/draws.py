@@ -668,6 +668,7 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "dpt": {"readout_type": ("ignore", "add", "project")},
     "esm": {"position_embedding_type": ("absolute", "rotary")},
     "eurobert": {"classifier_pooling": ("bos", "mean", "late")},
+    "ultrabert": {"classifier_pooling": ("cls", "mean")},
     "dinov3_vit": {"pos_embed_rescale": (2.0,), "pos_embed_shift": (0.3,), "pos_embed_jitter": (1.5,)},
     "deberta": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"])},
     "deberta-v2": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"]), "conv_kernel_size": (0, 3)},

@@ -352,6 +352,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "ernie4_5": _LLAMA,
     "esm": {**_BERT, "mask_token_id": 2},
+    "esmc": {**_BERT, "mask_token_id": 2},
     "eurobert": {**_LLAMA, "mask_token_id": 2},
     "exaone4": {**_KV, **_WINDOW},
     "falcon": {**_KV, "num_kv_heads": 2, "new_decoder_architecture": True},
@@ -361,6 +362,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"block_sizes": [2, 1], "num_decoder_layers": 1, "d_model": 24, "n_head": 6, "d_head": 4, "d_inner": 35},
         **{"max_position_embeddings": 32, "pad_token_id": 0},
     },
+    "fnet": {key: value for key, value in _BERT.items() if key != "num_attention_heads"},
     "fsmt": {**_BART, "langs": ["en", "de"], "src_vocab_size": TOKENS["vocab_size"]},
     "flint": {**_LLAMA, **_MIXTURE, **_WINDOW, "mlp_only_layers": [1]},
     "gemma": _LLAMA,
@@ -605,6 +607,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         "decoder_start_token_id": 2,
     },
+    "ultrabert": {**_LLAMA, **_WINDOW, "prediction_head_size": 13},
     "udop": {**_T5, **TOKENS, "image_size": 16, "patch_size": 4, "max_2d_position_embeddings": 12},
     "pix2struct": {
         "text_config": {
@@ -1878,7 +1881,7 @@ SLOW_TESTS_ONLY = {
     *("phi4_multimodal", "vibevoice_asr", "voxtral_realtime", "ernie4_5_vl_moe", "apertus1p5", "cosmos3_omni"),
     *("inkling2", "inkling2_loop", "inkling_mm_model", "molmo2", "step3p7"),
     *("canine", "esm", "eurobert", "gte", "jina_embeddings_v3", "layoutlmv3", "lilt", "longt5", "markuplm"),
-    *("nomic_bert", "pegasus_x", "t5gemma", "esm-rotary", "longt5-global"),
+    *("nomic_bert", "pegasus_x", "t5gemma", "esm-rotary", "longt5-global", "esmc", "fnet", "ultrabert"),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
@@ -2065,7 +2068,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     given = {"input_ids": ids, "attention_mask": mask}
     if name.startswith("xLSTM"):
         given["use_cache"] = False  # type: ignore[assignment]  # transformers has no gradients with its cache
-    if name == "OpenAIGPTDoubleHeadsModel":
+    if name == "OpenAIGPTDoubleHeadsModel" or name.startswith("FNet"):
         del given["attention_mask"]  # transformers has no mask here
     if name in ("FalconModel", "FalconForQuestionAnswering"):  # they use all positions; with ALiBi, positions that
         # see only padding get different gradients in torch's kernels
