@@ -164,7 +164,7 @@ def _is_of_channels(entry: Replicated) -> bool:
 
 WITHOUT_DEFAULT: Mapping[str, Any] = {
     **{"layer_types": ["full_attention"], "mlp_layer_types": ["dense"], "deepstack_layer_map": []},
-    **{"spatial_target_layers": [], "downsample_rate": "1/2", "vocabulary_map": {}},
+    **{"spatial_target_layers": [], "downsample_rate": "1/2", "vocabulary_map": {}, "vocab_size": 33},
 }
 """Options without a default in some configurations, with a value for each."""
 

@@ -107,6 +107,7 @@ RMS_NORMS = _names("""
     qwen3_omni_moe.Qwen3OmniMoeThinkerTextRMSNorm
     idefics.IdeficsRMSNorm kosmos2_5.Kosmos2_5LayerNorm phi4_multimodal.Phi4MultimodalRMSNorm udop.UdopLayerNorm
     vibevoice_asr.VibeVoiceAsrRMSNorm voxtral_realtime.VoxtralRealtimeRMSNorm
+    eurobert.EuroBertRMSNorm longt5.LongT5LayerNorm ultrabert.UltrabertRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same with casts at other places."""
 GEMMA_NORMS = _names("""
@@ -114,6 +115,7 @@ GEMMA_NORMS = _names("""
     qwen3_5_moe.Qwen3_5MoeRMSNorm qwen3_next.Qwen3NextRMSNorm recurrent_gemma.RecurrentGemmaRMSNorm
     vaultgemma.VaultGemmaRMSNorm
     muse_glimmer.MuseGlimmerTextCenteredRMSNorm step3p7.Step3p7RMSNorm
+    t5gemma.T5GemmaRMSNorm
 """)
 """Copies of GemmaRMSNorm."""
 OLMO2_NORMS = _names("""
@@ -157,6 +159,7 @@ GATED_MLPS = _names("""
     qwen3_omni_moe.Qwen3OmniMoeCode2WavMlp qwen3_omni_moe.Qwen3OmniMoeMLP
     qwen3_omni_moe.Qwen3OmniMoeTalkerTextMLP qwen3_omni_moe.Qwen3OmniMoeThinkerTextMLP
     voxtral_realtime.VoxtralRealtimeMLP voxtral_realtime.VoxtralRealtimeTextMLP
+    eurobert.EuroBertMLP nomic_bert.NomicBertMLP esmc.EsmcMLP ultrabert.UltrabertMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -191,6 +194,8 @@ BERT_INTERMEDIATES = _names("""
     mobilevit.MobileViTIntermediate sew_d.SEWDIntermediate
     blip_2.Blip2QFormerIntermediate donut.DonutSwinIntermediate git.GitIntermediate
     instructblip.InstructBlipQFormerIntermediate instructblipvideo.InstructBlipVideoQFormerIntermediate
+    canine.CanineIntermediate layoutlmv3.LayoutLMv3Intermediate lilt.LiltIntermediate markuplm.MarkupLMIntermediate
+    fnet.FNetIntermediate
 """)
 """Copies of BertIntermediate: a linear layer and its activation."""
 
@@ -220,6 +225,7 @@ LLAMA_BLOCKS = _names("""
     cosmos3_edge.Cosmos3EdgeTextDecoderLayer deepseek_ocr2.DeepseekOcr2TextDecoderLayer
     deepseek_ocr2.DeepseekOcr2VisionEncoderLayer hunyuan_vl.HunYuanVLDenseV1DecoderLayer mistral4.Mistral4DecoderLayer
     step3p7.Step3p7DecoderLayer
+    eurobert.EuroBertDecoderLayer ultrabert.UltrabertDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
@@ -269,11 +275,14 @@ BERT_OUTPUTS = _names("""
     blip_2.Blip2QFormerOutput blip_2.Blip2QFormerSelfOutput git.GitOutput git.GitSelfOutput
     instructblip.InstructBlipQFormerOutput instructblip.InstructBlipQFormerSelfOutput
     instructblipvideo.InstructBlipVideoQFormerOutput instructblipvideo.InstructBlipVideoQFormerSelfOutput
+    canine.CanineOutput canine.CanineSelfOutput layoutlmv3.LayoutLMv3Output layoutlmv3.LayoutLMv3SelfOutput
+    lilt.LiltOutput lilt.LiltSelfOutput markuplm.MarkupLMOutput markuplm.MarkupLMSelfOutput fnet.FNetOutput
 """)
 """Copies of BertOutput: linear layer, dropout, residual, LayerNorm."""
 T5_FEED_FORWARDS = _names("""
     mt5.MT5LayerFF t5.T5LayerFF umt5.UMT5LayerFF
     pix2struct.Pix2StructTextLayerFF udop.UdopLayerFF
+    longt5.LongT5LayerFF
 """)
 """Copies of T5LayerFF."""
 
@@ -369,6 +378,10 @@ CALL_EAGER_ATTENTION = _names("""
     idefics.IdeficsAttention phi4_multimodal.Phi4MultimodalAttention pp_formulanet.PPFormulaNetAttention
     udop.UdopAttention
     voxtral_realtime.VoxtralRealtimeAttention voxtral_realtime.VoxtralRealtimeTextAttention
+    esm.EsmSelfAttention eurobert.EuroBertAttention gte.GteAttention jina_embeddings_v3.JinaEmbeddingsV3Attention
+    layoutlmv3.LayoutLMv3SelfAttention longt5.LongT5Attention nomic_bert.NomicBertAttention
+    pegasus_x.PegasusXAttention t5gemma.T5GemmaCrossAttention t5gemma.T5GemmaSelfAttention
+    esmc.EsmcAttention ultrabert.UltrabertAttention
 """)
 """Attention layers that call ``eager_attention_forward`` as copied from Llama, BERT, GPT-2, OPT, T5 or Gemma 2."""
 COMPARE_IMPLEMENTATIONS = _names("""
@@ -381,7 +394,9 @@ ROTARY_ATTENTIONS = {
         exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention
         exaone4_5.Exaone4_5_Attention
     """),
-    "gemma2.Gemma2Attention": _names("gemma2.Gemma2Attention vaultgemma.VaultGemmaAttention"),
+    "gemma2.Gemma2Attention": _names(
+        "gemma2.Gemma2Attention vaultgemma.VaultGemmaAttention t5gemma.T5GemmaSelfAttention"
+    ),
     "gemma3.Gemma3Attention": _names("gemma3.Gemma3Attention"),
     "gpt_neox.GPTNeoXAttention": _names("gpt_neox.GPTNeoXAttention"),
     "hunyuan_v1_dense.HunYuanDenseV1Attention": _names("""
@@ -394,6 +409,7 @@ ROTARY_ATTENTIONS = {
         solar_open.SolarOpenAttention
         cosmos3_edge.Cosmos3EdgeTextAttention deepseek_ocr2.DeepseekOcr2TextAttention emu3.Emu3Attention
         granite4_vision.Granite4VisionTextAttention granite_docling.GraniteDoclingTextAttention
+        eurobert.EuroBertAttention
     """),
     "mistral.MistralAttention": _names("""
         minimax.MiniMaxAttention mistral.MistralAttention mixtral.MixtralAttention
@@ -447,5 +463,7 @@ ROTARY_LEFT_UNFUSED = _names("""
     mistral4.Mistral4Attention muse_glimmer.MuseGlimmerTextAttention
     molmo2.Molmo2Attention qwen2_5_omni.DiTAttention qwen2_5_omni.Qwen2_5OmniAttention step3p7.Step3p7Attention
     idefics.IdeficsAttention
+    esmc.EsmcAttention gte.GteAttention jina_embeddings_v3.JinaEmbeddingsV3Attention nomic_bert.NomicBertAttention
+    ultrabert.UltrabertAttention
 """)
 """Other attention layers that call it. Their forwards differ from Llama's in more than the positions."""

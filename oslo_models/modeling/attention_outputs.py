@@ -28,6 +28,7 @@ class AttentionOutputs:
         groups: the model's `attention_groups`.
         replicated: the model's `replicated_attentions`.
         joined: the model's `joined_attentions`.
+        dims: the model's `attention_dims`.
         depth: the number of nested calls. The outermost call gathers the outputs.
     """
 
@@ -35,7 +36,7 @@ class AttentionOutputs:
         self.tp, self.depth = tp, 0
         self.groups = model.attention_groups(model.config)
         self.replicated = {*model.replicated_attentions(model.config)}
-        self.joined = model.joined_attentions(model.config)
+        self.joined, self.dims = model.joined_attentions(model.config), model.attention_dims(model.config)
         modules = dict(model.named_modules())
         # the towers whose images the ranks divide have all heads
         whole = {inner for each in modules.values() if isinstance(each, DividedTowerModule) for inner in each.modules()}
@@ -70,8 +71,11 @@ class AttentionOutputs:
         passed = {id(leaf) for leaf in tree_leaves(given)}
         if any(id(leaf) in passed for leaf in tree_leaves(value) if leaf is not None):
             return value
-        heads = self.joined.get(f"{side}_{name}", self.joined.get(name, 0))
-        gather = partial(_all_joined_heads, self.tp, heads) if heads else partial(_all_heads, self.tp, self.groups)
+        heads, dim = (
+            known.get(f"{side}_{name}", known.get(name, default))
+            for known, default in ((self.joined, 0), (self.dims, 1))
+        )
+        gather = partial(_all_joined_heads, self.tp, heads) if heads else partial(_all_heads, self.tp, self.groups, dim)
         return tree_map_only(Tensor, gather, tuple(value))
 
 
@@ -116,12 +120,16 @@ def _leave(
     return None
 
 
-def _all_heads(tp: Axis, groups: int, weights_BHQK: Tensor) -> Tensor:
-    """Gather attention weights of all heads. Ranks may have different numbers of heads in each of the groups."""
-    if weights_BHQK.dim() < 4:
-        return weights_BHQK  # transformers records the output of Qwen's attention over patches in place of its weights
-    weights_BGHQK = weights_BHQK.unflatten(1, (groups, -1))
-    return gather_from(tp, weights_BGHQK, 2, _sizes(tp, weights_BGHQK, 2)).flatten(1, 2)
+def _all_heads(tp: Axis, groups: int, dim: int, weights: Tensor) -> Tensor:
+    """Gather attention weights of all heads. Ranks may have different numbers of heads in each of the groups.
+
+    Args:
+        dim: the dimension of the heads.
+    """
+    if weights.dim() < 4:
+        return weights  # transformers records the output of Qwen's attention over patches in place of its weights
+    grouped = weights.unflatten(dim, (groups, -1))
+    return gather_from(tp, grouped, dim + 1, _sizes(tp, grouped, dim + 1)).flatten(dim, dim + 1)
 
 
 def _all_joined_heads(tp: Axis, heads: int, weights: Tensor) -> Tensor:

@@ -141,6 +141,11 @@ class ParallelModel(
         """Return the names of the outputs with attention weights ``[rows * heads, ...]``, and all their heads."""
         return {}
 
+    @classmethod
+    def attention_dims(cls, config: PreTrainedConfig) -> Mapping[str, int]:
+        """Return the dimension of the heads in outputs with attention weights, if it is not the second one."""
+        return {}
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if any(issubclass(base, PreTrainedModel) and not issubclass(base, ParallelModel) for base in cls.__bases__):

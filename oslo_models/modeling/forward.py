@@ -290,6 +290,8 @@ def _of_all_blocks(stage: Stage, name: str, value: Any, wanted: bool | int | lis
         return value
     if not stack.is_local:
         return None
+    if name.endswith("hidden_states") and len(value) == 1:  # T5Gemma returns the last ones if none are requested
+        return value
     counts_attentions = name.endswith("attentions") and not name.endswith("cross_attentions")
     full = (*[None] * (stack.attentions_before if counts_attentions else stack.blocks_before), *value)
     if isinstance(wanted, bool) or wanted is None or name.endswith("attentions"):

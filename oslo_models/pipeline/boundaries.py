@@ -46,8 +46,8 @@ def place_boundaries(
     for key, value in plan.pipeline.disabled_after_first_stage.items():
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
             owner, _, name = (prefix + key).rpartition(".")
-            if key.startswith("config."):
-                base: Any = model.get_submodule(prefix.rstrip("."))
+            if f".{owner}".endswith(".config"):
+                base: Any = model.get_submodule(owner.removesuffix("config").rstrip("."))
                 base.config = LocalConfig(base.config, **{name: value})
                 continue
             module = model.get_submodule(owner)

@@ -346,7 +346,7 @@ def _copy_first_block_modules(
     for stack in plan.blocks:
         names = [name for (other, name), owner in stage_of.items() if other == stack and owner == stage.index]
         for path in plan.pipeline.copied_from_first_block:
-            if not names or names[0] == "0":
+            if not names or names[0] == "0" or path not in plan.blocks[stack]:
                 continue
             owner, _, leaf = path.rpartition(".")
             source = model.get_submodule(f"{prefix}{stack}.0.{owner}")

@@ -23,7 +23,7 @@ class PipelineRules:
         embedding_dropouts: the dropouts between the embeddings and the first block.
         disabled_after_first_stage: attributes or arguments that make the base model change the embedded tokens, with
             the values that disable the change. Attributes may belong to a submodule (``"decoder.dropout"``) or to the
-            configuration (``"config.mup_enabled"``).
+            configuration of the model (``"config.mup_enabled"``) or of a submodule (``"decoder.config.hidden_size"``).
         copied_from_first_block: names of entries that only the first block of a stack has. The first block of every
             stage needs a copy of these modules.
         input_positions: for each stack that embeds images or audio, the size of the embedded input.

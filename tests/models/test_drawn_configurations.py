@@ -90,7 +90,7 @@ def check_class(pool: Pool, folder: Path, name: str, seed: int, meshes: tuple[Me
     assert not failures, "\n".join([drawn.text, *(f"(not by transformers: {line})" for line in refused), *failures])
 
 
-@pytest.mark.drawn(84)
+@pytest.mark.drawn(90)
 @pytest.mark.parametrize("name", [name for kind in registry.ARCHITECTURES for name in registry.model_classes(kind)])
 def test_every_class_with_a_drawn_configuration_matches_transformers(
     pool: Pool, tmp_path: Path, name: str, seed: int, request: pytest.FixtureRequest, record_property: Any

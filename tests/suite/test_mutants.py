@@ -726,6 +726,10 @@ def parameters_of_heads_without_sum_over_copies(patch: Patch) -> None:
     patch.setattr(cls, "forward", lambda self, *args, **kwargs: super(cls, self).forward(*args, **kwargs))
 
 
+def embeddings_scaled_on_each_stage(patch: Patch) -> None:
+    Edit("models.t5gemma:UnscaledWidth.__pow__", "return 1.0", "return int(self) ** 0.5")(patch)
+
+
 def group_means_of_own_heads(patch: Patch) -> None:
     cls = zaya.GroupMeansLayer
     patch.setattr(cls, "forward", lambda self, *args: super(cls, self).forward(*args))
@@ -1079,6 +1083,7 @@ MUTANTS: dict[str, list[Caught]] = {
                 (channels_without_sum, "mobilevit"),
                 (images_without_sum_of_gradients, "poolformer"),
                 (parameters_of_all_heads_without_sum_of_gradients, "got_ocr2"),
+                (embeddings_scaled_on_each_stage, "t5gemma"),
                 (means_of_own_features, "kosmos-2"),
                 (means_without_sum_of_gradients, "kosmos-2"),
             )

@@ -430,6 +430,16 @@ def _fit_roformer(values: Values, draw: random.Random) -> None:
     values["embedding_size"] = draw.choice((values["hidden_size"], 20))
 
 
+def _fit_lilt(values: Values, draw: random.Random) -> None:
+    heads = values["num_attention_heads"] = draw.choice((3, 6))  # six tables share the width, two streams each head
+    values["hidden_size"] = heads * draw.choice((4, 6, 8))
+
+
+def _fit_layoutlmv3(values: Values, draw: random.Random) -> None:
+    values["coordinate_size"] = draw.randint(1, 2)
+    values["shape_size"] = values["hidden_size"] // 2 - 2 * values["coordinate_size"]
+
+
 def _fit_smollm3(values: Values, draw: random.Random) -> None:
     values["no_rope_layers"] = [draw.randint(0, 1) for _ in range(values["num_hidden_layers"])]
 
@@ -595,6 +605,8 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "kimi_linear": _fit_latent_attention,
     **dict.fromkeys(("kosmos_2_text_model", "kosmos_2_5_text_model"), _fit_kosmos),
     "laguna": _fit_laguna,
+    "layoutlmv3": _fit_layoutlmv3,
+    "lilt": _fit_lilt,
     "llama4_text": _fit_smollm3,
     "longcat_flash": _fit_longcat,
     "luke": _fit_luke,
@@ -654,15 +666,23 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "big_bird": {"attention_type": ("original_full", "block_sparse")},
     "bigbird_pegasus": {"attention_type": ("original_full", "block_sparse")},
     "dpt": {"readout_type": ("ignore", "add", "project")},
+    "esm": {"position_embedding_type": ("absolute", "rotary")},
+    "eurobert": {"classifier_pooling": ("bos", "mean", "late")},
+    "ultrabert": {"classifier_pooling": ("cls", "mean")},
     "dinov3_vit": {"pos_embed_rescale": (2.0,), "pos_embed_shift": (0.3,), "pos_embed_jitter": (1.5,)},
     "deberta": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"])},
     "deberta-v2": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"]), "conv_kernel_size": (0, 3)},
     "funnel": {"attention_type": ("relative_shift", "factorized"), "pooling_type": ("mean", "max")},
     "hubert": {"feat_extract_norm": ("group", "layer")},
     "llava_next_video": {"spatial_pool_mode": ("max", "conv")},
+    "longt5": {
+        "encoder_attention_type": ("local", "transient-global"),
+        "feed_forward_proj": ("relu", "gated-gelu"),
+    },
     "mistral": {"sliding_window": (None, 3)},
     "opt": {"do_layer_norm_before": (True, False)},
     "sew-d": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"]), "feat_extract_norm": ("group", "layer")},
+    "t5gemma": {"is_encoder_decoder": (False,)},
     "t5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu", "silu")},
     "mt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
     "udop": {"feed_forward_proj": ("relu", "gated-gelu")},

@@ -280,6 +280,10 @@ MORE: dict[str, Mapping[str, Any]] = {
     "blenderbot-small": _BART,
     "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 6},
     "camembert": _BERT,
+    "canine": {
+        **{**_BERT, "num_hash_functions": 2, "num_hash_buckets": 17, "local_transformer_stride": 4},
+        **{"downsampling_rate": 2, "upsampling_kernel_size": 3},
+    },
     "clip": {"text_config": {**_CLIP, **TOKENS}, "vision_config": {**_CLIP, **_PATCHES}, "projection_dim": 7},
     "codegen": {**_GPTJ, "n_embd": 48, "n_head": 12},
     "cohere": {**_KV, "use_qk_norm": True},
@@ -347,6 +351,9 @@ MORE: dict[str, Mapping[str, Any]] = {
         "decoder_start_token_id": 2,
     },
     "ernie4_5": _LLAMA,
+    "esm": {**_BERT, "mask_token_id": 2},
+    "esmc": {**_BERT, "mask_token_id": 2},
+    "eurobert": {**_LLAMA, "mask_token_id": 2},
     "exaone4": {**_KV, **_WINDOW},
     "falcon": {**_KV, "num_kv_heads": 2, "new_decoder_architecture": True},
     "flaubert": _XLM,
@@ -355,6 +362,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"block_sizes": [2, 1], "num_decoder_layers": 1, "d_model": 24, "n_head": 6, "d_head": 4, "d_inner": 35},
         **{"max_position_embeddings": 32, "pad_token_id": 0},
     },
+    "fnet": {key: value for key, value in _BERT.items() if key != "num_attention_heads"},
     "fsmt": {**_BART, "langs": ["en", "de"], "src_vocab_size": TOKENS["vocab_size"]},
     "flint": {**_LLAMA, **_MIXTURE, **_WINDOW, "mlp_only_layers": [1]},
     "gemma": _LLAMA,
@@ -378,6 +386,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "granite_swa": {**_GRANITE, **_WINDOW, "layer_rope_theta": [500.0, 10000.0]},
     "granitemoe_swa": {**_MOE_OF_GRANITE, **_WINDOW, "layer_rope_theta": [10000.0, 0]},
     "granitemoeshared": _MOE_OF_GRANITE,
+    "gte": {**_BERT, "type_vocab_size": 2},
     "helium": {**_LLAMA, "head_dim": 4},
     "idefics3": {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
@@ -402,6 +411,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
     },
     "jais2": _KV,
+    "jina_embeddings_v3": {**_BERT, "type_vocab_size": 2},
     "kolibri1": {
         **{**_LLAMA, **_MIXTURE, **_WINDOW, "shared_expert_intermediate_size": 13},
         "intermediate_size": None,
@@ -422,6 +432,11 @@ MORE: dict[str, Mapping[str, Any]] = {
         "num_attention_heads_per_layer": [6, 4],
     },
     "layoutlm": _BERT,
+    "layoutlmv3": {
+        **{**_BERT, "max_2d_position_embeddings": 1024, "coordinate_size": 3, "shape_size": 6, "input_size": 12},
+        **{"patch_size": 4, "rel_pos_bins": 8, "max_rel_pos": 12, "rel_2d_pos_bins": 6, "max_rel_2d_pos": 20},
+    },
+    "lilt": {**_BERT, "channel_shrink_ratio": 2, "max_2d_position_embeddings": 20},
     "llava_next": {
         **{"text_config": {**_LLAMA, **TOKENS, **_LONGER, "model_type": "mistral"}, **_SEEING},
         "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
@@ -592,6 +607,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         },
         "decoder_start_token_id": 2,
     },
+    "ultrabert": {**_LLAMA, **_WINDOW, "prediction_head_size": 13},
     "udop": {**_T5, **TOKENS, "image_size": 16, "patch_size": 4, "max_2d_position_embeddings": 12},
     "pix2struct": {
         "text_config": {
@@ -712,6 +728,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         "vision_config": {**_TOWER, "model_type": "clip_vision_model", "num_attention_heads": 3, "patch_size": 8},
     },
     "longformer": {**_BERT, "attention_window": 4},
+    "longt5": {**_T5, "local_radius": 2},
     "luke": {**_BERT, "entity_vocab_size": 17, "entity_emb_size": 10},
     "lxmert": {
         **{key: value for key, value in _BERT.items() if key != "num_hidden_layers"},
@@ -724,6 +741,10 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "m2m_100": _BART,
     "marian": _BART,
+    "markuplm": {
+        **{**_BERT, "max_depth": 3, "xpath_unit_hidden_size": 4, "max_xpath_tag_unit_embeddings": 9},
+        **{"max_xpath_subs_unit_embeddings": 8, "tag_pad_id": 7, "subs_pad_id": 6},
+    },
     "mbart": _BART,
     "megatron-bert": _BERT,
     "mellum": {**_LLAMA, **_SPARSE, **_WINDOW},
@@ -771,6 +792,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "nanochat": _KV,
     "nemotron": {**_LLAMA, "head_dim": 4},
     "nllb-moe": {**_BART, "num_experts": 5, "encoder_sparse_step": 2, "decoder_sparse_step": 1},
+    "nomic_bert": _BERT,
     "olmo": _KV,
     "olmo2": _KV,
     "olmo3": {**_KV, **_WINDOW},
@@ -796,6 +818,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"vision_config": {**_TOWER, "model_type": "paddleocr_vl_vision"}, **_QWEN_SEEING},
     },
     "pegasus": _BART,
+    "pegasus_x": {**_BART, "num_global_tokens": 3, "block_size": 4},
     "persimmon": _BERT,
     "phi": {**_BERT, "qk_layernorm": True},
     "phi3": _KV,
@@ -1030,6 +1053,11 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "swin": _WINDOWS,
     "swinv2": _WINDOWS,
+    "t5gemma": {
+        "encoder": {**_LLAMA, **_WINDOW, **TOKENS, "query_pre_attn_scalar": 6},
+        "decoder": {**_LLAMA, **_WINDOW, **TOKENS, "query_pre_attn_scalar": 5, "hidden_size": 18, "head_dim": 4},
+        "vocab_size": TOKENS["vocab_size"],
+    },
     "tapas": _BERT,
     "umt5": _T5,
     "vaultgemma": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
@@ -1655,6 +1683,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deberta-v2-plain": ("deberta-v2", {**_BERT, **_RELATIVE}),
     "bigbird_pegasus-sparse": ("bigbird_pegasus", {**_BART, "block_size": 1, "num_random_blocks": 1}),
     "dpr-projection": ("dpr", {**_BERT, "projection_dim": 7}),  # transformers' DPR reader supports no projection
+    "esm-rotary": ("esm", {**_BERT, "position_embedding_type": "rotary", "emb_layer_norm_before": True}),
     "encoder-decoder-gpt2": (
         "encoder-decoder",
         {
@@ -1668,6 +1697,10 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     "falcon-in-turn": ("falcon", {**_KV, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
     "gpt_bigcode-many-kv": ("gpt_bigcode", {**_GPT2, "multi_query": False}),
     "gpt_neox-in-turn": ("gpt_neox", {**_BERT, "use_parallel_residual": False, "tie_word_embeddings": True}),
+    "longt5-global": (
+        "longt5",
+        {**_T5, "local_radius": 2, "encoder_attention_type": "transient-global", "global_block_size": 3},
+    ),
     "olmo2-many-kv": ("olmo2", {**_KV, "num_key_value_heads": 6}),
     "opt-plain": ("opt", {**_SIZE, "ffn_dim": 35, "do_layer_norm_before": False}),
     "rag-token": ("rag", {**MORE["rag"], "generator": {**_T5, **TOKENS, "model_type": "t5"}}),
@@ -1847,6 +1880,8 @@ SLOW_TESTS_ONLY = {
     *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "idefics", "kosmos-2", "kosmos-2.5", "pp_formulanet", "udop"),
     *("phi4_multimodal", "vibevoice_asr", "voxtral_realtime", "ernie4_5_vl_moe", "apertus1p5", "cosmos3_omni"),
     *("inkling2", "inkling2_loop", "inkling_mm_model", "molmo2", "step3p7"),
+    *("canine", "esm", "eurobert", "gte", "jina_embeddings_v3", "layoutlmv3", "lilt", "longt5", "markuplm"),
+    *("nomic_bert", "pegasus_x", "t5gemma", "esm-rotary", "longt5-global", "esmc", "fnet", "ultrabert"),
 }
 """Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
@@ -1885,6 +1920,8 @@ def config_of(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the part of a composite configuration that a class takes."""
     if name == "ReformerForMaskedLM":
         config.is_decoder = False
+    if name == "T5GemmaEncoderModel":
+        config.is_encoder_decoder = False
     wanted: Any = registry.find(name).config_class
     parts = (part for part in vars(config).values() if type(part) is wanted)
     return config if isinstance(config, wanted) else next(parts)
@@ -2000,7 +2037,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         return torch.randint(low, high, shape, generator=generator)
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # Reformer needs whole chunks
-    sees = "pixel_values" in known  # beside text
+    sees = "pixel_values" in known and not name.startswith("LayoutLMv3")  # beside text
     hears = bool({"input_features", "input_values", "audio_input_ids"} & known.keys())
     hears &= not sees or getattr(config, "audio_config", None) is not None
     longer = {
@@ -2031,7 +2068,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     given = {"input_ids": ids, "attention_mask": mask}
     if name.startswith("xLSTM"):
         given["use_cache"] = False  # type: ignore[assignment]  # transformers has no gradients with its cache
-    if name == "OpenAIGPTDoubleHeadsModel":
+    if name == "OpenAIGPTDoubleHeadsModel" or name.startswith("FNet"):
         del given["attention_mask"]  # transformers has no mask here
     if name in ("FalconModel", "FalconForQuestionAnswering"):  # they use all positions; with ALiBi, positions that
         # see only padding get different gradients in torch's kernels
@@ -2075,6 +2112,14 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     if "global_attention_mask" in known:
         given["global_attention_mask"] = torch.zeros_like(ids)
         given["global_attention_mask"][..., 4] = 1
+    if "bbox" in known:
+        corner = integers(0, 8, *shape, 2)
+        given["bbox"] = torch.cat((corner, corner + integers(0, 8, *shape, 2)), -1)
+    if "xpath_tags_seq" in known:
+        given |= {f"xpath_{kind}_seq": integers(0, 8, *shape, config.max_depth) for kind in ("tags", "subs")}
+    if name.startswith("LayoutLMv3"):  # patches follow the text
+        side = config.input_size
+        given["pixel_values"] = torch.randn(rows, 3, side, side, generator=generator, dtype=dtype)
     if "entity_ids" in known:
         given |= _entities(name, config, shape, integers)
     if {"visual_feats", "visual_embeds"} & known.keys():
