@@ -173,8 +173,16 @@ class AutoModelForSemanticSegmentation(_Auto):
     mapping = "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES"
 
 
+class AutoModelForUniversalSegmentation(_Auto):
+    mapping = "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES"
+
+
 class AutoModelForObjectDetection(_Auto):
     mapping = "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES"
+
+
+class AutoModelForZeroShotObjectDetection(_Auto):
+    mapping = "MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING_NAMES"
 
 
 class AutoModelForAudioClassification(_Auto):

@@ -264,6 +264,8 @@ _ALL = {
     "openai-gpt": "OpenAIGPT",
     "opt": "OPT",
     "ovis2": "Ovis2",
+    "owlv2": "Owlv2",
+    "owlvit": "OwlViT",
     "paddleocr_vl": "PaddleOCR",
     "paligemma": "PaliGemma",
     "parakeet_ctc": "Parakeet",

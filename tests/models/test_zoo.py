@@ -422,6 +422,7 @@ def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
     "task",
     [
         *("ImageClassification", "VideoClassification", "SemanticSegmentation", "ObjectDetection"),
+        *("ZeroShotObjectDetection", "UniversalSegmentation"),
         *("AudioClassification", "AudioFrameClassification", "AudioXVector", "CTC", "SpeechSeq2Seq"),
     ],
 )

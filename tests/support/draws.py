@@ -709,6 +709,8 @@ def _configured(
         _sizes(own, own.get("model_type", "" if part == "rope_parameters" else model_type), draw)
     if model_type in ("siglip", "siglip2"):
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
+    if model_type in ("owlv2", "owlvit"):
+        values["projection_dim"] = values["text_config"]["hidden_size"]
     if model_type == "paligemma":
         values["projection_dim"] = values["text_config"]["hidden_size"]
     if model_type == "depth_anything":

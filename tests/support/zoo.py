@@ -117,6 +117,7 @@ _PATCHES = {"image_size": 12, "patch_size": 4}
 _VIT: dict[str, Any] = {**_BERT, **_PATCHES, "encoder_stride": 4, "problem_type": "single_label_classification"}
 _DINO: dict[str, Any] = {**_VIT, "mlp_ratio": 2, "layerscale_value": 0.7}
 _CLIP = {**_BERT, "projection_dim": 7}
+_OWL = {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}, "projection_dim": 24}
 _WAV2VEC2: dict[str, Any] = {
     **_BERT,
     **{"conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_feat_extract_layers": 2},
@@ -826,6 +827,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "siglip2": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, "patch_size": 4, "num_patches": 9}},
     "siglip": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}},
+    **dict.fromkeys(("owlv2", "owlvit"), _OWL),
     "metaclip_2": {"text_config": {**_CLIP, **TOKENS}, "vision_config": {**_CLIP, **_PATCHES}, "projection_dim": 7},
     "hiera": {
         **{"image_size": [16, 16], "patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1]},
@@ -1678,7 +1680,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
-_PAIRS = ("clip", "metaclip_2", "siglip", "siglip2")
+_PAIRS = ("clip", "metaclip_2", "owlv2", "owlvit", "siglip", "siglip2")
 CAPTIONS = (
     *("blip", "blip-2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "pix2struct"),
     *("pp_formulanet", "udop"),
@@ -1833,7 +1835,7 @@ SLOW_TESTS_ONLY = {
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
-    "kimi_k25",
+    *("kimi_k25", "owlv2"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
@@ -1990,7 +1992,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     if (
         original(name).main_input_name != "input_ids"
         or "input_ids" not in known
-        or name.startswith(("CLIP", "MetaClip", "Siglip"))
+        or name.startswith(("CLIP", "MetaClip", "Owl", "Siglip"))
     ):
         return _signals(name, config, generator, dtype)
     if "context_input_ids" in known:
@@ -2492,9 +2494,12 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         given[main][:, -2] = 1
         if "pixel_values" in known:
             given |= {"pixel_values": torch.randn(shapes["pixel_values"], generator=generator, dtype=dtype)}
-            given["return_loss"] = True  # type: ignore[assignment]
+            if "return_loss" in known:
+                given["return_loss"] = True  # type: ignore[assignment]
+            else:  # two texts for each image
+                given[main] = torch.cat((given[main], integers(3, 101, *shapes[main])))
     if "attention_mask" in known and main != "pixel_values" and not name.startswith(("AST", "Whisper")):
-        given["attention_mask"] = torch.ones(shapes[main][:2], dtype=torch.long)
+        given["attention_mask"] = torch.ones(len(given[main]), shapes[main][1], dtype=torch.long)
         given["attention_mask"][1, -shapes[main][1] // 4 :] = 0
     if "padding_mask" in known:
         given["padding_mask"] = torch.ones(rows, 200, dtype=torch.long)
