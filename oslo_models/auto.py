@@ -177,6 +177,10 @@ class AutoModelForUniversalSegmentation(_Auto):
     mapping = "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES"
 
 
+class AutoModelForMaskGeneration(_Auto):
+    mapping = "MODEL_FOR_MASK_GENERATION_MAPPING_NAMES"
+
+
 class AutoModelForObjectDetection(_Auto):
     mapping = "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES"
 

@@ -422,7 +422,7 @@ def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
     "task",
     [
         *("ImageClassification", "VideoClassification", "SemanticSegmentation", "ObjectDetection"),
-        *("ZeroShotObjectDetection", "UniversalSegmentation"),
+        *("ZeroShotObjectDetection", "UniversalSegmentation", "MaskGeneration"),
         *("AudioClassification", "AudioFrameClassification", "AudioXVector", "CTC", "SpeechSeq2Seq"),
     ],
 )

@@ -825,6 +825,14 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 3], "mlp_ratios": [2, 3]},
         **{"decoder_hidden_size": 10, "problem_type": "single_label_classification"},
     },
+    "sam": {
+        "vision_config": {**_SAM, "output_channels": 24, "num_pos_feats": 12},
+        "prompt_encoder_config": {"hidden_size": 24, "image_size": 16, "patch_size": 2, "mask_input_channels": 8},
+        "mask_decoder_config": {
+            **{"hidden_size": 24, "mlp_dim": 17, "num_hidden_layers": 2, "num_attention_heads": 3},
+            **{"iou_head_hidden_dim": 7, "num_multimask_outputs": 2},
+        },
+    },
     "siglip2": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, "patch_size": 4, "num_patches": 9}},
     "siglip": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}},
     **dict.fromkeys(("owlv2", "owlvit"), _OWL),
@@ -2533,6 +2541,9 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         given["bool_masked_pos"] = order < positions // 2
     if "noise" in known:
         given["noise"] = torch.rand(rows, positions, generator=generator, dtype=dtype)
+    if "input_points" in known:  # two objects of an image, each with three points, one of them padding
+        given["input_points"] = torch.rand(rows, 2, 3, 2, generator=generator, dtype=dtype) * shapes[main][-1]
+        given["input_labels"] = torch.tensor([[1, 0, -1], [1, 1, -10]]).repeat(rows, 1, 1)
     if "spatial_shapes" in known:
         given["spatial_shapes"] = torch.tensor([[2, 4], [2, 3], [1, 5]])
         given["pixel_attention_mask"] = (torch.arange(8) < given["spatial_shapes"].prod(-1, keepdim=True)).long()
