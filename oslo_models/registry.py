@@ -315,6 +315,7 @@ _ALL = {
     "roformer": "RoFormer",
     "rwkv": "Rwkv",
     "sam": "Sam",
+    "sam_hq": "SamHQ",
     "segformer": "Segformer",
     "seed_oss": "SeedOss",
     "sew": "SEW",
@@ -384,7 +385,7 @@ NO_SEQUENCE_PARALLEL = {
     "ibert": "its blocks compute with integers and scales of whole tensors",
     "luke": "its blocks read hidden states of words and of entities",
     "reformer": "its blocks read two hidden states, and each changes the other",
-    "sam": "its hidden states have the height and the width of the image",
+    **dict.fromkeys(("sam", "sam_hq"), "its hidden states have the height and the width of the image"),
     "squeezebert": "its blocks read channels before tokens",
     **dict.fromkeys(
         (

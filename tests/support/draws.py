@@ -709,11 +709,13 @@ def _configured(
         _sizes(own, own.get("model_type", "" if part == "rope_parameters" else model_type), draw)
     if model_type in ("siglip", "siglip2"):
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
-    if model_type == "sam":  # two position features for each channel of the decoder
+    if model_type in ("sam", "sam_hq"):  # two position features for each channel of the decoder
         heads = values["mask_decoder_config"]["num_attention_heads"] = draw.randint(3, 5)
         width = values["mask_decoder_config"]["hidden_size"] = 8 * heads
         values["prompt_encoder_config"]["hidden_size"] = values["vision_config"]["output_channels"] = width
         values["vision_config"]["num_pos_feats"] = width // 2
+        if "vit_dim" in values["mask_decoder_config"]:
+            values["mask_decoder_config"]["vit_dim"] = values["vision_config"]["hidden_size"]
     if model_type in ("owlv2", "owlvit"):
         values["projection_dim"] = values["text_config"]["hidden_size"]
     if model_type == "paligemma":

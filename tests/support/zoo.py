@@ -833,6 +833,14 @@ MORE: dict[str, Mapping[str, Any]] = {
             **{"iou_head_hidden_dim": 7, "num_multimask_outputs": 2},
         },
     },
+    "sam_hq": {
+        "vision_config": {**_SAM, "output_channels": 24, "num_pos_feats": 12},
+        "prompt_encoder_config": {"hidden_size": 24, "image_size": 16, "patch_size": 2, "mask_input_channels": 8},
+        "mask_decoder_config": {
+            **{"hidden_size": 24, "mlp_dim": 17, "num_hidden_layers": 2, "num_attention_heads": 3, "vit_dim": 24},
+            **{"iou_head_hidden_dim": 7, "num_multimask_outputs": 2},
+        },
+    },
     "siglip2": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, "patch_size": 4, "num_patches": 9}},
     "siglip": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}},
     **dict.fromkeys(("owlv2", "owlvit"), _OWL),
@@ -1843,7 +1851,7 @@ SLOW_TESTS_ONLY = {
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
-    *("kimi_k25", "owlv2"),
+    *("kimi_k25", "owlv2", "sam_hq"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
