@@ -336,6 +336,7 @@ _ALL = {
     "swinv2": "Swinv2",
     "switch_transformers": "SwitchTransformers",
     "t5": "T5",
+    "table-transformer": "TableTransformer",
     "tapas": "Tapas",
     "trocr": "TrOCR",
     "udop": "Udop",

@@ -186,7 +186,7 @@ def _fused_operations(cls: Any) -> list[str]:
         for name, value in WITHOUT_DEFAULT.items():
             if getattr(each, name, value) is None:
                 setattr(each, name, value)
-    if config.model_type == "detr":  # the default backbone is from a package that may be missing
+    if config.model_type in ("detr", "table-transformer"):  # the default backbone is from a package that may be missing
         config.backbone_config = CONFIG_MAPPING["resnet"]()
     if vars(config).get("num_key_value_heads", 0) is None:  # the default of HunYuan
         config.num_key_value_heads = config.num_attention_heads
