@@ -55,6 +55,7 @@ _ALL = {
     "cohere_asr": "CohereAsr",
     "cohere_compass": "CohereCompass",
     "cohere_compass_text": "CohereCompass",
+    "conditional_detr": "ConditionalDetr",
     "convbert": "ConvBert",
     "convnext": "ConvNext",
     "convnextv2": "ConvNextV2",

@@ -566,7 +566,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v3": _fit_latent_attention,
     "deepseek_v32": _fit_low_rank_query,
     "deepseek_v4": _fit_deepseek_v4,
-    **dict.fromkeys(("detr", "table-transformer"), _fit_detr),
+    **dict.fromkeys(("conditional_detr", "detr", "table-transformer"), _fit_detr),
     "diffllama": _fit_diffllama,
     "dinov3_vit": _fit_dinov3,
     "dory": _fit_dory,
