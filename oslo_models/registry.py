@@ -78,6 +78,7 @@ _ALL = {
     "deepseek_v4": "DeepseekV4",
     "deepseek_vl": "DeepseekVL",
     "deepseek_vl_hybrid": "DeepseekVLHybrid",
+    "deformable_detr": "DeformableDetr",
     "deit": "DeiT",
     "depth_anything": "DepthAnything",
     "detr": "Detr",
@@ -384,6 +385,7 @@ NO_SEQUENCE_PARALLEL = {
         ("deepseek_v4", "gemma3n_text", "hy_v4", "hy_v4_vl", "hy_v4_vl_text"), "its blocks read several hidden states"
     ),
     "ernie4_5_vl_moe": "its experts read the kinds of all tokens",
+    "deformable_detr": "its attention samples features of all tokens",
     "ibert": "its blocks compute with integers and scales of whole tensors",
     "luke": "its blocks read hidden states of words and of entities",
     "reformer": "its blocks read two hidden states, and each changes the other",

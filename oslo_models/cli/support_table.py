@@ -37,7 +37,7 @@ MORE_MAPPINGS = {
     "AutoModelForMultimodalLM": auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     "AutoModelForCTC": auto.MODEL_FOR_CTC_MAPPING_NAMES,
 }
-DETECTORS = ("conditional_detr", "detr", "table-transformer")
+DETECTORS = ("conditional_detr", "deformable_detr", "detr", "table-transformer")
 COLUMNS = ("model type", "classes", "tp", "pp", "ep", "sp", "cp", "fused", "kind of model, and what stays replicated")
 DEPTHS = {
     *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),

@@ -118,6 +118,8 @@ def _leave(
 
 def _all_heads(tp: Axis, groups: int, weights_BHQK: Tensor) -> Tensor:
     """Gather attention weights of all heads. Ranks may have different numbers of heads in each of the groups."""
+    if weights_BHQK.dim() == 5:  # of samples, [rows, queries, heads, levels, points]
+        return gather_from(tp, weights_BHQK, 2, _sizes(tp, weights_BHQK, 2))
     if weights_BHQK.dim() < 4:
         return weights_BHQK  # transformers records the output of Qwen's attention over patches in place of its weights
     weights_BGHQK = weights_BHQK.unflatten(1, (groups, -1))

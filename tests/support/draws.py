@@ -392,6 +392,12 @@ def _fit_detr(values: Values, draw: random.Random) -> None:
     values["decoder_attention_heads"] = draw.choice((4, 8))
 
 
+def _fit_sampling(values: Values, draw: random.Random) -> None:
+    # norms in 32 groups, and heads with a power of two as width
+    sizes = ((32, 4, 8), (32, 8, 4), (96, 3, 6), (96, 6, 3))
+    values["d_model"], values["encoder_attention_heads"], values["decoder_attention_heads"] = draw.choice(sizes)
+
+
 def _fit_helium(values: Values, draw: random.Random) -> None:
     values["hidden_size"] = values["num_attention_heads"] * values["head_dim"]
 
@@ -566,6 +572,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v3": _fit_latent_attention,
     "deepseek_v32": _fit_low_rank_query,
     "deepseek_v4": _fit_deepseek_v4,
+    "deformable_detr": _fit_sampling,
     **dict.fromkeys(("conditional_detr", "detr", "table-transformer"), _fit_detr),
     "diffllama": _fit_diffllama,
     "dinov3_vit": _fit_dinov3,

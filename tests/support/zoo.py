@@ -146,6 +146,10 @@ _DETR: dict[str, Any] = {
         **{"embedding_size": 4, "hidden_sizes": [4, 6, 8, 10], "out_features": [f"stage{i}" for i in (1, 2, 3, 4)]},
     },
 }
+_SAMPLING: dict[str, Any] = {
+    **{**_DETR, "d_model": 96, "encoder_attention_heads": 6, "decoder_attention_heads": 3, "decoder_n_points": 3},
+    "backbone_config": {**_DETR["backbone_config"], "out_features": ["stage2", "stage3", "stage4"]},
+}
 _SPEECH: dict[str, Any] = {**_BART, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}
 
 _LINEAR: dict[str, Any] = {
@@ -312,6 +316,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"patch_size": 4, "reassemble_factors": [2, 1], "neck_hidden_sizes": [4, 5], "fusion_hidden_size": 6},
         **{"head_hidden_size": 3, "reassemble_hidden_size": 24},
     },
+    "deformable_detr": {**_SAMPLING, "num_feature_levels": 4, "encoder_n_points": 2},
     **dict.fromkeys(("conditional_detr", "detr", "table-transformer"), _DETR),
     "dinov2": {**_DINO, "use_swiglu_ffn": True},
     "dinov2_with_registers": _DINO,
@@ -1851,7 +1856,7 @@ SLOW_TESTS_ONLY = {
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
-    *("conditional_detr", "kimi_k25", "owlv2", "sam_hq", "table-transformer"),
+    *("conditional_detr", "deformable_detr", "kimi_k25", "owlv2", "sam_hq", "table-transformer"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
