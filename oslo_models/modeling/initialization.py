@@ -97,7 +97,8 @@ class SeededByName(TorchDispatchMode):
 
 _BY_FANS = {
     *("SiglipAttention", "SiglipMLP", "Siglip2Attention", "Siglip2MLP"),
-    *("Wav2Vec2BertSelfAttention", "Wav2Vec2ConformerSelfAttention", "DeformableDetrMultiscaleDeformableAttention"),
+    *("Wav2Vec2BertSelfAttention", "Wav2Vec2ConformerSelfAttention"),
+    *("DeformableDetrMultiscaleDeformableAttention", "RTDetrMultiscaleDeformableAttention"),
 }
 """Layers whose weights some architectures draw by the numbers of inputs and outputs."""
 

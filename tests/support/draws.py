@@ -398,6 +398,15 @@ def _fit_sampling(values: Values, draw: random.Random) -> None:
     values["d_model"], values["encoder_attention_heads"], values["decoder_attention_heads"] = draw.choice(sizes)
 
 
+def _fit_rt_detr(values: Values, draw: random.Random) -> None:
+    # heads with a power of two as width, and sines and cosines of two coordinates
+    encoder, decoder = values["encoder_attention_heads"], values["decoder_attention_heads"] = (
+        draw.choice((3, 4, 5, 6)) for _ in range(2)
+    )
+    values["encoder_hidden_dim"], values["d_model"] = encoder * draw.choice((4, 8)), decoder * draw.choice((4, 8))
+    values["decoder_in_channels"] = [values["encoder_hidden_dim"]] * 3
+
+
 def _fit_helium(values: Values, draw: random.Random) -> None:
     values["hidden_size"] = values["num_attention_heads"] * values["head_dim"]
 
@@ -573,6 +582,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v32": _fit_low_rank_query,
     "deepseek_v4": _fit_deepseek_v4,
     "deformable_detr": _fit_sampling,
+    "rt_detr": _fit_rt_detr,
     **dict.fromkeys(("conditional_detr", "detr", "table-transformer"), _fit_detr),
     "diffllama": _fit_diffllama,
     "dinov3_vit": _fit_dinov3,

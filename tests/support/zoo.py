@@ -150,6 +150,13 @@ _SAMPLING: dict[str, Any] = {
     **{**_DETR, "d_model": 96, "encoder_attention_heads": 6, "decoder_attention_heads": 3, "decoder_n_points": 3},
     "backbone_config": {**_DETR["backbone_config"], "out_features": ["stage2", "stage3", "stage4"]},
 }
+_RT_DETR: dict[str, Any] = {
+    **{"d_model": 24, "encoder_hidden_dim": 24, "encoder_attention_heads": 6, "decoder_attention_heads": 3},
+    **{"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 35, "decoder_ffn_dim": 33, "num_queries": 5},
+    **{"encoder_in_channels": [6, 8, 10], "decoder_in_channels": [24, 24, 24], "decoder_n_points": 3},
+    **{"num_denoising": 4, "auxiliary_loss": False},
+    "backbone_config": {**_SAMPLING["backbone_config"], "model_type": "rt_detr_resnet"},
+}
 _SPEECH: dict[str, Any] = {**_BART, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}
 
 _LINEAR: dict[str, Any] = {
@@ -1447,6 +1454,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "doge": {**_LLAMA, "keep_window_size": 4},
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
     "hrm_text": {**_LLAMA, "L_cycles": 2, "embedding_scale": 3.0},
+    "rt_detr": _RT_DETR,
     "rwkv": {
         **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 3, "context_length": 32},
         "rescale_every": 1,
@@ -1856,7 +1864,7 @@ SLOW_TESTS_ONLY = {
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
-    *("conditional_detr", "deformable_detr", "kimi_k25", "owlv2", "sam_hq", "table-transformer"),
+    *("conditional_detr", "deformable_detr", "kimi_k25", "owlv2", "rt_detr", "sam_hq", "table-transformer"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
