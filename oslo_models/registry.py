@@ -316,6 +316,7 @@ _ALL = {
     "roc_bert": "RoCBert",
     "roformer": "RoFormer",
     "rt_detr": "RTDetr",
+    "rt_detr_v2": "RTDetrV2",
     "rwkv": "Rwkv",
     "sam": "Sam",
     "sam_hq": "SamHQ",
@@ -386,7 +387,7 @@ NO_SEQUENCE_PARALLEL = {
         ("deepseek_v4", "gemma3n_text", "hy_v4", "hy_v4_vl", "hy_v4_vl_text"), "its blocks read several hidden states"
     ),
     "ernie4_5_vl_moe": "its experts read the kinds of all tokens",
-    **dict.fromkeys(("deformable_detr", "rt_detr"), "its attention samples features of all tokens"),
+    **dict.fromkeys(("deformable_detr", "rt_detr", "rt_detr_v2"), "its attention samples features of all tokens"),
     "ibert": "its blocks compute with integers and scales of whole tensors",
     "luke": "its blocks read hidden states of words and of entities",
     "reformer": "its blocks read two hidden states, and each changes the other",

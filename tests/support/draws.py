@@ -582,7 +582,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v32": _fit_low_rank_query,
     "deepseek_v4": _fit_deepseek_v4,
     "deformable_detr": _fit_sampling,
-    "rt_detr": _fit_rt_detr,
+    **dict.fromkeys(("rt_detr", "rt_detr_v2"), _fit_rt_detr),
     **dict.fromkeys(("conditional_detr", "detr", "table-transformer"), _fit_detr),
     "diffllama": _fit_diffllama,
     "dinov3_vit": _fit_dinov3,

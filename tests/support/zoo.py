@@ -1455,6 +1455,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
     "hrm_text": {**_LLAMA, "L_cycles": 2, "embedding_scale": 3.0},
     "rt_detr": _RT_DETR,
+    "rt_detr_v2": {**_RT_DETR, "decoder_n_levels": 3, "decoder_method": "discrete"},
     "rwkv": {
         **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 3, "context_length": 32},
         "rescale_every": 1,
@@ -1864,7 +1865,8 @@ SLOW_TESTS_ONLY = {
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
-    *("conditional_detr", "deformable_detr", "kimi_k25", "owlv2", "rt_detr", "sam_hq", "table-transformer"),
+    *("conditional_detr", "deformable_detr", "kimi_k25", "owlv2", "rt_detr", "rt_detr_v2"),
+    *("sam_hq", "table-transformer"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),

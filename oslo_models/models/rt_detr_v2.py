@@ -1,0 +1,15 @@
+"""RT-DETR v2: RT-DETR with other scales of its samples. Convolutions are replicated. Its loss needs scipy."""
+
+from transformers import RTDetrV2Config
+from transformers.models.rt_detr_v2 import modeling_rt_detr_v2 as hf
+
+from oslo_models.layers.entries import Replicated
+from oslo_models.models.rt_detr import RTDetrParallel
+
+
+class RTDetrV2Model(RTDetrParallel, hf.RTDetrV2Model):
+    pass
+
+
+class RTDetrV2ForObjectDetection(RTDetrParallel, hf.RTDetrV2ForObjectDetection):
+    head_plan = {"class_embed": Replicated(), "bbox_embed": Replicated()}
