@@ -99,7 +99,8 @@ _BY_FANS = {
     *("SiglipAttention", "SiglipMLP", "Siglip2Attention", "Siglip2MLP"),
     *("Wav2Vec2BertSelfAttention", "Wav2Vec2ConformerSelfAttention"),
     *("DeformableDetrMultiscaleDeformableAttention", "RTDetrMultiscaleDeformableAttention"),
-    "RTDetrV2MultiscaleDeformableAttention",
+    *("RTDetrV2MultiscaleDeformableAttention", "GroundingDinoMultiscaleDeformableAttention"),
+    "GroundingDinoBiMultiHeadAttention",
 }
 """Layers whose weights some architectures draw by the numbers of inputs and outputs."""
 

@@ -733,6 +733,10 @@ def _configured(
         values["vision_config"]["num_pos_feats"] = width // 2
         if "vit_dim" in values["mask_decoder_config"]:
             values["mask_decoder_config"]["vit_dim"] = values["vision_config"]["hidden_size"]
+    if "text_config" in values and "backbone_config" in values:  # Grounding DINO
+        values["decoder_attention_heads"] = draw.choice((3, 6))
+        values["encoder_ffn_dim"], values["decoder_ffn_dim"] = 6 * draw.randint(4, 7), draw.randint(17, 45)
+        values["encoder_layers"], values["decoder_layers"] = draw.randint(1, 3), draw.randint(2, 3)
     if model_type in ("owlv2", "owlvit"):
         values["projection_dim"] = values["text_config"]["hidden_size"]
     if model_type == "paligemma":

@@ -157,6 +157,10 @@ _RT_DETR: dict[str, Any] = {
     **{"num_denoising": 4, "auxiliary_loss": False},
     "backbone_config": {**_SAMPLING["backbone_config"], "model_type": "rt_detr_resnet"},
 }
+_GROUNDING_DINO: dict[str, Any] = {
+    **{**_SAMPLING, "num_feature_levels": 4, "encoder_n_points": 2, "encoder_ffn_dim": 30, "max_text_len": 12},
+    "text_config": {**_BERT, **TOKENS, "model_type": "bert", "vocab_size": 110},  # with the separator of texts, 102
+}
 _SPEECH: dict[str, Any] = {**_BART, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}
 
 _LINEAR: dict[str, Any] = {
@@ -391,6 +395,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "granite_swa": {**_GRANITE, **_WINDOW, "layer_rope_theta": [500.0, 10000.0]},
     "granitemoe_swa": {**_MOE_OF_GRANITE, **_WINDOW, "layer_rope_theta": [10000.0, 0]},
     "granitemoeshared": _MOE_OF_GRANITE,
+    "grounding-dino": _GROUNDING_DINO,
     "helium": {**_LLAMA, "head_dim": 4},
     "idefics3": {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
@@ -1455,7 +1460,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
     "hrm_text": {**_LLAMA, "L_cycles": 2, "embedding_scale": 3.0},
     "rt_detr": _RT_DETR,
-    "rt_detr_v2": {**_RT_DETR, "decoder_n_levels": 3, "decoder_method": "discrete"},
+    "rt_detr_v2": {**_RT_DETR, "decoder_n_levels": 3},
     "rwkv": {
         **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 3, "context_length": 32},
         "rescale_every": 1,
@@ -1710,7 +1715,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
-_PAIRS = ("clip", "metaclip_2", "owlv2", "owlvit", "siglip", "siglip2")
+_PAIRS = ("clip", "grounding-dino", "metaclip_2", "owlv2", "owlvit", "siglip", "siglip2")
 CAPTIONS = (
     *("blip", "blip-2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "pix2struct"),
     *("pp_formulanet", "udop"),
@@ -1865,7 +1870,7 @@ SLOW_TESTS_ONLY = {
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
-    *("conditional_detr", "deformable_detr", "kimi_k25", "owlv2", "rt_detr", "rt_detr_v2"),
+    *("conditional_detr", "deformable_detr", "grounding-dino", "kimi_k25", "owlv2", "rt_detr", "rt_detr_v2"),
     *("sam_hq", "table-transformer"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
@@ -2557,6 +2562,10 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "pixel_mask" in known:
         given["pixel_mask"] = torch.ones(shapes[main][0], *shapes[main][2:], dtype=torch.long)
         given["pixel_mask"][1, :, -40:] = 0
+    if "pixel_mask" in known and "input_ids" in known:  # Grounding DINO, with two texts for each image
+        given |= {"input_ids": integers(3, 100, rows, 9), "attention_mask": torch.ones(rows, 9, dtype=torch.long)}
+        given["input_ids"][:, 0], given["input_ids"][:, 4], given["input_ids"][:, -3] = 101, 102, 102
+        given["input_ids"][2, -2:], given["attention_mask"][2, -2:] = 0, 0
     if name.endswith("ForMaskedImageModeling"):
         given["bool_masked_pos"] = integers(0, 2, rows, positions).bool()
     if name.startswith("VideoMAE") and "bool_masked_pos" in known:  # as many patches of each video
