@@ -239,6 +239,7 @@ _ALL = {
     "mistral4": "Mistral4",
     "mixtral": "Mixtral",
     "mllama": "Mllama",
+    "mm-grounding-dino": "MMGroundingDino",
     "mobilebert": "MobileBert",
     "mobilevit": "MobileViT",
     "mobilevitv2": "MobileViTV2",
@@ -388,7 +389,7 @@ NO_SEQUENCE_PARALLEL = {
         ("deepseek_v4", "gemma3n_text", "hy_v4", "hy_v4_vl", "hy_v4_vl_text"), "its blocks read several hidden states"
     ),
     "ernie4_5_vl_moe": "its experts read the kinds of all tokens",
-    "grounding-dino": "its blocks read texts and images",
+    **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), "its blocks read texts and images"),
     **dict.fromkeys(("deformable_detr", "rt_detr", "rt_detr_v2"), "its attention samples features of all tokens"),
     "ibert": "its blocks compute with integers and scales of whole tensors",
     "luke": "its blocks read hidden states of words and of entities",

@@ -100,7 +100,8 @@ _BY_FANS = {
     *("Wav2Vec2BertSelfAttention", "Wav2Vec2ConformerSelfAttention"),
     *("DeformableDetrMultiscaleDeformableAttention", "RTDetrMultiscaleDeformableAttention"),
     *("RTDetrV2MultiscaleDeformableAttention", "GroundingDinoMultiscaleDeformableAttention"),
-    "GroundingDinoBiMultiHeadAttention",
+    *("GroundingDinoBiMultiHeadAttention", "MMGroundingDinoMultiscaleDeformableAttention"),
+    "MMGroundingDinoBiMultiHeadAttention",
 }
 """Layers whose weights some architectures draw by the numbers of inputs and outputs."""
 

@@ -395,7 +395,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "granite_swa": {**_GRANITE, **_WINDOW, "layer_rope_theta": [500.0, 10000.0]},
     "granitemoe_swa": {**_MOE_OF_GRANITE, **_WINDOW, "layer_rope_theta": [10000.0, 0]},
     "granitemoeshared": _MOE_OF_GRANITE,
-    "grounding-dino": _GROUNDING_DINO,
+    **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), _GROUNDING_DINO),
     "helium": {**_LLAMA, "head_dim": 4},
     "idefics3": {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
@@ -1715,7 +1715,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
-_PAIRS = ("clip", "grounding-dino", "metaclip_2", "owlv2", "owlvit", "siglip", "siglip2")
+_PAIRS = ("clip", "grounding-dino", "metaclip_2", "mm-grounding-dino", "owlv2", "owlvit", "siglip", "siglip2")
 CAPTIONS = (
     *("blip", "blip-2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "pix2struct"),
     *("pp_formulanet", "udop"),
@@ -1871,7 +1871,7 @@ SLOW_TESTS_ONLY = {
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("conditional_detr", "deformable_detr", "grounding-dino", "kimi_k25", "owlv2", "rt_detr", "rt_detr_v2"),
-    *("sam_hq", "table-transformer"),
+    *("mm-grounding-dino", "sam_hq", "table-transformer"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
