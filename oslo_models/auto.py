@@ -207,3 +207,7 @@ class AutoModelForCTC(_Auto):
 
 class AutoModelForSpeechSeq2Seq(_Auto):
     mapping = "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"
+
+
+class AutoModelForTextToWaveform(_Auto):
+    mapping = "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES"

@@ -322,6 +322,8 @@ _ALL = {
     "rwkv": "Rwkv",
     "sam": "Sam",
     "sam_hq": "SamHQ",
+    "seamless_m4t": "SeamlessM4T",
+    "seamless_m4t_v2": "SeamlessM4Tv2",
     "segformer": "Segformer",
     "seed_oss": "SeedOss",
     "sew": "SEW",

@@ -423,7 +423,7 @@ def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
     [
         *("ImageClassification", "VideoClassification", "SemanticSegmentation", "ObjectDetection"),
         *("ZeroShotObjectDetection", "UniversalSegmentation", "MaskGeneration"),
-        *("AudioClassification", "AudioFrameClassification", "AudioXVector", "CTC", "SpeechSeq2Seq"),
+        *("AudioClassification", "AudioFrameClassification", "AudioXVector", "CTC", "SpeechSeq2Seq", "TextToWaveform"),
     ],
 )
 def test_auto_classes_of_images_and_sounds_find_the_classes_of_the_zoo(task: str) -> None:

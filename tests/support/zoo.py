@@ -163,6 +163,20 @@ _GROUNDING_DINO: dict[str, Any] = {
 }
 _SPEECH: dict[str, Any] = {**_BART, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}
 
+_SEAMLESS: dict[str, Any] = {
+    **{"hidden_size": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 35, "decoder_ffn_dim": 33},
+    **{"encoder_attention_heads": 6, "decoder_attention_heads": 4, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    **{"speech_encoder_layers": 2, "speech_encoder_attention_heads": 3, "speech_encoder_intermediate_size": 35},
+    **{"speech_encoder_layerdrop": 0.0, "feature_projection_input_dim": 5, "conv_depthwise_kernel_size": 3},
+    **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "max_source_positions": 40},
+    **{"adaptor_kernel_size": 4, "adaptor_stride": 2, "max_position_embeddings": 64, "decoder_start_token_id": 2},
+    **{"t2u_vocab_size": 29, "t2u_encoder_layers": 2, "t2u_decoder_layers": 2, "t2u_encoder_ffn_dim": 17},
+    **{"t2u_decoder_ffn_dim": 19, "t2u_encoder_attention_heads": 4, "t2u_decoder_attention_heads": 3},
+    **{"t2u_max_position_embeddings": 64, "unit_hifi_gan_vocab_size": 31, "unit_embed_dim": 8, "lang_embed_dim": 3},
+    **{"spkr_embed_dim": 5, "upsample_initial_channel": 8, "upsample_rates": [2, 2], "upsample_kernel_sizes": [4, 4]},
+    **{"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3]], "vocoder_num_langs": 3},
+    **{"vocoder_num_spkrs": 3},
+}
 _LINEAR: dict[str, Any] = {
     **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 4},
     "layer_types": ["linear_attention", "full_attention"],
@@ -837,6 +851,12 @@ MORE: dict[str, Mapping[str, Any]] = {
     "roberta": _BERT,
     "roformer": {**_BERT, "embedding_size": 20, "is_decoder": True},
     "seed_oss": _LLAMA,
+    "seamless_m4t": _SEAMLESS,
+    "seamless_m4t_v2": {
+        **{**_SEAMLESS, "position_embeddings_type": "relative_key", "char_vocab_size": 31},
+        **{"left_max_position_embeddings": 4, "right_max_position_embeddings": 2},
+        **{"t2u_variance_predictor_embed_dim": 24, "t2u_variance_predictor_hidden_dim": 9},
+    },
     "segformer": {
         **{"image_size": 32, "num_encoder_blocks": 2, "depths": [2, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 12]},
         **{"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 3], "mlp_ratios": [2, 3]},
@@ -1742,6 +1762,10 @@ LEFT_OUT: dict[str, set[str]] = {
         "Gemma3TextModel",
     },
     "gemma4": {"Gemma4AudioModel", "Gemma4ForCausalLM", "Gemma4TextModel"},
+    "seamless_m4t": {  # parts of the other classes
+        *("SeamlessM4TCodeHifiGan", "SeamlessM4THifiGan", "SeamlessM4TTextToUnitForConditionalGeneration"),
+        "SeamlessM4TTextToUnitModel",
+    },
     # transducers
     "parakeet_ctc": {"ParakeetForRNNT", "ParakeetForTDT"},
     # backbones, and a class with labels for masked patches alone
@@ -1871,7 +1895,7 @@ SLOW_TESTS_ONLY = {
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("conditional_detr", "deformable_detr", "grounding-dino", "kimi_k25", "owlv2", "rt_detr", "rt_detr_v2"),
-    *("mm-grounding-dino", "sam_hq", "table-transformer"),
+    *("mm-grounding-dino", "sam_hq", "seamless_m4t_v2", "table-transformer"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
@@ -1954,6 +1978,7 @@ def lm_heads(variant: str) -> list[str]:
         "SequenceForGeneration",
         "ForCausalImageModeling",
         "ForVisionText2Text",
+        *("ForTextToText", "ForTextToSpeech", "ForSpeechToText", "ForSpeechToSpeech", "M4TModel", "M4Tv2Model"),
     )
     named = [name for name in heads(variant) if name.endswith(endings) and not name.startswith(("VideoMAE", "ViTMAE"))]
     return [name for name in named if "sampled_negative_indices" not in parameters_of_forward(name)]  # no audio
@@ -1969,6 +1994,7 @@ def main_head(variant: str) -> str:
     is_decoder = MORE.get(variant, {}).get("is_decoder")
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "ForVisionText2Text", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
+    text = (*text, "ForTextToText")
     text = (*text, "RagTokenForGeneration") if variant == "rag-token" else text
     pairs = ("CLIPModel", "MetaClip2Model", "SiglipModel", "Siglip2Model")
     order = (*text, *pairs, "ForCTC", "ForImageClassification", "ForObjectDetection")
@@ -2041,6 +2067,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     sees = "pixel_values" in known  # beside text
     hears = bool({"input_features", "input_values", "audio_input_ids"} & known.keys())
     hears &= not sees or getattr(config, "audio_config", None) is not None
+    hears &= not name.startswith("Seamless")  # it reads text or sounds
     longer = {
         **{"deepseek_ocr2": 445, "florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18},
         "step3p7": 22,
@@ -2540,7 +2567,7 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "padding_mask" in known:
         given["padding_mask"] = torch.ones(rows, 200, dtype=torch.long)
         given["padding_mask"][1, -50:] = 0
-    if name.endswith(("ForConditionalGeneration", "ForCTC", "EncoderDecoderModel")):
+    if name.endswith(("ForConditionalGeneration", "ForCTC", "EncoderDecoderModel", "ToText", "ToSpeech")):
         vocab = getattr(config, "decoder", config).vocab_size
         given["labels"] = integers(3, vocab, rows, 7)
         given["labels"][2, -2:] = ignored_label(name, config)
