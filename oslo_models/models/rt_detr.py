@@ -1,4 +1,4 @@
-"""RT-DETR: Deformable DETR whose encoder reads the smallest features. Convolutions are replicated. Its loss needs scipy."""
+"""RT-DETR: Deformable DETR that encodes the smallest features. Convolutions are replicated. Its loss needs scipy."""
 
 from typing import Any, ClassVar
 

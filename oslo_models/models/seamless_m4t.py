@@ -55,7 +55,10 @@ class SeamlessM4TParallel(ParallelModel):
             **half_mlp("ffn"),
         }
         around = ("feature_projection", "encoder.layer_norm", "inner_layer_norm")
-        between = {"intermediate_ffn.intermediate_dense": ColumnParallel(), "intermediate_ffn.output_dense": RowParallel()}
+        between = {
+            "intermediate_ffn.intermediate_dense": ColumnParallel(),
+            "intermediate_ffn.output_dense": RowParallel(),
+        }
         blocks = {"encoder.layers": conformer_block(own), **({"adapter.layers": adapter} if config.add_adapter else {})}
         return Plan(
             embed={}, blocks=blocks, head={**dict.fromkeys(around, Replicated()), **between}, optional=RELATIVE

@@ -1,4 +1,4 @@
-"""Table Transformer: DETR with norms before the layers. Its backbone is replicated on every rank. Its loss needs scipy."""
+"""Table Transformer: DETR with norms before the layers. Its backbone is replicated. Its loss needs scipy."""
 
 from typing import Any
 
