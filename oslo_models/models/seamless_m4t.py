@@ -42,6 +42,11 @@ class SeamlessM4TParallel(ParallelModel):
         return block
 
     @classmethod
+    def speech_heads(cls, heads: EvenSplit) -> Entries:
+        """Return the entries of attributes that count the heads of attention over speech."""
+        return {}
+
+    @classmethod
     def speech(cls, config: Any) -> Plan:
         """Return the plan of the encoder of speech."""
         heads = cls.heads(config, "speech_encoder")
@@ -52,6 +57,7 @@ class SeamlessM4TParallel(ParallelModel):
             "self_attn_layer_norm": Norm(),
             **qkv("self_attn", heads, ("linear_q", "linear_k", "linear_v")),
             "self_attn.linear_out": RowParallel(heads),
+            **cls.speech_heads(heads),
             **half_mlp("ffn"),
         }
         around = ("feature_projection", "encoder.layer_norm", "inner_layer_norm")
@@ -59,7 +65,8 @@ class SeamlessM4TParallel(ParallelModel):
             "intermediate_ffn.intermediate_dense": ColumnParallel(),
             "intermediate_ffn.output_dense": RowParallel(),
         }
-        blocks = {"encoder.layers": conformer_block(own), **({"adapter.layers": adapter} if config.add_adapter else {})}
+        block = {**conformer_block(own), **cls.speech_heads(heads)}
+        blocks = {"encoder.layers": block, **({"adapter.layers": adapter} if config.add_adapter else {})}
         return Plan(
             embed={}, blocks=blocks, head={**dict.fromkeys(around, Replicated()), **between}, optional=RELATIVE
         ).under(f"{SPEECH}.")

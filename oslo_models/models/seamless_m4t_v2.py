@@ -5,9 +5,10 @@ from typing import Any
 from transformers import SeamlessM4Tv2Config
 from transformers.models.seamless_m4t_v2 import modeling_seamless_m4t_v2 as hf
 
-from oslo_models.layers.entries import Entries, Norm, Replicated, RowParallel
+from oslo_models.layers.entries import Entries, LocalAttributes, Norm, Replicated, RowParallel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.models.seamless_m4t import DECODER, SPEECH, TEXT, UNITS, SeamlessM4TParallel
+from oslo_models.sharding.layout import EvenSplit
 
 
 class SeamlessM4Tv2Parallel(SeamlessM4TParallel):
@@ -24,6 +25,10 @@ class SeamlessM4Tv2Parallel(SeamlessM4TParallel):
             **dict.fromkeys(("self_attn_layer_norm", "conv_layer_norm"), Norm()),
             **dict.fromkeys(("conv1", "conv2"), Replicated()),
         }
+
+    @classmethod
+    def speech_heads(cls, heads: EvenSplit) -> Entries:
+        return {"self_attn": LocalAttributes({"num_heads": heads.local_count})}
 
 
 class SeamlessM4Tv2Model(SeamlessM4Tv2Parallel, hf.SeamlessM4Tv2Model):

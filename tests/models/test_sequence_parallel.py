@@ -51,7 +51,7 @@ def check_step(step: Step, n: int, divides: bool = True, options: Mapping[str, A
         model.zero_grad()
 
 
-@pytest.mark.drawn(48)
+@pytest.mark.drawn(49)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n: int, seed: int) -> None:

@@ -41,6 +41,7 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activa
 
 NO_OPTIONS = {
     # options that change the outputs, the execution or the kind of model
+    *("two_stage", "two_stage_bbox_embed_share"),  # need another option
     "use_decoder_only_language_model",  # follows from the text model
     "moe_apply_router_weight_on_input",  # transformers refuses it
     "output_router_logits",  # pipeline stages refuse its auxiliary loss; separate tests cover it
@@ -398,11 +399,17 @@ def _fit_sampling(values: Values, draw: random.Random) -> None:
     values["d_model"], values["encoder_attention_heads"], values["decoder_attention_heads"] = draw.choice(sizes)
 
 
+def _fit_seamless(values: Values, draw: random.Random) -> None:
+    heads = (values["encoder_attention_heads"], values["decoder_attention_heads"])
+    for stack in ("speech_encoder", "t2u_encoder", "t2u_decoder"):
+        values[f"{stack}_attention_heads"] = draw.choice(heads)
+    if "t2u_variance_predictor_embed_dim" in values:
+        values["t2u_variance_predictor_embed_dim"] = values["hidden_size"]
+
+
 def _fit_rt_detr(values: Values, draw: random.Random) -> None:
     # heads with a power of two as width, and sines and cosines of two coordinates
-    encoder, decoder = values["encoder_attention_heads"], values["decoder_attention_heads"] = (
-        draw.choice((3, 4, 5, 6)) for _ in range(2)
-    )
+    encoder, decoder = values["encoder_attention_heads"], values["decoder_attention_heads"]
     values["encoder_hidden_dim"], values["d_model"] = encoder * draw.choice((4, 8)), decoder * draw.choice((4, 8))
     values["decoder_in_channels"] = [values["encoder_hidden_dim"]] * 3
 
@@ -583,6 +590,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v4": _fit_deepseek_v4,
     "deformable_detr": _fit_sampling,
     **dict.fromkeys(("rt_detr", "rt_detr_v2"), _fit_rt_detr),
+    **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), _fit_seamless),
     **dict.fromkeys(("conditional_detr", "detr", "table-transformer"), _fit_detr),
     "diffllama": _fit_diffllama,
     "dinov3_vit": _fit_dinov3,

@@ -150,6 +150,7 @@ _SAMPLING: dict[str, Any] = {
     **{**_DETR, "d_model": 96, "encoder_attention_heads": 6, "decoder_attention_heads": 3, "decoder_n_points": 3},
     "backbone_config": {**_DETR["backbone_config"], "out_features": ["stage2", "stage3", "stage4"]},
 }
+_TWO_STAGES = {"two_stage": True, "with_box_refine": True, "two_stage_num_proposals": 5}
 _RT_DETR: dict[str, Any] = {
     **{"d_model": 24, "encoder_hidden_dim": 24, "encoder_attention_heads": 6, "decoder_attention_heads": 3},
     **{"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 35, "decoder_ffn_dim": 33, "num_queries": 5},
@@ -175,7 +176,7 @@ _SEAMLESS: dict[str, Any] = {
     **{"t2u_max_position_embeddings": 64, "unit_hifi_gan_vocab_size": 31, "unit_embed_dim": 8, "lang_embed_dim": 3},
     **{"spkr_embed_dim": 5, "upsample_initial_channel": 8, "upsample_rates": [2, 2], "upsample_kernel_sizes": [4, 4]},
     **{"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3]], "vocoder_num_langs": 3},
-    **{"vocoder_num_spkrs": 3},
+    **{"vocoder_num_spkrs": 3, "vocoder_offset": 0},
 }
 _LINEAR: dict[str, Any] = {
     **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 4},
@@ -1654,6 +1655,7 @@ MORE |= {
 MORE = {kind: values for kind, values in MORE.items() if kind in registry.ARCHITECTURES}
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "deformable_detr-two-stages": ("deformable_detr", {**MORE["deformable_detr"], **_TWO_STAGES}),
     "mvp-prompts": ("mvp", {**_BART, "use_prompt": True, "prompt_length": 5, "prompt_mid_dim": 11}),
     "doge-experts": (
         "doge",
