@@ -41,7 +41,7 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activa
 
 NO_OPTIONS = {
     # options that change the outputs, the execution or the kind of model
-    *("two_stage", "two_stage_bbox_embed_share"),  # need another option
+    *("two_stage", "with_box_refine", "two_stage_bbox_embed_share"),  # need another option
     "use_decoder_only_language_model",  # follows from the text model
     "moe_apply_router_weight_on_input",  # transformers refuses it
     "output_router_logits",  # pipeline stages refuse its auxiliary loss; separate tests cover it

@@ -2581,7 +2581,9 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     elif name.endswith("ForSemanticSegmentation"):
         given["labels"] = integers(0, 2, rows, *shapes[main][-2:])
         given["labels"][0, :3] = config.semantic_loss_ignore_index
-    elif "labels" in known and not name.endswith(("ForObjectDetection", "Segmentation", "ForDepthEstimation")):
+    elif "labels" in known and not (
+        name.startswith("RTDetr") or name.endswith(("ForObjectDetection", "Segmentation", "ForDepthEstimation"))
+    ):
         # the first two need another package, and the last is not trained
         given["labels"] = integers(0, 2, rows)
     elif "decoder_input_ids" in known:
