@@ -28,6 +28,7 @@ class AttentionOutputs:
         groups: the model's `attention_groups`.
         replicated: the model's `replicated_attentions`.
         joined: the model's `joined_attentions`.
+        sampled: the model's `sampled_attentions`.
         depth: the number of nested calls. The outermost call gathers the outputs.
     """
 
@@ -36,6 +37,7 @@ class AttentionOutputs:
         self.groups = model.attention_groups(model.config)
         self.replicated = {*model.replicated_attentions(model.config)}
         self.joined = model.joined_attentions(model.config)
+        self.sampled = {*model.sampled_attentions(model.config)}
         modules = dict(model.named_modules())
         # the towers whose images the ranks divide have all heads
         whole = {inner for each in modules.values() if isinstance(each, DividedTowerModule) for inner in each.modules()}
@@ -70,9 +72,10 @@ class AttentionOutputs:
         passed = {id(leaf) for leaf in tree_leaves(given)}
         if any(id(leaf) in passed for leaf in tree_leaves(value) if leaf is not None):
             return value
-        heads = self.joined.get(f"{side}_{name}", self.joined.get(name, 0))
-        gather = partial(_all_joined_heads, self.tp, heads) if heads else partial(_all_heads, self.tp, self.groups)
-        return tree_map_only(Tensor, gather, tuple(value))
+        if name in self.sampled:
+            return tree_map_only(Tensor, partial(_all_samples, self.tp), tuple(value))
+        joined = self.joined.get(f"{side}_{name}", self.joined.get(name, 0))
+        return tree_map_only(Tensor, partial(_all_heads, self.tp, self.groups, joined), tuple(value))
 
 
 def with_values(output: ModelOutput, values: Mapping[str, Any]) -> ModelOutput:
@@ -116,14 +119,25 @@ def _leave(
     return None
 
 
-def _all_heads(tp: Axis, groups: int, weights_BHQK: Tensor) -> Tensor:
-    """Gather attention weights of all heads. Ranks may have different numbers of heads in each of the groups."""
-    if weights_BHQK.dim() == 5:  # of samples, [rows, queries, heads, levels, points]
-        return gather_from(tp, weights_BHQK, 2, _sizes(tp, weights_BHQK, 2))
+def _all_heads(tp: Axis, groups: int, joined: int, weights_BHQK: Tensor) -> Tensor:
+    """Gather attention weights of all heads. Ranks may have different numbers of heads in each of the groups.
+
+    Args:
+        joined: the number of all heads in weights of three dimensions, ``[rows * heads, queries, keys]``.
+    """
+    if weights_BHQK.dim() == 5:  # [rows, queries, heads, levels, points]
+        return _all_samples(tp, weights_BHQK)
+    if joined and weights_BHQK.dim() == 3:
+        return _all_joined_heads(tp, joined, weights_BHQK)
     if weights_BHQK.dim() < 4:
         return weights_BHQK  # transformers records the output of Qwen's attention over patches in place of its weights
     weights_BGHQK = weights_BHQK.unflatten(1, (groups, -1))
     return gather_from(tp, weights_BGHQK, 2, _sizes(tp, weights_BGHQK, 2)).flatten(1, 2)
+
+
+def _all_samples(tp: Axis, weights_BQH: Tensor) -> Tensor:
+    """Gather the weights of the samples of all heads, ``[rows, queries, local heads, ...]``."""
+    return gather_from(tp, weights_BQH, 2, _sizes(tp, weights_BQH, 2))
 
 
 def _all_joined_heads(tp: Axis, heads: int, weights: Tensor) -> Tensor:

@@ -141,6 +141,11 @@ class ParallelModel(
         """Return the names of the outputs with attention weights ``[rows * heads, ...]``, and all their heads."""
         return {}
 
+    @classmethod
+    def sampled_attentions(cls, config: PreTrainedConfig) -> Collection[str]:
+        """Return the names of the outputs with weights of samples, ``[rows, queries, heads, samples]``."""
+        return ()
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if any(issubclass(base, PreTrainedModel) and not issubclass(base, ParallelModel) for base in cls.__bases__):

@@ -1,5 +1,6 @@
 """Grounding DINO: a detector that reads texts by an encoder of this table. Its backbone of images is replicated."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import GroundingDinoConfig
@@ -84,6 +85,10 @@ class GroundingDinoParallel(ParallelModel):
             optional=OPTIONAL,
         )
         return (text.under("text_backbone.") | own).with_rules(single_stage_reason="its blocks read texts and images")
+
+    @classmethod
+    def joined_attentions(cls, config: Any) -> Mapping[str, int]:
+        return {"encoder_attentions": config.encoder_attention_heads // 2}  # between images and texts
 
 
 class GroundingDinoModel(GroundingDinoParallel, hf.GroundingDinoModel):

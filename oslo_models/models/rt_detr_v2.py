@@ -1,5 +1,8 @@
 """RT-DETR v2: RT-DETR with other scales of its samples. Convolutions are replicated. Its loss needs scipy."""
 
+from collections.abc import Collection
+from typing import Any
+
 from transformers import RTDetrV2Config
 from transformers.models.rt_detr_v2 import modeling_rt_detr_v2 as hf
 
@@ -7,9 +10,17 @@ from oslo_models.layers.entries import Replicated
 from oslo_models.models.rt_detr import RTDetrParallel
 
 
-class RTDetrV2Model(RTDetrParallel, hf.RTDetrV2Model):
+class RTDetrV2Parallel(RTDetrParallel):
+    """Sharding plan of the RT-DETR v2 family."""
+
+    @classmethod
+    def sampled_attentions(cls, config: Any) -> Collection[str]:
+        return ("cross_attentions",)
+
+
+class RTDetrV2Model(RTDetrV2Parallel, hf.RTDetrV2Model):
     pass
 
 
-class RTDetrV2ForObjectDetection(RTDetrParallel, hf.RTDetrV2ForObjectDetection):
+class RTDetrV2ForObjectDetection(RTDetrV2Parallel, hf.RTDetrV2ForObjectDetection):
     head_plan = {"class_embed": Replicated(), "bbox_embed": Replicated()}

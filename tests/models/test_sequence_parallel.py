@@ -72,7 +72,7 @@ def check_class(pool: Pool, name: str, model_type: str, n: int, seed: int) -> No
         raise AssertionError(text) from error
 
 
-@pytest.mark.drawn(24)
+@pytest.mark.drawn(25)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_class_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     draw = random.Random(f"{model_type} {seed}")
