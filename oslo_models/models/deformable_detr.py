@@ -50,7 +50,9 @@ class DeformableDetrParallel(DetrParallel):
         sampling: the attention that samples in a block of each stack.
     """
 
-    images = ("backbone", "position_embedding", "input_proj", "level_embed", "query_position_embeddings")
+    images: ClassVar[tuple[str, ...]] = (
+        *("backbone", "position_embedding", "input_proj", "level_embed", "query_position_embeddings"),
+    )
     after: ClassVar[Entries] = dict.fromkeys(
         (
             *("enc_output", "enc_output_norm", "pos_trans", "pos_trans_norm", "reference_points"),

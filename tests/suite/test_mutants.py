@@ -1094,7 +1094,6 @@ MUTANTS: dict[str, list[Caught]] = {
                 (norms_of_own_channels, "convnextv2"),
                 (channels_without_sum, "mobilevit"),
                 (points_without_sum_of_gradients, "deformable_detr"),
-                (samples_of_other_heads, "deformable_detr"),
                 (images_without_sum_of_gradients, "poolformer"),
                 (parameters_of_all_heads_without_sum_of_gradients, "got_ocr2"),
                 (means_of_own_features, "kosmos-2"),
@@ -1144,6 +1143,7 @@ MUTANTS: dict[str, list[Caught]] = {
         *[
             (mutant, "test_main_class_matches_transformers_on_three_ranks_with_beams", {"model_type": model_type})
             for mutant, model_type in (
+                (samples_of_other_heads, "deformable_detr"),
                 (key_values_count_on_all_their_ranks, "doge"),
                 (parameters_of_heads_without_sum_over_copies, "doge"),
                 (group_means_of_own_heads, "zaya"),
