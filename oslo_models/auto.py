@@ -173,8 +173,20 @@ class AutoModelForSemanticSegmentation(_Auto):
     mapping = "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES"
 
 
+class AutoModelForUniversalSegmentation(_Auto):
+    mapping = "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES"
+
+
+class AutoModelForMaskGeneration(_Auto):
+    mapping = "MODEL_FOR_MASK_GENERATION_MAPPING_NAMES"
+
+
 class AutoModelForObjectDetection(_Auto):
     mapping = "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES"
+
+
+class AutoModelForZeroShotObjectDetection(_Auto):
+    mapping = "MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION_MAPPING_NAMES"
 
 
 class AutoModelForAudioClassification(_Auto):
@@ -195,3 +207,7 @@ class AutoModelForCTC(_Auto):
 
 class AutoModelForSpeechSeq2Seq(_Auto):
     mapping = "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"
+
+
+class AutoModelForTextToWaveform(_Auto):
+    mapping = "MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES"

@@ -37,6 +37,9 @@ MORE_MAPPINGS = {
     "AutoModelForMultimodalLM": auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     "AutoModelForCTC": auto.MODEL_FOR_CTC_MAPPING_NAMES,
 }
+TIED_HEADS = ("deformable_detr", "grounding-dino", "mm-grounding-dino", "rt_detr_v2")
+"""Model types with a head for each block of the decoder. transformers ties them, and fails with one block."""
+DETECTORS = ("conditional_detr", "deformable_detr", "detr", "table-transformer")
 COLUMNS = ("model type", "classes", "tp", "pp", "ep", "sp", "cp", "fused", "kind of model, and what stays replicated")
 DEPTHS = {
     *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
@@ -186,7 +189,9 @@ def _fused_operations(cls: Any) -> list[str]:
         for name, value in WITHOUT_DEFAULT.items():
             if getattr(each, name, value) is None:
                 setattr(each, name, value)
-    if config.model_type == "detr":  # the default backbone is from a package that may be missing
+    if config.model_type in TIED_HEADS:
+        config.decoder_layers = 2
+    if config.model_type in DETECTORS:  # their default backbone is from a package that may be missing
         config.backbone_config = CONFIG_MAPPING["resnet"]()
     if vars(config).get("num_key_value_heads", 0) is None:  # the default of HunYuan
         config.num_key_value_heads = config.num_attention_heads

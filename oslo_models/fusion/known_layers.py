@@ -350,6 +350,11 @@ CALL_EAGER_ATTENTION = _names("""
     mllama.MllamaVisionAttention paddleocr_vl.PaddleOCRAttention paddleocr_vl.PaddleOCRVisionAttention
     siglip2.Siglip2Attention videomae.VideoMAESelfAttention wav2vec2_conformer.Wav2Vec2ConformerSelfAttention
     yolos.YolosSelfAttention
+    conditional_detr.ConditionalDetrDecoderCrossAttention conditional_detr.ConditionalDetrDecoderSelfAttention
+    conditional_detr.ConditionalDetrSelfAttention deformable_detr.DeformableDetrSelfAttention owlv2.Owlv2Attention
+    owlvit.OwlViTAttention rt_detr.RTDetrSelfAttention rt_detr_v2.RTDetrV2SelfAttention
+    seamless_m4t.SeamlessM4TAttention seamless_m4t.SeamlessM4TConformerSelfAttention
+    seamless_m4t_v2.SeamlessM4Tv2Attention seamless_m4t_v2.SeamlessM4Tv2ConformerSelfAttention
     audioflamingo3.AudioFlamingo3Attention canary.CanaryCrossAttention canary.CanarySelfAttention
     cohere_asr.CohereAsrCrossAttention cohere_asr.CohereAsrSelfAttention fun_asr_nano.FunAsrNanoAttention
     glmasr.GlmAsrAttention

@@ -71,11 +71,8 @@ class AttentionOutputs:
         passed = {id(leaf) for leaf in tree_leaves(given)}
         if any(id(leaf) in passed for leaf in tree_leaves(value) if leaf is not None):
             return value
-        heads, dim = (
-            known.get(f"{side}_{name}", known.get(name, default))
-            for known, default in ((self.joined, 0), (self.dims, 1))
-        )
-        gather = partial(_all_joined_heads, self.tp, heads) if heads else partial(_all_heads, self.tp, self.groups, dim)
+        joined, dim = (known.get(f"{side}_{name}", known.get(name, 0)) for known in (self.joined, self.dims))
+        gather = partial(_all_heads, self.tp, self.groups, joined, dim)
         return tree_map_only(Tensor, gather, tuple(value))
 
 
@@ -120,14 +117,18 @@ def _leave(
     return None
 
 
-def _all_heads(tp: Axis, groups: int, dim: int, weights: Tensor) -> Tensor:
+def _all_heads(tp: Axis, groups: int, joined: int, dim: int, weights: Tensor) -> Tensor:
     """Gather attention weights of all heads. Ranks may have different numbers of heads in each of the groups.
 
     Args:
-        dim: the dimension of the heads.
+        joined: the number of all heads in weights of three dimensions, ``[rows * heads, queries, keys]``.
+        dim: the dimension of the heads; 0 for the third one from the end.
     """
+    if joined and weights.dim() == 3:
+        return _all_joined_heads(tp, joined, weights)
     if weights.dim() < 4:
         return weights  # transformers records the output of Qwen's attention over patches in place of its weights
+    dim = dim or weights.dim() - 3
     grouped = weights.unflatten(dim, (groups, -1))
     return gather_from(tp, grouped, dim + 1, _sizes(tp, grouped, dim + 1)).flatten(dim, dim + 1)
 

@@ -143,7 +143,7 @@ class ParallelModel(
 
     @classmethod
     def attention_dims(cls, config: PreTrainedConfig) -> Mapping[str, int]:
-        """Return the dimension of the heads in outputs with attention weights, if it is not the second one."""
+        """Return the dimension of the heads in outputs with attention weights, if it is not the third from the end."""
         return {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -98,6 +98,10 @@ class SeededByName(TorchDispatchMode):
 _BY_FANS = {
     *("SiglipAttention", "SiglipMLP", "Siglip2Attention", "Siglip2MLP"),
     *("Wav2Vec2BertSelfAttention", "Wav2Vec2ConformerSelfAttention"),
+    *("DeformableDetrMultiscaleDeformableAttention", "RTDetrMultiscaleDeformableAttention"),
+    *("RTDetrV2MultiscaleDeformableAttention", "GroundingDinoMultiscaleDeformableAttention"),
+    *("GroundingDinoBiMultiHeadAttention", "MMGroundingDinoMultiscaleDeformableAttention"),
+    "MMGroundingDinoBiMultiHeadAttention",
 }
 """Layers whose weights some architectures draw by the numbers of inputs and outputs."""
 

@@ -1,6 +1,5 @@
 """LongT5: T5 with windows of attention in the encoder, and optionally with sums of blocks of tokens as global keys."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +29,6 @@ class LongT5Parallel(T5Parallel):
         return replace(
             plan, blocks={**plan.blocks, "encoder.block": block}, optional=(*plan.optional, *biases)
         ).with_rules(copied_from_first_block=biases)
-
-    @classmethod
-    def attention_dims(cls, config: Any) -> Mapping[str, int]:
-        """Return the dimension of heads in the encoder's windows: behind rows and windows."""
-        return dict.fromkeys(("encoder_attentions", "attentions")[: 3 - len(cls.stacks)], 2)
 
 
 class LongT5Model(LongT5Parallel, hf.LongT5Model):

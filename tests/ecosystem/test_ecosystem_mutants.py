@@ -270,7 +270,7 @@ SLOW: dict[str, list[Row]] = {
             {"model_type": "longcat_flash"},
         ),
         ("models.codegen:CodeGenParallel.attention_groups", "4", "1", OPTIONAL, {"model_type": "codegen"}),
-        ("models.longt5:LongT5Parallel.attention_dims", ", 2)", ", 1)", OPTIONAL, {"model_type": "longt5"}),
+        ("modeling.attention_outputs:_all_heads", "weights.dim() - 3", "1", OPTIONAL, {"model_type": "longt5"}),
         ("models.diffllama:DiffLlamaParallel.attention_groups", "2", "1", OPTIONAL, {"model_type": "diffllama"}),
         ("models.rwkv:RecurrentStateLayer.forward", "self.completes", "False", OPTIONAL, {"model_type": "rwkv"}),
         ("sharding.local_config:LocalConfig.get_text_config", "text is self._full", "False", OPTIONAL, AFMOE),

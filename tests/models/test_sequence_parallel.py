@@ -51,7 +51,7 @@ def check_step(step: Step, n: int, divides: bool = True, options: Mapping[str, A
         model.zero_grad()
 
 
-@pytest.mark.drawn(52)
+@pytest.mark.drawn(54)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_configuration_matches_transformers(pool: Pool, model_type: str, n: int, seed: int) -> None:
@@ -72,7 +72,7 @@ def check_class(pool: Pool, name: str, model_type: str, n: int, seed: int) -> No
         raise AssertionError(text) from error
 
 
-@pytest.mark.drawn(26)
+@pytest.mark.drawn(27)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_drawn_class_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     draw = random.Random(f"{model_type} {seed}")

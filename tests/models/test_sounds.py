@@ -127,6 +127,46 @@ def test_transcripts_of_ctc_models_match_transformers(pool: Pool, model_type: st
     pool.run(2, check_transcripts, name, config, model.state_dict(), batch, expected)
 
 
+CODES = {
+    **{"text_decoder_lang_to_code_id": {"eng": 5}, "t2u_lang_code_to_id": {"eng": 3}},
+    **{"vocoder_lang_code_to_id": {"eng": 1}, "char_to_id": {chr(97 + i): 3 + i for i in range(26)}},
+    "id_to_text": {str(i): chr(97 + i % 26) * (1 + i % 3) for i in range(101)},
+}
+"""Tables of languages and of characters in the generation configuration of SeamlessM4T."""
+
+
+def speak(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    for name, table in CODES.items():
+        setattr(model.generation_config, name, table)
+    with lifted_casts():
+        spoken: tuple[Tensor, ...] = model.eval().generate(**batch, tgt_lang="eng", max_new_tokens=6)
+    return spoken
+
+
+def check_speech(name: str, config: PreTrainedConfig, weights: Any, batch: Any, expected: tuple[Tensor, ...]) -> None:
+    waveform, lengths = speak(parallel_model(name, config, weights, 2), batch)
+    assert torch.equal(lengths, expected[1])
+    assert not differences("waveform", waveform, expected[0], TOLERANCE)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SeamlessM4TForTextToSpeech", "SeamlessM4Tv2ForTextToSpeech"),
+        *("SeamlessM4TForSpeechToSpeech", "SeamlessM4Tv2ForSpeechToSpeech"),
+    ],
+)
+def test_speech_of_seamless_m4t_matches_transformers(pool: Pool, name: str, seed: int) -> None:
+    config = zoo.config("seamless_m4t_v2" if "v2" in name else "seamless_m4t")
+    batch = {key: value for key, value in zoo.batch(name, config, seed).items() if "label" not in key}
+    batch = {key: value for key, value in batch.items() if not key.startswith("decoder")}
+    model = reference_model(name, config, seed)
+    expected = speak(model, batch)
+    assert expected[0].abs().max() > 0
+    pool.run(2, check_speech, name, config, model.state_dict(), batch, expected)
+
+
 @pytest.mark.parametrize("model_type", ["voxtral", "qwen3_asr", "granite_speech"])
 def test_auto_classes_of_texts_and_of_transcripts_agree(model_type: str) -> None:
     config, name = zoo.config(model_type), zoo.main_head(model_type)

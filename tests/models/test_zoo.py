@@ -238,10 +238,19 @@ def test_losses_with_their_own_denominator_match_on_stages(
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", ["DetrForObjectDetection", "DetrForSegmentation", "YolosForObjectDetection"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("DetrForObjectDetection", "DetrForSegmentation", "YolosForObjectDetection"),
+        *("TableTransformerForObjectDetection", "ConditionalDetrForObjectDetection", "ConditionalDetrForSegmentation"),
+        *("DeformableDetrForObjectDetection", "RTDetrForObjectDetection", "RTDetrV2ForObjectDetection"),
+        *("GroundingDinoForObjectDetection", "MMGroundingDinoForObjectDetection"),
+    ],
+)
 def test_losses_of_matched_objects_match_transformers(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
     pytest.importorskip("scipy")  # transformers' matching uses it
-    config = zoo.config("detr", auxiliary_loss=True) if name.startswith("Detr") else zoo.config("yolos")
+    model_type = next(kind for kind in registry.ARCHITECTURES if name in registry.model_classes(kind))
+    config = zoo.config(model_type, **({"auxiliary_loss": True} if "Detr" in name else {}))
     batch, generator = zoo.batch(name, config, seed), torch.Generator().manual_seed(seed)
     batch["labels"] = [  # type: ignore[assignment]
         {
@@ -422,7 +431,8 @@ def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
     "task",
     [
         *("ImageClassification", "VideoClassification", "SemanticSegmentation", "ObjectDetection"),
-        *("AudioClassification", "AudioFrameClassification", "AudioXVector", "CTC", "SpeechSeq2Seq"),
+        *("ZeroShotObjectDetection", "UniversalSegmentation", "MaskGeneration"),
+        *("AudioClassification", "AudioFrameClassification", "AudioXVector", "CTC", "SpeechSeq2Seq", "TextToWaveform"),
     ],
 )
 def test_auto_classes_of_images_and_sounds_find_the_classes_of_the_zoo(task: str) -> None:

@@ -57,6 +57,7 @@ from oslo_models.modeling import token_division as modeling_division
 from oslo_models.models import (
     convnextv2,
     dbrx,
+    deformable_detr,
     doge,
     gemma3n_text,
     gpt2,
@@ -635,6 +636,21 @@ def means_without_sum_of_gradients(patch: Patch) -> None:
     patch.setattr(norm, "copy_to", lambda axis, x: x)
 
 
+def points_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(deformable_detr, "copy_to", lambda axis, x: x)
+
+
+def samples_of_other_heads(patch: Patch) -> None:
+    right = deformable_detr.sampling_attention
+
+    def sampling_attention(name: str, heads: EvenSplit, samples: int) -> Any:
+        entries = right(name, heads, samples)
+        reversed_heads = Reversed(heads.count, heads.width)
+        return {**entries, f"{name}.value_proj": deformable_detr.ColumnParallel(reversed_heads)}
+
+    patch.setattr(deformable_detr, "sampling_attention", sampling_attention)
+
+
 def channels_without_sum(patch: Patch) -> None:
     patch.setattr(channels, "reduce_from", lambda axis, x: x)
 
@@ -1081,6 +1097,7 @@ MUTANTS: dict[str, list[Caught]] = {
                 (hidden_states_without_sum_of_gradients, "wavlm"),
                 (norms_of_own_channels, "convnextv2"),
                 (channels_without_sum, "mobilevit"),
+                (points_without_sum_of_gradients, "deformable_detr"),
                 (images_without_sum_of_gradients, "poolformer"),
                 (parameters_of_all_heads_without_sum_of_gradients, "got_ocr2"),
                 (embeddings_scaled_on_each_stage, "t5gemma"),
@@ -1131,6 +1148,7 @@ MUTANTS: dict[str, list[Caught]] = {
         *[
             (mutant, "test_main_class_matches_transformers_on_three_ranks_with_beams", {"model_type": model_type})
             for mutant, model_type in (
+                (samples_of_other_heads, "deformable_detr"),
                 (key_values_count_on_all_their_ranks, "doge"),
                 (parameters_of_heads_without_sum_over_copies, "doge"),
                 (group_means_of_own_heads, "zaya"),

@@ -41,6 +41,7 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activa
 
 NO_OPTIONS = {
     # options that change the outputs, the execution or the kind of model
+    *("two_stage", "with_box_refine", "two_stage_bbox_embed_share"),  # need another option
     "use_decoder_only_language_model",  # follows from the text model
     "moe_apply_router_weight_on_input",  # transformers refuses it
     "output_router_logits",  # pipeline stages refuse its auxiliary loss; separate tests cover it
@@ -392,6 +393,27 @@ def _fit_detr(values: Values, draw: random.Random) -> None:
     values["decoder_attention_heads"] = draw.choice((4, 8))
 
 
+def _fit_sampling(values: Values, draw: random.Random) -> None:
+    # norms in 32 groups, and heads with a power of two as width
+    sizes = ((32, 4, 8), (32, 8, 4), (96, 3, 6), (96, 6, 3))
+    values["d_model"], values["encoder_attention_heads"], values["decoder_attention_heads"] = draw.choice(sizes)
+
+
+def _fit_seamless(values: Values, draw: random.Random) -> None:
+    heads = (values["encoder_attention_heads"], values["decoder_attention_heads"])
+    for stack in ("speech_encoder", "t2u_encoder", "t2u_decoder"):
+        values[f"{stack}_attention_heads"] = draw.choice(heads)
+    if "t2u_variance_predictor_embed_dim" in values:
+        values["t2u_variance_predictor_embed_dim"] = values["hidden_size"]
+
+
+def _fit_rt_detr(values: Values, draw: random.Random) -> None:
+    # heads with a power of two as width, and sines and cosines of two coordinates
+    encoder, decoder = values["encoder_attention_heads"], values["decoder_attention_heads"]
+    values["encoder_hidden_dim"], values["d_model"] = encoder * draw.choice((4, 8)), decoder * draw.choice((4, 8))
+    values["decoder_in_channels"] = [values["encoder_hidden_dim"]] * 3
+
+
 def _fit_helium(values: Values, draw: random.Random) -> None:
     values["hidden_size"] = values["num_attention_heads"] * values["head_dim"]
 
@@ -576,7 +598,10 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v3": _fit_latent_attention,
     "deepseek_v32": _fit_low_rank_query,
     "deepseek_v4": _fit_deepseek_v4,
-    "detr": _fit_detr,
+    "deformable_detr": _fit_sampling,
+    **dict.fromkeys(("rt_detr", "rt_detr_v2"), _fit_rt_detr),
+    **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), _fit_seamless),
+    **dict.fromkeys(("conditional_detr", "detr", "table-transformer"), _fit_detr),
     "diffllama": _fit_diffllama,
     "dinov3_vit": _fit_dinov3,
     "dory": _fit_dory,
@@ -729,6 +754,19 @@ def _configured(
         _sizes(own, own.get("model_type", "" if part == "rope_parameters" else model_type), draw)
     if model_type in ("siglip", "siglip2"):
         values["text_config"]["projection_size"] = values["vision_config"]["hidden_size"]
+    if model_type in ("sam", "sam_hq"):  # two position features for each channel of the decoder
+        heads = values["mask_decoder_config"]["num_attention_heads"] = draw.randint(3, 5)
+        width = values["mask_decoder_config"]["hidden_size"] = 8 * heads
+        values["prompt_encoder_config"]["hidden_size"] = values["vision_config"]["output_channels"] = width
+        values["vision_config"]["num_pos_feats"] = width // 2
+        if "vit_dim" in values["mask_decoder_config"]:
+            values["mask_decoder_config"]["vit_dim"] = values["vision_config"]["hidden_size"]
+    if "text_config" in values and "backbone_config" in values:  # Grounding DINO
+        values["decoder_attention_heads"] = draw.choice((3, 6))
+        values["encoder_ffn_dim"], values["decoder_ffn_dim"] = 6 * draw.randint(4, 7), draw.randint(17, 45)
+        values["encoder_layers"], values["decoder_layers"] = draw.randint(1, 3), draw.randint(2, 3)
+    if model_type in ("owlv2", "owlvit"):
+        values["projection_dim"] = values["text_config"]["hidden_size"]
     if model_type == "paligemma":
         values["projection_dim"] = values["text_config"]["hidden_size"]
     if model_type == "depth_anything":

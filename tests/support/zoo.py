@@ -117,6 +117,7 @@ _PATCHES = {"image_size": 12, "patch_size": 4}
 _VIT: dict[str, Any] = {**_BERT, **_PATCHES, "encoder_stride": 4, "problem_type": "single_label_classification"}
 _DINO: dict[str, Any] = {**_VIT, "mlp_ratio": 2, "layerscale_value": 0.7}
 _CLIP = {**_BERT, "projection_dim": 7}
+_OWL = {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}, "projection_dim": 24}
 _WAV2VEC2: dict[str, Any] = {
     **_BERT,
     **{"conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_feat_extract_layers": 2},
@@ -145,8 +146,38 @@ _DETR: dict[str, Any] = {
         **{"embedding_size": 4, "hidden_sizes": [4, 6, 8, 10], "out_features": [f"stage{i}" for i in (1, 2, 3, 4)]},
     },
 }
+_SAMPLING: dict[str, Any] = {
+    **{**_DETR, "d_model": 96, "encoder_attention_heads": 6, "decoder_attention_heads": 3, "decoder_n_points": 3},
+    "backbone_config": {**_DETR["backbone_config"], "out_features": ["stage2", "stage3", "stage4"]},
+}
+_TWO_STAGES = {"two_stage": True, "with_box_refine": True, "two_stage_num_proposals": 5}
+_RT_DETR: dict[str, Any] = {
+    **{"d_model": 24, "encoder_hidden_dim": 24, "encoder_attention_heads": 6, "decoder_attention_heads": 3},
+    **{"encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 35, "decoder_ffn_dim": 33, "num_queries": 5},
+    **{"encoder_in_channels": [6, 8, 10], "decoder_in_channels": [24, 24, 24], "decoder_n_points": 3},
+    **{"num_denoising": 4, "auxiliary_loss": False},
+    "backbone_config": {**_SAMPLING["backbone_config"], "model_type": "rt_detr_resnet"},
+}
+_GROUNDING_DINO: dict[str, Any] = {
+    **{**_SAMPLING, "num_feature_levels": 4, "encoder_n_points": 2, "encoder_ffn_dim": 30, "max_text_len": 12},
+    "text_config": {**_BERT, **TOKENS, "model_type": "bert", "vocab_size": 110},  # with the separator of texts, 102
+}
 _SPEECH: dict[str, Any] = {**_BART, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}
 
+_SEAMLESS: dict[str, Any] = {
+    **{"hidden_size": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 35, "decoder_ffn_dim": 33},
+    **{"encoder_attention_heads": 6, "decoder_attention_heads": 4, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    **{"speech_encoder_layers": 2, "speech_encoder_attention_heads": 3, "speech_encoder_intermediate_size": 35},
+    **{"speech_encoder_layerdrop": 0.0, "feature_projection_input_dim": 5, "conv_depthwise_kernel_size": 3},
+    **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "max_source_positions": 40},
+    **{"adaptor_kernel_size": 4, "adaptor_stride": 2, "max_position_embeddings": 64, "decoder_start_token_id": 2},
+    **{"t2u_vocab_size": 29, "t2u_encoder_layers": 2, "t2u_decoder_layers": 2, "t2u_encoder_ffn_dim": 17},
+    **{"t2u_decoder_ffn_dim": 19, "t2u_encoder_attention_heads": 4, "t2u_decoder_attention_heads": 3},
+    **{"t2u_max_position_embeddings": 64, "unit_hifi_gan_vocab_size": 31, "unit_embed_dim": 8, "lang_embed_dim": 3},
+    **{"spkr_embed_dim": 5, "upsample_initial_channel": 8, "upsample_rates": [2, 2], "upsample_kernel_sizes": [4, 4]},
+    **{"resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1, 3]], "vocoder_num_langs": 3},
+    **{"vocoder_num_spkrs": 3, "vocoder_offset": 0},
+}
 _LINEAR: dict[str, Any] = {
     **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 4},
     "layer_types": ["linear_attention", "full_attention"],
@@ -315,7 +346,8 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"patch_size": 4, "reassemble_factors": [2, 1], "neck_hidden_sizes": [4, 5], "fusion_hidden_size": 6},
         **{"head_hidden_size": 3, "reassemble_hidden_size": 24},
     },
-    "detr": _DETR,
+    "deformable_detr": {**_SAMPLING, "num_feature_levels": 4, "encoder_n_points": 2},
+    **dict.fromkeys(("conditional_detr", "detr", "table-transformer"), _DETR),
     "dinov2": {**_DINO, "use_swiglu_ffn": True},
     "dinov2_with_registers": _DINO,
     "dinov3_vit": {**_VIT, "layerscale_value": 0.7, "num_register_tokens": 2, "pos_embed_rescale": None},
@@ -387,6 +419,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "granitemoe_swa": {**_MOE_OF_GRANITE, **_WINDOW, "layer_rope_theta": [10000.0, 0]},
     "granitemoeshared": _MOE_OF_GRANITE,
     "gte": {**_BERT, "type_vocab_size": 2},
+    **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), _GROUNDING_DINO),
     "helium": {**_LLAMA, "head_dim": 4},
     "idefics3": {
         **{"text_config": {**_LLAMA, **TOKENS, "model_type": "llama"}, **_SEEING},
@@ -842,13 +875,36 @@ MORE: dict[str, Mapping[str, Any]] = {
     "roberta": _BERT,
     "roformer": {**_BERT, "embedding_size": 20, "is_decoder": True},
     "seed_oss": _LLAMA,
+    "seamless_m4t": _SEAMLESS,
+    "seamless_m4t_v2": {
+        **{**_SEAMLESS, "position_embeddings_type": "relative_key", "char_vocab_size": 31},
+        **{"left_max_position_embeddings": 4, "right_max_position_embeddings": 2},
+        **{"t2u_variance_predictor_embed_dim": 24, "t2u_variance_predictor_hidden_dim": 9},
+    },
     "segformer": {
         **{"image_size": 32, "num_encoder_blocks": 2, "depths": [2, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 12]},
         **{"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 3], "mlp_ratios": [2, 3]},
         **{"decoder_hidden_size": 10, "problem_type": "single_label_classification"},
     },
+    "sam": {
+        "vision_config": {**_SAM, "output_channels": 24, "num_pos_feats": 12},
+        "prompt_encoder_config": {"hidden_size": 24, "image_size": 16, "patch_size": 2, "mask_input_channels": 8},
+        "mask_decoder_config": {
+            **{"hidden_size": 24, "mlp_dim": 17, "num_hidden_layers": 2, "num_attention_heads": 3},
+            **{"iou_head_hidden_dim": 7, "num_multimask_outputs": 2},
+        },
+    },
+    "sam_hq": {
+        "vision_config": {**_SAM, "output_channels": 24, "num_pos_feats": 12},
+        "prompt_encoder_config": {"hidden_size": 24, "image_size": 16, "patch_size": 2, "mask_input_channels": 8},
+        "mask_decoder_config": {
+            **{"hidden_size": 24, "mlp_dim": 17, "num_hidden_layers": 2, "num_attention_heads": 3, "vit_dim": 24},
+            **{"iou_head_hidden_dim": 7, "num_multimask_outputs": 2},
+        },
+    },
     "siglip2": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, "patch_size": 4, "num_patches": 9}},
     "siglip": {"text_config": {**_BERT, **TOKENS}, "vision_config": {**_BERT, **_PATCHES}},
+    **dict.fromkeys(("owlv2", "owlvit"), _OWL),
     "metaclip_2": {"text_config": {**_CLIP, **TOKENS}, "vision_config": {**_CLIP, **_PATCHES}, "projection_dim": 7},
     "hiera": {
         **{"image_size": [16, 16], "patch_size": [3, 3], "patch_stride": [2, 2], "patch_padding": [1, 1]},
@@ -1452,6 +1508,8 @@ MORE: dict[str, Mapping[str, Any]] = {
     "doge": {**_LLAMA, "keep_window_size": 4},
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
     "hrm_text": {**_LLAMA, "L_cycles": 2, "embedding_scale": 3.0},
+    "rt_detr": _RT_DETR,
+    "rt_detr_v2": {**_RT_DETR, "decoder_n_levels": 3},
     "rwkv": {
         **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 3, "context_length": 32},
         "rescale_every": 1,
@@ -1625,6 +1683,7 @@ MORE |= {
 MORE = {kind: values for kind, values in MORE.items() if kind in registry.ARCHITECTURES}
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "deformable_detr-two-stages": ("deformable_detr", {**MORE["deformable_detr"], **_TWO_STAGES}),
     "mvp-prompts": ("mvp", {**_BART, "use_prompt": True, "prompt_length": 5, "prompt_mid_dim": 11}),
     "doge-experts": (
         "doge",
@@ -1711,7 +1770,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
-_PAIRS = ("clip", "metaclip_2", "siglip", "siglip2")
+_PAIRS = ("clip", "grounding-dino", "metaclip_2", "mm-grounding-dino", "owlv2", "owlvit", "siglip", "siglip2")
 CAPTIONS = (
     *("blip", "blip-2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "pix2struct"),
     *("pp_formulanet", "udop"),
@@ -1738,6 +1797,10 @@ LEFT_OUT: dict[str, set[str]] = {
         "Gemma3TextModel",
     },
     "gemma4": {"Gemma4AudioModel", "Gemma4ForCausalLM", "Gemma4TextModel"},
+    "seamless_m4t": {  # parts of the other classes
+        *("SeamlessM4TCodeHifiGan", "SeamlessM4THifiGan", "SeamlessM4TTextToUnitForConditionalGeneration"),
+        "SeamlessM4TTextToUnitModel",
+    },
     # transducers
     "parakeet_ctc": {"ParakeetForRNNT", "ParakeetForTDT"},
     # backbones, and a class with labels for masked patches alone
@@ -1866,7 +1929,8 @@ SLOW_TESTS_ONLY = {
     *("omniasr_ctc", "glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
-    "kimi_k25",
+    *("conditional_detr", "deformable_detr", "grounding-dino", "kimi_k25", "owlv2", "rt_detr", "rt_detr_v2"),
+    *("mm-grounding-dino", "sam_hq", "seamless_m4t_v2", "table-transformer"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
@@ -1953,6 +2017,7 @@ def lm_heads(variant: str) -> list[str]:
         "SequenceForGeneration",
         "ForCausalImageModeling",
         "ForVisionText2Text",
+        *("ForTextToText", "ForTextToSpeech", "ForSpeechToText", "ForSpeechToSpeech", "M4TModel", "M4Tv2Model"),
     )
     named = [name for name in heads(variant) if name.endswith(endings) and not name.startswith(("VideoMAE", "ViTMAE"))]
     return [name for name in named if "sampled_negative_indices" not in parameters_of_forward(name)]  # no audio
@@ -1968,6 +2033,7 @@ def main_head(variant: str) -> str:
     is_decoder = MORE.get(variant, {}).get("is_decoder")
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "ForVisionText2Text", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
+    text = (*text, "ForTextToText")
     text = (*text, "RagTokenForGeneration") if variant == "rag-token" else text
     pairs = ("CLIPModel", "MetaClip2Model", "SiglipModel", "Siglip2Model")
     order = (*text, *pairs, "ForCTC", "ForImageClassification", "ForObjectDetection")
@@ -2027,7 +2093,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     if (
         original(name).main_input_name != "input_ids"
         or "input_ids" not in known
-        or name.startswith(("CLIP", "MetaClip", "Siglip"))
+        or name.startswith(("CLIP", "MetaClip", "Owl", "Siglip"))
     ):
         return _signals(name, config, generator, dtype)
     if "context_input_ids" in known:
@@ -2040,6 +2106,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     sees = "pixel_values" in known and not name.startswith("LayoutLMv3")  # beside text
     hears = bool({"input_features", "input_values", "audio_input_ids"} & known.keys())
     hears &= not sees or getattr(config, "audio_config", None) is not None
+    hears &= not name.startswith("Seamless")  # it reads text or sounds
     longer = {
         **{"deepseek_ocr2": 445, "florence2": 18, "emu3": 20, "hunyuan_vl": 24, "hy_v4_vl": 20, "ovis2": 18},
         "step3p7": 22,
@@ -2537,14 +2604,17 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         given[main][:, -2] = 1
         if "pixel_values" in known:
             given |= {"pixel_values": torch.randn(shapes["pixel_values"], generator=generator, dtype=dtype)}
-            given["return_loss"] = True  # type: ignore[assignment]
+            if "return_loss" in known:
+                given["return_loss"] = True  # type: ignore[assignment]
+            else:  # two texts for each image
+                given[main] = torch.cat((given[main], integers(3, 101, *shapes[main])))
     if "attention_mask" in known and main != "pixel_values" and not name.startswith(("AST", "Whisper")):
-        given["attention_mask"] = torch.ones(shapes[main][:2], dtype=torch.long)
+        given["attention_mask"] = torch.ones(len(given[main]), shapes[main][1], dtype=torch.long)
         given["attention_mask"][1, -shapes[main][1] // 4 :] = 0
     if "padding_mask" in known:
         given["padding_mask"] = torch.ones(rows, 200, dtype=torch.long)
         given["padding_mask"][1, -50:] = 0
-    if name.endswith(("ForConditionalGeneration", "ForCTC", "EncoderDecoderModel")):
+    if name.endswith(("ForConditionalGeneration", "ForCTC", "EncoderDecoderModel", "ToText", "ToSpeech")):
         vocab = getattr(config, "decoder", config).vocab_size
         given["labels"] = integers(3, vocab, rows, 7)
         given["labels"][2, -2:] = ignored_label(name, config)
@@ -2556,7 +2626,9 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     elif name.endswith("ForSemanticSegmentation"):
         given["labels"] = integers(0, 2, rows, *shapes[main][-2:])
         given["labels"][0, :3] = config.semantic_loss_ignore_index
-    elif "labels" in known and not name.endswith(("ForObjectDetection", "Segmentation", "ForDepthEstimation")):
+    elif "labels" in known and not (
+        name.startswith("RTDetr") or name.endswith(("ForObjectDetection", "Segmentation", "ForDepthEstimation"))
+    ):
         # the first two need another package, and the last is not trained
         given["labels"] = integers(0, 2, rows)
     elif "decoder_input_ids" in known:
@@ -2566,6 +2638,10 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
     if "pixel_mask" in known:
         given["pixel_mask"] = torch.ones(shapes[main][0], *shapes[main][2:], dtype=torch.long)
         given["pixel_mask"][1, :, -40:] = 0
+    if "pixel_mask" in known and "input_ids" in known:  # Grounding DINO, with two texts for each image
+        given |= {"input_ids": integers(3, 100, rows, 9), "attention_mask": torch.ones(rows, 9, dtype=torch.long)}
+        given["input_ids"][:, 0], given["input_ids"][:, 4], given["input_ids"][:, -3] = 101, 102, 102
+        given["input_ids"][2, -2:], given["attention_mask"][2, -2:] = 0, 0
     if name.endswith("ForMaskedImageModeling"):
         given["bool_masked_pos"] = integers(0, 2, rows, positions).bool()
     if name.startswith("VideoMAE") and "bool_masked_pos" in known:  # as many patches of each video
@@ -2573,6 +2649,9 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         given["bool_masked_pos"] = order < positions // 2
     if "noise" in known:
         given["noise"] = torch.rand(rows, positions, generator=generator, dtype=dtype)
+    if "input_points" in known:  # two objects of an image, each with three points, one of them padding
+        given["input_points"] = torch.rand(rows, 2, 3, 2, generator=generator, dtype=dtype) * shapes[main][-1]
+        given["input_labels"] = torch.tensor([[1, 0, -1], [1, 1, -10]]).repeat(rows, 1, 1)
     if "spatial_shapes" in known:
         given["spatial_shapes"] = torch.tensor([[2, 4], [2, 3], [1, 5]])
         given["pixel_attention_mask"] = (torch.arange(8) < given["spatial_shapes"].prod(-1, keepdim=True)).long()
