@@ -530,12 +530,12 @@ from oslo_models.models.granitemoehybrid import GraniteMoeHybridForCausalLM as G
 from oslo_models.models.granitemoehybrid import GraniteMoeHybridModel as GraniteMoeHybridModel
 from oslo_models.models.granitemoeshared import GraniteMoeSharedForCausalLM as GraniteMoeSharedForCausalLM
 from oslo_models.models.granitemoeshared import GraniteMoeSharedModel as GraniteMoeSharedModel
+from oslo_models.models.grounding_dino import GroundingDinoForObjectDetection as GroundingDinoForObjectDetection
+from oslo_models.models.grounding_dino import GroundingDinoModel as GroundingDinoModel
 from oslo_models.models.gte import GteForMaskedLM as GteForMaskedLM
 from oslo_models.models.gte import GteForSequenceClassification as GteForSequenceClassification
 from oslo_models.models.gte import GteForTokenClassification as GteForTokenClassification
 from oslo_models.models.gte import GteModel as GteModel
-from oslo_models.models.grounding_dino import GroundingDinoForObjectDetection as GroundingDinoForObjectDetection
-from oslo_models.models.grounding_dino import GroundingDinoModel as GroundingDinoModel
 from oslo_models.models.helium import HeliumForCausalLM as HeliumForCausalLM
 from oslo_models.models.helium import HeliumForSequenceClassification as HeliumForSequenceClassification
 from oslo_models.models.helium import HeliumForTokenClassification as HeliumForTokenClassification
@@ -1498,8 +1498,8 @@ from transformers import GraniteSpeechConfig as GraniteSpeechConfig
 from transformers import GraniteSpeechEncoderConfig as GraniteSpeechEncoderConfig
 from transformers import GraniteSpeechPlusConfig as GraniteSpeechPlusConfig
 from transformers import GraniteSpeechPlusEncoderConfig as GraniteSpeechPlusEncoderConfig
-from transformers import GteConfig as GteConfig
 from transformers import GroundingDinoConfig as GroundingDinoConfig
+from transformers import GteConfig as GteConfig
 from transformers import HYV3Config as HYV3Config
 from transformers import HYV4Config as HYV4Config
 from transformers import HYV4VLConfig as HYV4VLConfig
@@ -1948,8 +1948,8 @@ from transformers.models.granitemoe.modeling_granitemoe import GraniteMoePreTrai
 from transformers.models.granitemoe_swa.modeling_granitemoe_swa import GraniteMoeSWAPreTrainedModel as GraniteMoeSWAPreTrainedModel
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridPreTrainedModel as GraniteMoeHybridPreTrainedModel
 from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedPreTrainedModel as GraniteMoeSharedPreTrainedModel
-from transformers.models.gte.modeling_gte import GtePreTrainedModel as GtePreTrainedModel
 from transformers.models.grounding_dino.modeling_grounding_dino import GroundingDinoPreTrainedModel as GroundingDinoPreTrainedModel
+from transformers.models.gte.modeling_gte import GtePreTrainedModel as GtePreTrainedModel
 from transformers.models.helium.modeling_helium import HeliumPreTrainedModel as HeliumPreTrainedModel
 from transformers.models.hiera.modeling_hiera import HieraPreTrainedModel as HieraPreTrainedModel
 from transformers.models.hrm_text.modeling_hrm_text import HrmTextPreTrainedModel as HrmTextPreTrainedModel
