@@ -576,7 +576,7 @@ def test_steps_of_fixed_shapes_follow_drafts(
         monkeypatch.setattr(runner, "_replay", replayed)
         return runner
 
-    monkeypatch.setattr(running, "StepRunner", static)
+    monkeypatch.setattr(running, "runner_of", static)
     with lifted_casts(), torch.no_grad():
         found = running.together(model, calls, random.Random(seed), SMALL, expected)
     for mine, right in zip(found, expected, strict=True):
