@@ -361,7 +361,11 @@ def failing_stage(name: str, folder: Path, stages: int, failing: int, where: str
         folder, dtype=torch.float64, pipeline_parallel_size=stages
     )
     channel = SharedMemoryChannel(folder / "steps", rank, stages - 1, stages, 4096, stages)
-    limits, send = BatchLimits(2 * stages, 64, 8), lambda message, number: sent.append(message)
+    limits = admission.with_states(model.config, BatchLimits(2 * stages, 64, 8))
+
+    def send(message: Any, number: int) -> None:
+        sent.append(message)
+
     batch = RunningBatch(model.eval(), limits, channel, rank == stages - 1, send, set(), lambda: None, stages)
     requests = [
         Request(number, "generate", (), {key: call[key] for key in call.keys() - {"seed"}}, call["seed"], joins=True)
