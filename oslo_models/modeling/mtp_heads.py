@@ -165,12 +165,15 @@ class MtpHeads:
         mask = create_causal_mask(
             config=self.config, inputs_embeds=x, attention_mask=mask_BL, position_ids=positions_BL, **given
         )
+        # rotations of time, height and width have the positions of tokens
+        has_planes = hasattr(base.rotary_emb, "mrope_section")
+        planes = positions_BL[None].expand(3, -1, -1) if has_planes else positions_BL
         options = {cache_name(type(layer).forward): cache, "use_cache": cache is not None}
         x = layer(
             x,
             attention_mask=mask,
             position_ids=positions_BL,
-            position_embeddings=base.rotary_emb(x, position_ids=positions_BL),
+            position_embeddings=base.rotary_emb(x, position_ids=planes),
             **options,
         )
         normed: Tensor = head.norm(x[0] if isinstance(x, tuple) else x)

@@ -59,7 +59,8 @@ class PlainHead(nn.Module):
         if mask_BL is not None:
             seen_B1LL = seen_B1LL & mask_BL[:, None, None].bool() | torch.eye(length).bool()
         positions = torch.arange(first, first + length)[None]
-        rotations = whole.model.rotary_emb(x, positions)
+        planes = positions[None].expand(3, -1, -1) if "qwen3_5" in whole.config.model_type else positions
+        rotations = whole.model.rotary_emb(x, planes)
         bias = torch.zeros(seen_B1LL.shape, dtype=x.dtype).masked_fill(~seen_B1LL, -torch.inf)
         return self.norm(self.block(x, attention_mask=bias, position_ids=positions, position_embeddings=rotations))
 
