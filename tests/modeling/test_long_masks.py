@@ -103,7 +103,7 @@ def check_zoo(step: Step) -> None:
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.drawn(26)
+@pytest.mark.drawn(27)
 @pytest.mark.parametrize("model_type", list(zoo.MORE))
 def test_main_class_of_any_type_matches_transformers(pool: Pool, model_type: str, seed: int) -> None:
     """Masks are right in types that slice, join or change them, too."""

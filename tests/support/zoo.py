@@ -1110,7 +1110,10 @@ MORE: dict[str, Mapping[str, Any]] = {
     "swin": _WINDOWS,
     "swinv2": _WINDOWS,
     "t5gemma": {
-        "encoder": {**_LLAMA, **_WINDOW, **TOKENS, "query_pre_attn_scalar": 6},
+        "encoder": {  # with blocks on both of two stages
+            **{**_LLAMA, **TOKENS, "num_hidden_layers": 4, "layer_types": 2 * _WINDOW["layer_types"]},
+            **{"sliding_window": 4, "query_pre_attn_scalar": 6},
+        },
         "decoder": {**_LLAMA, **_WINDOW, **TOKENS, "query_pre_attn_scalar": 5, "hidden_size": 18, "head_dim": 4},
         "vocab_size": TOKENS["vocab_size"],
     },
