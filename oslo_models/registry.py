@@ -516,6 +516,7 @@ _SINCE = {
     **dict.fromkeys(("depth_anything", "dinov2_with_registers", "hy_v4_vl", "moss_transcribe_diarize"), (5, 24)),
     **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), (5, 24)),
     **dict.fromkeys(("apertus1p5", "inkling2", "inkling2_loop", "molmo2", "vibevoice_asr"), (5, 24)),
+    **dict.fromkeys(("rt_detr", "rt_detr_v2"), (5, 24)),
     **dict.fromkeys(("git", "gte", "hyperclovax_vision_v2", "minicpmv4_7"), (5, 18)),
     "minicpmv4_6": (5, 19),
     **dict.fromkeys(("minicpm_ocr", "video_llava"), (5, 21)),

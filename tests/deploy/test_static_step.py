@@ -110,7 +110,7 @@ def test_padded_steps_compute_the_logits_of_the_eager_ones(
         runners.append(Both(model, limits))
         return runners[-1]
 
-    monkeypatch.setattr(running, "StepRunner", both)
+    monkeypatch.setattr(running, "runner_of", both)
     with lifted_casts(), torch.no_grad():
         found = running.together(model, calls, random.Random(seed), BatchLimits(rows=6, length=32, chunk=4))
     for mine, right in zip(found, expected, strict=True):
