@@ -87,7 +87,7 @@ class Pipeline:
             stage.is_untied, stage.ties_words = True, stage.ties_words and False
             self._shared_axes = self._find_axes()
             model._mark_parameters()
-        if stage.ties_words not in (None, model.config.tie_word_embeddings):
+        if stage.ties_words not in (None, getattr(model.config, "tie_word_embeddings", None)):
             model.config.tie_word_embeddings = stage.ties_words
 
     @torch.no_grad()

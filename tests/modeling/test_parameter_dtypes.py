@@ -39,7 +39,7 @@ def check_loaded_dtypes(model_type: str, folder: str) -> None:
     assert dtypes(model) == expected and torch.float32 in expected.values()
 
 
-@pytest.mark.drawn(27)
+@pytest.mark.drawn(28)
 @pytest.mark.parametrize("model_type", list(registry.ARCHITECTURES))
 def test_parameters_have_the_types_of_transformers(pool: Pool, model_type: str, seed: int) -> None:
     pool.run(1, check_dtypes, model_type, ("bfloat16", "float16")[seed % 2])
