@@ -31,8 +31,7 @@ from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_o
 from oslo_models.modeling.weight_mapping import WeightMapping
 from oslo_models.sharding.plan import Plan
 
-_LEFT_OUT = ("deploy", "resize_token_embeddings", "mtp_heads", "mtp_loss_weight")
-_KEYS = ["enable", *(field.name for field in fields(Arguments) if field.name not in _LEFT_OUT)]
+_KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy", "resize_token_embeddings"))]
 
 
 def initialize(
@@ -127,6 +126,11 @@ def _arguments(section: Mapping[str, Any]) -> Arguments:
         *("context_parallel_size", "sequence_parallel", "tensor_parallel_shares", "blocks_per_stage", "schedule"),
         "tower_parallel",
     )
+    if section.get("mtp_heads"):
+        raise ValueError(
+            f"{PARALLELISM}.mtp_heads={section['mtp_heads']!r} is not possible: a loaded model has no heads. Use "
+            "from_pretrained_with_parallel(..., mtp_heads=True)"
+        )
     left_out = ("enable", *(() if enable else sizes))
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})
 

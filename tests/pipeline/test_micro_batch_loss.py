@@ -135,6 +135,7 @@ SEVERAL_LOSSES = {
     "BigBirdForPreTraining": "big_bird",
     "GPT2DoubleHeadsModel": "gpt2",
     "ErnieForPreTraining": "ernie",
+    "FNetForPreTraining": "fnet",
     "MegatronBertForPreTraining": "megatron-bert",
     "MobileBertForPreTraining": "mobilebert",
     "OpenAIGPTDoubleHeadsModel": "openai-gpt",
