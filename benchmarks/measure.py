@@ -190,7 +190,7 @@ def draft(
     is_drafting = peer.name.endswith(("-drafts", "-lookup"))
 
     def complete() -> list[list[int]]:
-        if hasattr(model, "generate_batch"):
+        if hasattr(model, "mesh"):  # models of transformers have such a method, too
             given = {"speculative_tokens": drafted, "speculative_model": draft_model} if is_drafting else {}
             return [each.generated_tokens for each in model.generate_batch(ids.tolist(), **options, **given).values()]
         if not is_drafting:
