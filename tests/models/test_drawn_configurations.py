@@ -47,6 +47,9 @@ def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path
     model = cls.from_pretrained_with_parallel(folder, tp, pp, size, gather_logits=True, **options).train()
     lines = token_differences(model, step.batch, tokens, GREEDY)  # before a step changes statistics
     model.train()
+    for module in model.modules():
+        if hasattr(module, "expert_capacity"):  # the routers of NLLB-MoE keep the capacity of the last evaluation
+            module.expert_capacity = step.config.expert_capacity
     torch.manual_seed(0)  # Wav2Vec2 samples its targets
     lines += step_differences(model, step) if pp == 1 else loop_differences(model, step)
     assert not lines, "\n".join(lines)
