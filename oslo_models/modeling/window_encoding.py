@@ -11,7 +11,7 @@ from oslo_models.cache_argument import NAMES
 
 
 class WindowEncoding(GenerationMixin):
-    """Last base of a class whose `generate` calls that of transformers for each window.
+    """Last base of a class with a `generate` for long inputs, which calls transformers' `generate` for each window.
 
     On pipeline stages, all stages encode a window together. Other models encode their whole input before `generate`.
     """

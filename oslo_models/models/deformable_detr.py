@@ -33,7 +33,11 @@ class SamplingHeadsModule(ShardedModule):
 
 
 def sampling_attention(name: str, heads: EvenSplit, samples: int) -> Entries:
-    """Return the entries of a module whose heads take so many samples each."""
+    """Return the entries of an attention module.
+
+    Args:
+        samples: sampling points of each head.
+    """
     return {
         name: SamplingHeads({"n_heads": heads.local_count, "d_model": heads.local_extent}),
         f"{name}.sampling_offsets": ColumnParallel(replace(heads, width=2 * samples)),

@@ -22,7 +22,7 @@ from oslo_models.deploy.running_batch import admission, graphs, loop, speculatio
 from oslo_models.deploy.running_batch.limits import BatchLimits, columns
 from oslo_models.deploy.running_batch.row import Row
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
-from oslo_models.deploy.running_batch.speculation import REST, Acceptance, Drafts, PromptLookup, going_on
+from oslo_models.deploy.running_batch.speculation import REST, Acceptance, Drafts, DraftSpeed, PromptLookup, going_on
 from oslo_models.deploy.running_batch.static_step import run_eagerly
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -691,7 +691,7 @@ def test_batch_pauses_drafts_that_take_longer_than_they_save() -> None:
         rows = [
             SimpleNamespace(keys=[3, 4] * 8, new=[3], room=999, ended=False, speculation=None) for _ in range(count)
         ]
-        drafts, found = Drafts(4, clock), 0
+        drafts, found = Drafts(4, DraftSpeed(clock)), 0
         for _ in range(steps):
             made = drafts.draft(rows)
             found += bool(made)
@@ -709,7 +709,7 @@ def test_batch_pauses_drafts_that_take_longer_than_they_save() -> None:
 def test_speed_of_drafts_is_the_mean_of_skewed_gains() -> None:
     """Most steps gain one token and some gain five. At 1.5 times the time of a step without drafts, they save time."""
     now = [0.0]
-    drafts, row = Drafts(4, lambda: now[0]), SimpleNamespace(keys=[3] * 9, new=[3], room=999, ended=False)
+    drafts, row = Drafts(4, DraftSpeed(lambda: now[0])), SimpleNamespace(keys=[3] * 9, new=[3], room=999, ended=False)
     row.speculation = SimpleNamespace(draft=lambda new, most: [3] * most, note=lambda *counts: None)
     made = []
     for step in range(120):

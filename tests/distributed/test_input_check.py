@@ -1,4 +1,4 @@
-"""The checksums that compare the batches of ranks: what they tell apart, and what they cost."""
+"""The checksums that compare the batches of ranks: different batches have different ones, at a small cost."""
 
 from __future__ import annotations
 

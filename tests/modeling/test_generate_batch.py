@@ -29,6 +29,7 @@ from oslo_models.deploy.running_batch import offline
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.offline import Generated, Planner
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
+from oslo_models.deploy.running_batch.speculation import DraftSpeed
 from oslo_models.distributed.stopping import OtherRankError
 
 from support import running, zoo
@@ -131,7 +132,7 @@ def check_drafts(given: Case, tp: int, pp: int, prompts: list[list[int]], expect
     made: list[Guesses] = []
 
     def following(answers: list[list[int]]) -> Any:
-        def drafts(most: int) -> Guesses:
+        def drafts(most: int, speed: Any) -> Guesses:
             made.append(Guesses(most, random.Random(len(made)), lambda row: [*answers[row.number], 5, 5, 5]))
             return made[-1]
 
@@ -219,6 +220,37 @@ def check_lookup(given: Case, prompts: list[list[int]], expected: list[list[int]
     handle.remove()
     assert [each.generated_tokens for each in outputs.values()] == expected
     assert len(steps) < 50 and max(steps[1:]) == 6
+
+
+def check_pauses(given: Case, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    model = model_on_stages(*given, 2, 1)
+    widths: list[int] = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    decisions: list[bool] = []
+
+    def decides(speed: DraftSpeed, count: int) -> bool:
+        assert model.mesh.model.rank == 0 and 1 <= count <= len(prompts)  # the leader
+        decisions.append(len(decisions) % 3 == 0)
+        return decisions[-1]
+
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    with pytest.MonkeyPatch.context() as patch, lifted_casts():
+        patch.setattr(DraftSpeed, "decides", decides)
+        outputs = model.generate_batch(prompts, speculative_tokens=5, **options)
+    assert [each.generated_tokens for each in outputs.values()] == expected
+    assert [width > 1 for width in widths[1:10]] == [True, False, False] * 3
+
+
+def test_ranks_pause_drafts_together(pool: Pool, seed: int) -> None:
+    """The leader decides about the drafts of each step, and the others follow."""
+    name, config = "GPT2LMHeadModel", zoo.config("gpt2", initializer_range=0.02, n_positions=80)
+    model = reference_model(name, config, seed).eval()
+    prompts = [[5, 5, 5, 5], [9, 9, 9, 9]]
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    expected = [alone(model, prompt, **options) for prompt in prompts]
+    pool.run(2, check_pauses, (name, config, full_parameters(model)), prompts, expected)
 
 
 def test_repeated_tokens_take_fewer_steps(pool: Pool, seed: int) -> None:

@@ -33,7 +33,7 @@ OF_CONFIG = ("output_router_logits", "use_cache")
 LABELS = ("start_positions", "end_positions", "ans", "return_loss", "reduce_loss")
 OF_ROUTERS = re.compile(r"router_(logits|probs)|(z|aux)_loss")
 WITHOUT_ROUTERS = ("NllbMoe", "SwitchTransformers", "Doge", "Glm4vMoe")
-"""Types whose stages refuse router logits, since they would lack those of other stages."""
+"""Types that refuse router logits on pipeline stages: a stage lacks the logits of other stages."""
 CHANGES: dict[str, dict[str, Any]] = {
     "doge-experts": {"num_experts": 25},  # transformers computes the auxiliary loss of Doge for square numbers only
     "idefics": {"additional_vocab_size": 3, "use_resampler": True},  # it has no loss with additional tokens

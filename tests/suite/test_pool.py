@@ -62,6 +62,13 @@ def _sleep() -> None:
     time.sleep(600)
 
 
+def _abort_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.write(2, b"terminate called after a throw")  # as C++ does
+        os.abort()
+    dist.barrier()
+
+
 def _die_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -141,6 +148,11 @@ def test_run_names_a_dead_worker_and_replaces_it(pool: Pool) -> None:
     os.kill(pool.pids[0], signal.SIGKILL)  # between two runs
     pool._workers[0].process.join()
     assert len(pool.run(3, _sum_of_ranks, torch.zeros(1))) == 3
+
+
+def test_run_shows_what_cpp_wrote_before_an_abort(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match=r"(?s)exit code -6\n.*in _abort_on.*terminate called after a throw"):
+        pool.run(2, _abort_on, 1)
 
 
 def test_run_with_env_sets_the_variables_of_a_launcher(pool: Pool) -> None:

@@ -49,6 +49,8 @@ TIMEOUT = 2.0
 """Seconds for the other ranks to finish after a failure of one rank; then its connections are closed."""
 GRACE = 60.0
 """Further seconds for the ranks, and seconds to leave the process group, before they are killed."""
+ERRORS = 3000
+"""Characters of a dead worker's standard error in the report."""
 
 Raises = type[BaseException] | tuple[type[BaseException], ...]
 
@@ -167,8 +169,8 @@ class _Worker:
         self.conn, theirs = context.Pipe()
         handle, stacks = tempfile.mkstemp(dir=folder, suffix=".stack")
         os.close(handle)
-        self.stack_file = Path(stacks)
-        self.process = context.Process(target=serve, args=(theirs, stacks))
+        self.stack_file, self.error_file = Path(stacks), Path(f"{stacks}.err")
+        self.process = context.Process(target=serve, args=(theirs, stacks, str(self.error_file)))
         with environment(worker_environment()):  # the first worker starts the server; all workers inherit it
             self.process.start()
         theirs.close()
@@ -185,6 +187,11 @@ class _Worker:
                 return self.stack_file.read_text()
         return "(it did not show its stack)"
 
+    def last_words(self) -> str:
+        """Return the stack of a crash, and the end of what C++ wrote to standard error."""
+        errors = self.error_file.read_text(errors="replace") if self.error_file.exists() else ""
+        return f"{self.stack_file.read_text()}{errors[-ERRORS:]}"
+
     def kill(self) -> None:
         """Kill the worker and its child processes (it leads a separate process group), and wait for its end."""
         if self.process.is_alive():
@@ -195,6 +202,7 @@ class _Worker:
         self.process.close()
         self.conn.close()
         self.stack_file.unlink(missing_ok=True)
+        self.error_file.unlink(missing_ok=True)
 
 
 class _Call:
@@ -278,7 +286,7 @@ class _Call:
             self.died = True
             died = f"its process (pid {worker.pid}) died with exit code {worker.process.exitcode}"
             said = self.failures.get(rank, "")
-            self.failures[rank] = f"{died}\n{worker.stack_file.read_text()}{said}"
+            self.failures[rank] = f"{died}\n{worker.last_words()}{said}"
             return
         if message == WORN:
             worker.worn = True

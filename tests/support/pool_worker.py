@@ -25,8 +25,13 @@ THREADS = 7
 """Maximum number of threads that a worker keeps between jobs."""
 
 
-def serve(conn: connection.Connection, stack_file: str) -> None:
-    """Run the jobs that arrive through ``conn``; on SIGUSR1 and in a crash, write the stack to a file."""
+def serve(conn: connection.Connection, stack_file: str, error_file: str) -> None:
+    """Run the jobs that arrive through ``conn``.
+
+    Args:
+        stack_file: receives the Python stack on SIGUSR1 and in a crash.
+        error_file: receives what C++ writes to standard error, such as the exception before an abort.
+    """
     os.setpgid(0, 0)
     gc.enable()
     gc.freeze()  # the collections after jobs skip preloaded objects
@@ -34,7 +39,9 @@ def serve(conn: connection.Connection, stack_file: str) -> None:
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(conn, inbox), daemon=True).start()
     share_gloo_device()
-    with open(stack_file, "w") as stacks:
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+    with open(stack_file, "w") as stacks, open(error_file, "w") as errors:
+        os.dup2(errors.fileno(), 2)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         faulthandler.enable(file=stacks, all_threads=True)  # an abort in C++ reports the Python stack
         while True:

@@ -9,7 +9,6 @@ Legend:
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from oslo_models.deploy.running_batch.limits import BatchLimits
-from oslo_models.deploy.running_batch.speculation import Acceptance, Drafts, DraftSpeed
+from oslo_models.deploy.running_batch.speculation import Acceptance, AgreedSpeed, Drafts, DraftSpeed
 from oslo_models.deploy.running_batch.static_step import to_device, to_host
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -35,11 +34,11 @@ class DraftModel(Drafts):
 
     Args:
         limits: of the batch.
-        clock: see `Drafts`.
+        speed: see `Drafts`.
     """
 
-    def __init__(self, model: ShardedModel, limits: BatchLimits, clock: Callable[[], float] | None = None) -> None:
-        super().__init__(limits.drafted, clock)
+    def __init__(self, model: ShardedModel, limits: BatchLimits, speed: DraftSpeed | AgreedSpeed | None = None) -> None:
+        super().__init__(limits.drafted, speed)
         self._runner, self._chunk = StepRunner(model, replace(limits, reuse=False)), limits.chunk
         text = model.config.get_text_config(decoder=True)
         self._positions = getattr(text, "max_position_embeddings", None) or math.inf
@@ -144,39 +143,21 @@ class SharedDrafts(Drafts):
     """The drafts of the leader, on every rank.
 
     Args:
+        speed: see `Drafts`. Ranks agree on it.
         source: the leader's drafts; ``None`` on the other ranks.
         exchange: sums int64 values over the ranks. Only the leader has other ones than zeros.
-        leads: this rank is the leader, which times the steps.
     """
 
-    def __init__(self, most: int, source: Drafts | None, exchange: Callable[[Tensor], Tensor], leads: bool) -> None:
-        super().__init__(most)
+    def __init__(
+        self, most: int, speed: AgreedSpeed, source: Drafts | None, exchange: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(most, speed)
         self._source, self._exchange = source, exchange
-        self._speed_of_leader = DraftSpeed(time.perf_counter) if leads else None
-
-    def settle(self) -> list[int]:
-        if self._speed_of_leader is not None:
-            self._speed_of_leader.end(bool(self._computed))
-        return super().settle()
-
-    def _allows(self, rows: Sequence[Any]) -> bool:
-        """Begin to time a step. Return whether the leader drafts in it; ``False`` on the other ranks."""
-        return self._speed_of_leader is not None and self._speed_of_leader.allows(rows)
 
     def propose(self, rows: Sequence[Any], most: Sequence[int]) -> list[list[int]]:
-        sent_BL, drafts = torch.zeros(len(rows), self._most, dtype=torch.int64), list[list[int]]()
-        if self._allows(rows) and self._source is not None:
-            drafts = self._source.propose(rows, most)
+        sent_BL = torch.zeros(len(rows), self._most, dtype=torch.int64)
+        drafts = [] if self._source is None else self._source.propose(rows, most)
         for tokens_L, draft in zip(sent_BL, drafts, strict=False):
             tokens_L[: len(draft)] = torch.tensor(draft, dtype=torch.int64) + 1  # 0 is no token
         found_BL = self._exchange(sent_BL.flatten()).view_as(sent_BL)
         return [[token - 1 for token in tokens if token] for tokens in found_BL.tolist()]
-
-
-class ShardedDrafts(SharedDrafts):
-    """Drafts by a sharded model, which all ranks call together. They get the same logits, and each has a ``source``."""
-
-    def propose(self, rows: Sequence[Any], most: Sequence[int]) -> list[list[int]]:
-        allowed = self._exchange(torch.tensor([int(self._allows(rows))]))
-        assert self._source is not None
-        return self._source.propose(rows, most) if allowed.item() else [[] for _ in rows]

@@ -26,7 +26,7 @@ from oslo_models.deploy.running_batch.row import Call, Row, prepare
 from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
-from oslo_models.deploy.running_batch.speculation import Drafts, going_on
+from oslo_models.deploy.running_batch.speculation import Drafts, DraftSpeed, going_on
 from oslo_models.deploy.running_batch.step import MOST_FORGOTTEN, Step
 from oslo_models.deploy.serialization import portable
 from oslo_models.distributed.stopping import OtherRankError
@@ -77,10 +77,10 @@ class RunningBatch:
         each = limits_of_groups(limits, stages)
         self._packed, self._adapters = PackedHead(), ModelAdapters(model)
         self.runners = [runner_of(model, own, True, self._packed, self._adapters) for own in each]
-        clock = time.perf_counter
-        drafts = HeadDrafts if limits.by_heads else Drafts
+        drafts, speeds = HeadDrafts if limits.by_heads else Drafts, [DraftSpeed(time.perf_counter) for _ in each]
         self._drafts = [
-            drafts(own.drafted, clock) if draft_model is None else DraftModel(draft_model, own, clock) for own in each
+            drafts(own.drafted, speed) if draft_model is None else DraftModel(draft_model, own, speed)
+            for own, speed in zip(each, speeds, strict=True)
         ]
         self.channel, self.leads, self._slots = channel, leads, SlotGroups(each, self._drafts)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token

@@ -13,6 +13,7 @@ Legend:
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from oslo_models.deploy.running_batch.admission import bytes_of_token, with_states
-from oslo_models.deploy.running_batch.draft_model import DraftModel, ShardedDrafts, SharedDrafts
+from oslo_models.deploy.running_batch.draft_model import DraftModel, SharedDrafts
 from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.head_drafts import HeadDrafts
 from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
@@ -31,7 +32,7 @@ from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.row import Row, rows_of_prompt
 from oslo_models.deploy.running_batch.sampling import CommonDraws, choose_tokens
-from oslo_models.deploy.running_batch.speculation import Drafts, going_on
+from oslo_models.deploy.running_batch.speculation import AgreedSpeed, Drafts, DraftSpeed, going_on
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh
@@ -218,12 +219,15 @@ class OfflineBatch:
         self._settings, self._token_table = PlainSettings(model), TokenTable()
         self._rows: dict[int, Row] = {}
         self._error: Exception | None = None
-        self._drafts = (HeadDrafts if limits.by_heads else Drafts)(limits.drafted)
-        if draft_model is not None:
-            is_sharded = draft_model.mesh is not None
-            own = DraftModel(draft_model, limits) if is_sharded or self._leads else None
-            shared = ShardedDrafts if is_sharded else SharedDrafts
-            self._drafts = shared(limits.drafted, own, self._exchange, self._leads)
+        self._speed = AgreedSpeed(DraftSpeed(time.perf_counter) if limits.drafted and self._leads else None)
+        self._drafts: Drafts
+        if draft_model is None:
+            self._drafts = (HeadDrafts if limits.by_heads else Drafts)(limits.drafted, self._speed)
+        elif draft_model.mesh is not None:  # sharded over these ranks, which get the same logits
+            self._drafts = DraftModel(draft_model, limits, self._speed)
+        else:
+            source = DraftModel(draft_model, limits) if self._leads else None
+            self._drafts = SharedDrafts(limits.drafted, self._speed, source, self._exchange)
 
     def run(self, sequences: Sequence[Generated], on_end: Callable[[int], Any] = lambda count: None) -> None:
         """Complete the sequences. A collective of the ranks of one model.
@@ -243,7 +247,8 @@ class OfflineBatch:
             if groups:
                 logits_BV = self._fork(planner.rows, groups, logits_BV)
             rows = planner.rows[-sum(map(len, groups)) :] if groups else planner.rows
-            self._take(rows, self._choose(rows, groups, logits_BV, step.drafts), on_end)
+            chosen = self._choose(rows, groups, logits_BV, step.drafts)
+            self._take(rows, chosen, len(planner.rows), on_end)
         self._exchange(torch.zeros(0, dtype=torch.int64))  # for errors of `on_token` at the last tokens
 
     def _fork(self, rows: list[Generated], groups: list[list[Generated]], logits_BV: Tensor) -> Tensor:
@@ -303,8 +308,12 @@ class OfflineBatch:
             row.is_exact = getattr(self._model, "has_exact_rollouts", False)
         self._rows.update({row.number: row for row in made})
 
-    def _take(self, rows: list[Generated], chosen: Tensor, on_end: Callable[[int], Any]) -> None:
-        tokens_BL, taken_BL, bits_BL = self._exchange(chosen.flatten()).view(chosen.shape)
+    def _take(self, rows: list[Generated], chosen: Tensor, count: int, on_end: Callable[[int], Any]) -> None:
+        """Append the chosen tokens to rows, and agree on drafts in the next step, of ``count`` rows."""
+        decision = chosen.new_tensor([self._speed.decides(count)])
+        found = self._exchange(torch.cat((chosen.flatten(), decision)))
+        self._speed.allowed = bool(found[-1])
+        tokens_BL, taken_BL, bits_BL = found[:-1].view(chosen.shape)
         logprobs_BL = bits_BL.view(torch.float64)
         for row, tokens, taken, logprobs in zip(
             rows, tokens_BL.tolist(), taken_BL.tolist(), logprobs_BL.tolist(), strict=True

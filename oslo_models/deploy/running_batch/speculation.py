@@ -150,9 +150,17 @@ class DraftSpeed:
 
     def allows(self, rows: Sequence[Any]) -> bool:
         """Begin to time a step. Return whether it may have drafts."""
+        self.begin(rows)
+        return self.decides(len(rows))
+
+    def begin(self, rows: Sequence[Any]) -> None:
+        """Begin to time a step."""
         going = [row for row in rows if not row.ended]
         self._begun = self._clock(), going, sum(len(row.new) for row in going)
-        size = len(rows).bit_length()
+
+    def decides(self, count: int) -> bool:
+        """Return whether the next step, of ``count`` rows, may have drafts."""
+        size = count.bit_length()
         plain, drafted = self._steps[size, False], self._steps[size, True]
         if self._pause.get(size):
             self._pause[size] -= 1
@@ -167,7 +175,7 @@ class DraftSpeed:
         return False
 
     def end(self, has_drafts: bool) -> None:
-        """Note the speed of the step that `allows` has begun."""
+        """Note the speed of the step that has begun."""
         if self._begun is None:
             return
         start, rows, before = self._begun
@@ -175,6 +183,35 @@ class DraftSpeed:
         gained = sum(len(row.new) for row in rows) - before
         if rows and gained:
             self._steps[len(rows).bit_length(), has_drafts].append((gained, max(self._clock() - start, 1e-9)))
+
+
+class AgreedSpeed:
+    """`DraftSpeed` of the leader, for all ranks: they get its decision about a step with the tokens of the step before.
+
+    Args:
+        own: times the steps of the leader; ``None`` on the other ranks.
+
+    Attributes:
+        allowed: the decision about the next step.
+    """
+
+    def __init__(self, own: DraftSpeed | None) -> None:
+        self._own, self.allowed = own, True
+
+    def allows(self, rows: Sequence[Any]) -> bool:
+        """See `DraftSpeed.allows`."""
+        if self._own is not None:
+            self._own.begin(rows)
+        return self.allowed
+
+    def decides(self, count: int) -> bool:
+        """See `DraftSpeed.decides`. ``False`` on the other ranks."""
+        return self._own is not None and self._own.decides(count)
+
+    def end(self, has_drafts: bool) -> None:
+        """See `DraftSpeed.end`."""
+        if self._own is not None:
+            self._own.end(has_drafts)
 
 
 def _speed(steps: Iterable[tuple[int, float]]) -> float:
@@ -191,12 +228,11 @@ class Drafts:
 
     Args:
         most: maximum drafted tokens of a row in one step; 0 for none.
-        clock: times the steps, see `DraftSpeed`; ``None``: rows draft however long it takes. Ranks that draft for
-            themselves have none, because their times differ.
+        speed: pauses drafts that take longer than they save; ``None``: rows draft however long it takes.
     """
 
-    def __init__(self, most: int, clock: Callable[[], float] | None = None) -> None:
-        self._most, self._speed = most, None if clock is None else DraftSpeed(clock)
+    def __init__(self, most: int, speed: DraftSpeed | AgreedSpeed | None = None) -> None:
+        self._most, self._speed = most, speed
         self._computed: list[tuple[Any, int, int]] = []  # rows with their numbers of new and of drafted tokens
 
     def clear(self) -> None:
