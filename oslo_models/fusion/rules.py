@@ -85,8 +85,8 @@ def _decoding(model: ShardedModel) -> Iterator[FusionCandidate]:
 
 _LINEAR: dict[type, type] = {nn.Linear: fused.FusedLinear, Conv1D: fused.FusedConv1D}
 _PRODUCTS: dict[Any, type] = {
-    linear.many_rows_linear: fused.FusedProduct,
-    linear.many_rows_conv1d: fused.FusedConv1DProduct,
+    linear.untimed_linear: fused.FusedProduct,
+    linear.untimed_conv1d: fused.FusedConv1DProduct,
 }
 """The mixins for sharded linear layers, by the product function of the layer's class."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels.linear import many_rows_conv1d, many_rows_linear
+from oslo_kernels.linear import untimed_conv1d, untimed_linear
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.sharded_tensor import layer_context
 from oslo_models.layers import activation_products, activation_shapes  # noqa: F401  registers the rules
@@ -171,14 +171,14 @@ class _GatheredColumn(DerivedLayer):
 class GatheredColumnLinear(_GatheredColumn, nn.Linear):
     """``nn.Linear`` with sharded output features."""
 
-    product = staticmethod(many_rows_linear)
+    product = staticmethod(untimed_linear)
 
 
 @shards(GatheredColumn, Conv1D)
 class GatheredColumnConv1D(_GatheredColumn, Conv1D):
     """``Conv1D`` with sharded output features."""
 
-    product = staticmethod(many_rows_conv1d)
+    product = staticmethod(untimed_conv1d)
 
 
 class _SlicedRow(DerivedLayer):
@@ -205,14 +205,14 @@ class _SlicedRow(DerivedLayer):
 class SlicedRowLinear(_SlicedRow, nn.Linear):
     """``nn.Linear`` with sharded input features."""
 
-    product = staticmethod(many_rows_linear)
+    product = staticmethod(untimed_linear)
 
 
 @shards(SlicedRow, Conv1D)
 class SlicedRowConv1D(_SlicedRow, Conv1D):
     """``Conv1D`` with sharded input features."""
 
-    product = staticmethod(many_rows_conv1d)
+    product = staticmethod(untimed_conv1d)
 
 
 @shards(GatheredConvolution, nn.modules.conv._ConvNd)

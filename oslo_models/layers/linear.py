@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels.linear import many_rows_conv1d, many_rows_linear
+from oslo_kernels.linear import untimed_conv1d, untimed_linear
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.collectives import has_dispatch_mode
 from oslo_models.distributed.mesh import Axis
@@ -184,7 +184,7 @@ class _RowParallel(_Linear):
 class ColumnParallelLinear(_ColumnParallel, nn.Linear):
     """``nn.Linear`` with sharded output features."""
 
-    product = staticmethod(many_rows_linear)
+    product = staticmethod(untimed_linear)
 
     @classmethod
     def for_layouts(cls, layouts: Mapping[str, Layout]) -> type[nn.Module]:
@@ -209,7 +209,7 @@ class KeyValueParallelLinear(ColumnParallelLinear):
 class ColumnParallelConv1D(_ColumnParallel, Conv1D):
     """GPT-2's linear layer (weight ``[in, out]``) with sharded output features."""
 
-    product = staticmethod(many_rows_conv1d)
+    product = staticmethod(untimed_conv1d)
 
 
 @shards(ColumnParallel, nn.Embedding)
@@ -222,7 +222,7 @@ def keep_embedding(module: Any, entry: ColumnParallel, context: ShardingContext)
 class RowParallelLinear(_RowParallel, nn.Linear):
     """``nn.Linear`` with sharded input features."""
 
-    product = staticmethod(many_rows_linear)
+    product = staticmethod(untimed_linear)
 
     @classmethod
     def for_layouts(cls, layouts: Mapping[str, Layout]) -> type[nn.Module]:
@@ -311,7 +311,7 @@ class InnerKeyValueRowLinear(InnerRowParallelLinear, KeyValueRowLinear):
 class RowParallelConv1D(_RowParallel, Conv1D):
     """GPT-2's linear layer (weight ``[in, out]``) with sharded input features."""
 
-    product = staticmethod(many_rows_conv1d)
+    product = staticmethod(untimed_conv1d)
 
 
 def add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:

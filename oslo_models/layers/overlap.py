@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oslo_kernels.linear import many_rows_conv1d, many_rows_linear, plain_conv1d
+from oslo_kernels.linear import plain_conv1d, untimed_conv1d, untimed_linear
 from oslo_models.distributed.collectives import has_dispatch_mode, start_all_reduce
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.deferred_gradients import defers_weight_gradients
 
-PRODUCTS = {many_rows_linear: False, many_rows_conv1d: True}
+PRODUCTS = {untimed_linear: False, untimed_conv1d: True}
 """Products with overlap support, and whether their weight is ``[in, out]``."""
 
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from oslo_kernels.linear import many_rows_conv1d, many_rows_linear
+from oslo_kernels.linear import untimed_conv1d, untimed_linear
 from oslo_models.distributed.autograd_collectives import gather_to, reduce_scatter_from
 from oslo_models.distributed.collectives import all_gather
 from oslo_models.distributed.mesh import Axis
 
-PRODUCTS: dict[Callable[..., Tensor], bool] = {many_rows_linear: False, many_rows_conv1d: True}
+PRODUCTS: dict[Callable[..., Tensor], bool] = {untimed_linear: False, untimed_conv1d: True}
 """Products of `TokenRegion`, and whether their weight is ``[in, out]``."""
 
 
@@ -161,10 +161,10 @@ class _Product(torch.autograd.Function):
         ctx.due[:] = [grad]
         of_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         weight = weight.to(grad.dtype)  # autocast has cast it
-        of_x = many_rows_linear(grad, weight if ctx.transposed else weight.t())
+        of_x = untimed_linear(grad, weight if ctx.transposed else weight.t())
         return of_x, None, of_bias, None, None, None, None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
     x_ni, grad_no = x.flatten(0, -2).to(grad.dtype), grad.flatten(0, -2)
-    return many_rows_linear(x_ni.t(), grad_no.t()) if transposed else many_rows_linear(grad_no.t(), x_ni.t())
+    return untimed_linear(x_ni.t(), grad_no.t()) if transposed else untimed_linear(grad_no.t(), x_ni.t())

