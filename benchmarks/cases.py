@@ -416,7 +416,7 @@ CASES = {
         ),
         Case(
             *("llama-100m-grpo", "Llama 100M, GRPO, 2 groups of 8 completions", grpo.take_steps, "llama-100m"),
-            peers=(ALONE, "transformers-batch", OURS, OUR_BATCH),
+            peers=(ALONE, "transformers-batch", OURS, OUR_BATCH, OUR_FUSED_BATCH),
             baseline=ALONE,
             options={"prompts": 2, "group": 8, "prompt": 64, "new": 256, "mean": 128, "timed": 1},
             smoke={"prompts": 2, "group": 2, "prompt": 4, "new": 4, "mean": 3, "timed": 1},
