@@ -150,7 +150,7 @@ def test_run_names_a_dead_worker_and_replaces_it(pool: Pool) -> None:
     assert len(pool.run(3, _sum_of_ranks, torch.zeros(1))) == 3
 
 
-def test_run_shows_what_cpp_wrote_before_an_abort(pool: Pool) -> None:
+def test_run_shows_messages_of_cpp_before_an_abort(pool: Pool) -> None:
     with pytest.raises(WorkerError, match=r"(?s)exit code -6\n.*in _abort_on.*terminate called after a throw"):
         pool.run(2, _abort_on, 1)
 

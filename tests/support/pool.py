@@ -188,7 +188,7 @@ class _Worker:
         return "(it did not show its stack)"
 
     def last_words(self) -> str:
-        """Return the stack of a crash, and the end of what C++ wrote to standard error."""
+        """Return the stack of a crash, and the last C++ messages on standard error."""
         errors = self.error_file.read_text(errors="replace") if self.error_file.exists() else ""
         return f"{self.stack_file.read_text()}{errors[-ERRORS:]}"
 

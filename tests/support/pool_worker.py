@@ -30,7 +30,7 @@ def serve(conn: connection.Connection, stack_file: str, error_file: str) -> None
 
     Args:
         stack_file: receives the Python stack on SIGUSR1 and in a crash.
-        error_file: receives what C++ writes to standard error, such as the exception before an abort.
+        error_file: receives C++ messages on standard error, such as the exception before an abort.
     """
     os.setpgid(0, 0)
     gc.enable()
