@@ -69,11 +69,13 @@ class FasterRows:
 MOST_TIMED = 256
 """The largest number of rows that is timed. Its timing stands for all larger numbers."""
 _UNTIMED = FasterRows({MOST_TIMED: SPLIT}, SPLIT, torch.float32, None)
-"""The untimed default on a processor with AMX, for products that are `_is_large`."""
+"""The untimed default on a processor with AMX, for products of at least `LARGE` multiplications per thread."""
 _UNTIMED_AMD = FasterRows(dict.fromkeys(range(1, MOST_TIMED + 1), ONEDNN), ONEDNN, torch.float32, None)
 """The untimed default on an AMD processor, where MKL takes up to twice the time of oneDNN for all shapes tried."""
 LARGE, FEWEST_SIDE = 1 << 26, 256
 """Minimum multiplications per thread for AMX, and minimum inputs and outputs for both defaults."""
+FEWEST_WEIGHTS = 1 << 18
+"""Minimum weights for oneDNN with fewer than `MOST_TIMED` rows. A call takes 15 to 25 us more than MKL's."""
 
 
 def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
@@ -104,7 +106,8 @@ def untimed_linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> 
     """``F.linear``, by the implementation that is faster on this kind of processor as far as known.
 
     With AMX, it computes large products and their gradients. Otherwise, oneDNN computes float32 products on AMD
-    processors. Measured on two cores of an AMD EPYC with one thread each, ms for 30 million weights:
+    processors, except for few rows with fewer than `FEWEST_WEIGHTS` weights. Measured on two cores of an AMD EPYC with
+    one thread each, ms for 30 million weights:
 
     | weight | | 1 row | 2 rows | 8 rows | 16 rows | 64 rows | 256 rows |
     |---|---|---|---|---|---|---|---|
@@ -129,20 +132,22 @@ def untimed_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> 
 
 def _untimed(x: Tensor, weight: Tensor) -> FasterRows | None:
     """Return the untimed default for a product; ``None`` for torch."""
-    if torch.compiler.is_compiling() or not x.is_cpu or x.dtype is not torch.float32 or weight.dim() != 2:
+    if torch.compiler.is_compiling():
         return None
-    if min(weight.shape) < FEWEST_SIDE:
+    # Decoding calls this a hundred times per token, so the cheapest check comes first.
+    few = x.numel() < MOST_TIMED * x.shape[-1]
+    if few and weight.numel() < FEWEST_WEIGHTS:
         return None
-    if _is_large(x, weight):
+    if not x.is_cpu or x.dtype is not torch.float32 or weight.dim() != 2 or min(weight.shape) < FEWEST_SIDE:
+        return None
+    rows = x.numel() // x.shape[-1]
+    if not few and rows * weight.numel() >= LARGE * torch.get_num_threads() and _has_amx():
         return _UNTIMED
     return _UNTIMED_AMD if _prefers_onednn() else None
 
 
-def _is_large(x: Tensor, weight: Tensor) -> bool:
-    """Return whether to use AMX without timing: it is available, and this float32 product is large enough."""
-    if (rows := x.numel() // x.shape[-1]) < MOST_TIMED:
-        return False
-    return rows * weight.numel() >= LARGE * torch.get_num_threads() and split_product.unavailable_reason() is None
+def _has_amx() -> bool:
+    return split_product.unavailable_reason() is None
 
 
 @cache

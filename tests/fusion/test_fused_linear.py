@@ -387,15 +387,16 @@ def test_layers_compute_large_products_by_tiles_without_timings(form: str, train
 def test_layers_compute_by_onednn_on_amd_without_timings(
     form: str, biased: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch computes products with few features, other dtypes, and products of few rows with gradients."""
+    """Torch computes products with few features, other dtypes, and few rows with gradients or with few weights."""
     monkeypatch.setattr(kernel, "_prefers_onednn", lambda: True)
     monkeypatch.setattr(split_product, "unavailable_reason", lambda: "the processor has no units for tiles (AMX)")
     torch.manual_seed(seed)
     ours, plain = UNTIMED[form]
     side, io = kernel.FEWEST_SIDE, form == "in x out"
+    outer = kernel.FEWEST_WEIGHTS // side
     with mock.patch.object(kernel, "by_onednn", wraps=kernel.by_onednn) as used:
         for rows in (1, 5, kernel.MOST_TIMED, 2 * kernel.MOST_TIMED):
-            x, weight, bias = operands(rows, side, side, torch.float32, io)
+            x, weight, bias = operands(rows, side, outer, torch.float32, io)
             bias = bias if biased else None
             for trains in (False, True):
                 leaves = [x.clone().requires_grad_(trains), weight.clone().requires_grad_(trains)]
@@ -411,10 +412,11 @@ def test_layers_compute_by_onednn_on_amd_without_timings(
                     ):
                         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-2)
                 used.reset_mock()
-        narrow = operands(5, side - 1, side, torch.float32, io)
-        wide = tuple(each.double() for each in operands(5, side, side, torch.float32, io))
+        narrow = operands(5, side - 1, 2 * outer, torch.float32, io)
+        small = operands(kernel.MOST_TIMED - 1, side, outer - 1, torch.float32, io)
+        wide = tuple(each.double() for each in operands(5, side, outer, torch.float32, io))
         with torch.no_grad():
-            for given in (narrow, wide):
+            for given in (narrow, small, wide):
                 assert torch.equal(ours(*given), plain(*given))
         assert not used.called
 
