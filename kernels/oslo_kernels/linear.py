@@ -71,7 +71,7 @@ MOST_TIMED = 256
 _UNTIMED = FasterRows({MOST_TIMED: SPLIT}, SPLIT, torch.float32, None)
 """The untimed default on a processor with AMX, for products of at least `LARGE` multiplications per thread."""
 _UNTIMED_AMD = FasterRows(dict.fromkeys(range(1, MOST_TIMED + 1), ONEDNN), ONEDNN, torch.float32, None)
-"""The untimed default on an AMD processor, where MKL takes up to twice the time of oneDNN for all shapes tried."""
+"""The untimed default on an AMD processor, where MKL takes up to twice the time of oneDNN."""
 LARGE, FEWEST_SIDE = 1 << 26, 256
 """Minimum multiplications per thread for AMX, and minimum inputs and outputs for both defaults."""
 FEWEST_WEIGHTS = 1 << 18
