@@ -531,7 +531,7 @@ SMALL = replace(running.LIMITS, drafted=4)
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-@pytest.mark.parametrize("variant", ["gpt2", "llama"])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "qwen3_next", "falcon_h1"])
 def test_calls_with_drafts_get_their_own_tokens(
     pool: Pool, tmp_path: Path, seed: int, variant: str, sizes: dict[str, int]
 ) -> None:
@@ -600,7 +600,7 @@ def test_other_numbers_are_refused(count: Any) -> None:
         ("gpt_neo", {}, "some of its blocks attend to a window of"),
         ("mistral", {"sliding_window": 40}, "some of its blocks attend to a window of 40 tokens"),
         ("mpt", {}, "its biases count the columns"),
-        ("mamba", {}, "some of its blocks keep a state of all tokens"),
+        ("minimax", {}, "some of its blocks keep a state of all tokens"),
         ("t5", {}, "its decoder counts positions from the columns of the cache"),
         ("led", {}, "do not join the running batch: rows of encoder-decoders of its type were not tested"),
     ],

@@ -20,7 +20,6 @@ from oslo_models import (
     Gemma2ForCausalLM,
     LEDForConditionalGeneration,
     LlamaForCausalLM,
-    MambaForCausalLM,
     MiniMaxForCausalLM,
     T5ForConditionalGeneration,
     XLNetLMHeadModel,
@@ -548,9 +547,9 @@ def check_refusals(given: Case) -> None:
         model.generate_batch([[1, 2]], do_sample=False, speculative_tokens=1 + model.mesh.tp.rank)
     with pytest.raises(ValueError, match="hash of inputs"):
         model.generate_batch([[1, 2]] * model.mesh.tp.rank, do_sample=False)
-    mamba: Any = MambaForCausalLM.from_config_with_parallel(zoo.config("mamba"), 2, seed=0)
-    with pytest.raises(ValueError, match=r"speculative_tokens=2 is not possible for MambaForCausalLM: some of its"):
-        mamba.generate_batch([[1, 2]], max_new_tokens=2, speculative_tokens=2)
+    minimax: Any = MiniMaxForCausalLM.from_config_with_parallel(zoo.config("minimax"), 2, seed=0)
+    with pytest.raises(ValueError, match=r"speculative_tokens=2 is not possible for MiniMaxForCausalLM: some of its"):
+        minimax.generate_batch([[1, 2]], max_new_tokens=2, speculative_tokens=2)
     bamba: Any = BambaForCausalLM.from_config_with_parallel(zoo.config("bamba"), 2, seed=0, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"run BambaForCausalLM: .* not tested with sequence_parallel=True; call gen"):
         bamba.generate_batch([[1, 2]])

@@ -26,6 +26,7 @@ from oslo_models.deploy.running_batch.prompt_images import (
 from oslo_models.deploy.running_batch.slot_states import BLOCKS, INDEXED, has_states
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
+_UNCUT = "some of its blocks keep a state of all tokens, which cannot drop the drafted tokens that are wrong"
 _KINDS = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"), ""),
     **dict.fromkeys(("moe", "mlp", *INDEXED), ""),
@@ -58,6 +59,13 @@ WITH_STATES = frozenset(
     )
 )
 """Decoder types that join with states of their rows, see `slot_states`."""
+WITHOUT_DRAFTS = frozenset(
+    (
+        *("inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text", "inkling_mm_model", "inkling_text"),
+        *("minimax", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "zaya"),
+    )
+)
+"""Types among them with more modules with states than one mixer of each block, whose rows have no drafts."""
 IN_ONE_STEP = frozenset(("falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "zamba"))
 """Types among them with scans of prompts that cannot continue from a state. A step computes their whole prompt."""
 EXCLUSIVE: Mapping[str, str] = {
@@ -105,6 +113,8 @@ ENCODER_DECODERS = frozenset(
 )
 """Encoder-decoder types that join. Padding on the right does not change the states of their encoders, and positions of
 their decoders are relative, or come from a table; see `position_tables`."""
+_WITHOUT_WINDOW = (BLOCKS - {"hybrid_sliding"}) | INDEXED | {"full_attention", "moe", "mlp"}
+"""Kinds of blocks that attend to all tokens, or to none."""
 READ_PADDING: Mapping[str, str] = {
     "trocr": "its positions count the padding",
     "minimax": "its blocks of tokens are counted from the padding",
@@ -289,8 +299,8 @@ def reason_against_drafts(config: Any, length: int) -> str | None:
         return f"its calls do not join the running batch: {reason}"
     if getattr(type(config), "is_encoder_decoder", False):
         return "its decoder counts positions from the columns of the cache, and drafts leave empty columns"
-    if has_states(config):
-        return "some of its blocks keep a state of all tokens, which cannot drop the drafted tokens that are wrong"
+    if has_states(config) and (_kind(config) in WITHOUT_DRAFTS or _kind(config) not in WITH_STATES):
+        return _UNCUT
     text = config.get_text_config(decoder=True)
     window = _smallest_window(text)
     if window is not None and window < columns(length):
@@ -314,6 +324,8 @@ def reason_against_draft_model(config: Any, draft: Any, length: int) -> str | No
     sizes = [each.get_text_config(decoder=True).vocab_size for each in (draft, config)]
     if sizes[0] != sizes[1]:
         return f"its vocabulary has {sizes[0]} tokens, and the vocabulary of the model {sizes[1]}"
+    if has_states(draft):
+        return _UNCUT
     return reason_against_drafts(draft, length)
 
 
@@ -322,7 +334,7 @@ def _smallest_window(text: Any) -> int | None:
     kinds = getattr(text, "layer_types", None)
     if "local" in (getattr(text, "attention_layers", None) or ()):
         return int(text.window_size)
-    if kinds is not None and not set(kinds) - {"full_attention", *INDEXED}:
+    if kinds is not None and not set(kinds) - _WITHOUT_WINDOW:
         return None
     sizes = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
     found = [int(size) for size in sizes if size is not None]

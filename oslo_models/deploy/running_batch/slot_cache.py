@@ -73,6 +73,8 @@ class SlotCache(Cache):
         else:
             Cache.__init__(self, layer_class_to_replicate=partial(_SlotLayer, self))
         self._has_states = any(map(number_of_states, layers))
+        if layers:  # the blocks of MTP heads add layers
+            self.layer_class_to_replicate = partial(_SlotLayer, self)
         self._keeps, self.is_static, self.stored, self.allocations = keeps, is_static, stored, 0
         self.kept: dict[int, tuple[int, int]] = {}
         self.most_rows, self.most_columns = rows, columns(length)
@@ -220,8 +222,10 @@ class SlotCache(Cache):
             most, lags_N2 = max(counts[slot] for slot in lagging), torch.tensor([*lagging.items()])
             for layer in self.layers:
                 if layer.is_initialized:  # else, another stage holds it
-                    lags_N2 = lags_N2.to(layer.keys.device)
                     layer.draw_back(lags_N2, most)
+        for layer in self.layers if self._has_states else ():
+            if isinstance(layer, StateLayer):
+                layer.settle(counts)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         gained = [count - self.lags.get(slot, 0) for slot, count in enumerate(counts)]
         self.stop += max(gained)
@@ -504,7 +508,7 @@ class _SlotLayer(CacheLayerMixin):
         Args:
             lags_N2: slots and lags of these rows.
         """
-        stop = self._cache.stop
+        stop, lags_N2 = self._cache.stop, lags_N2.to(self.keys.device)
         slot_N1, lag_N1 = lags_N2.split(1, 1)
         column_1L = torch.arange(stop, stop + count, device=lags_N2.device)[None]
         for held in _tensors(self):
@@ -585,6 +589,9 @@ class _SlotStateLayer(StateLayer, _SlotLayer):
     def fork(self, slot: int, first: int, count: int, stop: int) -> None:
         for part in _PARTS:
             part.fork(self, slot, first, count, stop)
+
+    def draw_back(self, lags_N2: Tensor, count: int) -> None:
+        _SlotLayer.draw_back(self, lags_N2, count)
 
     def copy(self, slot: int, source: Any, row: int, stop: int, source_stop: int, length: int) -> None:
         for part in _PARTS:

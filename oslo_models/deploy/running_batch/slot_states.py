@@ -2,11 +2,13 @@
 convolution blocks, with an entry for each slot.
 
 A state has no columns. It covers all tokens of its row that were computed, so it can be copied and continued, and never
-cut. Other layers of the cache keep keys and values, see `slot_cache`.
+cut. With drafted tokens, the states before each of them are kept for a step, see `token_states`. Other layers of the
+cache keep keys and values, see `slot_cache`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -81,6 +83,7 @@ class StateLayer(LinearAttentionLayer):
         super().__init__(number_of_states=count)
         self._slots, self.is_initialized = cache, False
         self._entries: dict[tuple[str, int], Tensor] = {}
+        self._before: list[dict[tuple[str, int], Tensor]] = []  # the states of the rows before each drafted token
 
     @property
     def held(self) -> list[Tensor]:
@@ -117,12 +120,28 @@ class StateLayer(LinearAttentionLayer):
         """
         self._show_rows()
         self.has_previous_state = dict.fromkeys(range(self.number_of_states), continues)
+        self._before = []
 
     def _show_rows(self) -> None:
         for (name, index), entries in self._entries.items():
             getattr(self, name)[index] = entries[: len(self._slots.lengths)]
 
+    def remember(self) -> None:
+        """Keep the present states of the rows until `settle`."""
+        rows = len(self._slots.lengths)
+        self._before.append({key: entries[:rows].clone() for key, entries in self._entries.items()})
+
+    def settle(self, counts: Sequence[int]) -> None:
+        """Return to the states after the first ``counts[slot]`` tokens of each row that `remember` has seen."""
+        before, self._before = self._before, []
+        for slot, count in enumerate(counts):
+            if count < len(before):
+                for key, states in before[count].items():
+                    self._entries[key][slot] = states[slot]
+
     # As in `slot_cache`. Columns mean nothing here.
+
+    def draw_back(self, lags_N2: Tensor, count: int) -> None: ...
 
     def relocate(self, columns: int, at: int) -> None:
         """Grow to the slots of the cache."""

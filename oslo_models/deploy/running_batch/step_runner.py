@@ -41,6 +41,7 @@ from oslo_models.deploy.running_batch.slot_parts import PartedSlots, Slots, reas
 from oslo_models.deploy.running_batch.slot_states import has_index, layers_with_states
 from oslo_models.deploy.running_batch.static_step import StaticSteps, to_device
 from oslo_models.deploy.running_batch.step import Step
+from oslo_models.deploy.running_batch.token_states import computing_by_tokens, mixers
 from oslo_models.fusion.attention_parts import attending_by_parts, layers_by_parts
 from oslo_models.layers.invariant_sums import rounded_states
 from oslo_models.pipeline.sharded_model import ShardedModel
@@ -129,6 +130,7 @@ class StepRunner:
         if self._heads is not None:
             capture, self.eager_reason = None, "the model's MTP heads draft tokens"
         stored, self._layers = stored_states(model), layers_with_states(model)
+        self._mixers = mixers(model, self._layers) if limits.drafted and self._layers else []
         self._slots = slots_of(model.config)
         named = name_in_model(model.forward, {}) if self._layers else None  # Mamba had a name of its own up to 5.23
         self._cache_name = named or generation_name()
@@ -293,7 +295,8 @@ class StepRunner:
     def _decoding(self, made: _Arranged, length: int) -> Iterator[None]:
         """Context of a forward of the rows, for ``length`` positions of each."""
         parts = nullcontext() if made.order is None else attending_by_parts(self._config, self._by_parts)
-        with parts, self._adapters.selected([slot.adapter for slot in made.slots], length):
+        tokens = computing_by_tokens(self._mixers, self.rows) if length > 1 and self._mixers else nullcontext()
+        with parts, tokens, self._adapters.selected([slot.adapter for slot in made.slots], length):
             yield
 
     def _decode_eagerly(self, tokens: Sequence[list[int]]) -> Tensor:
@@ -452,9 +455,9 @@ class StepRunner:
         given: dict[str, Any] = {"use_cache": True, self._cache_name: argument, "attention_mask": None, **options}
         if self._takes_positions:
             given["position_ids"] = positions
-        if self._can_keep_few:
-            given["logits_to_keep"] = keep
         inputs = model.prepare_inputs_for_generation(ids_BL, **given)
+        if self._can_keep_few:  # Bamba and its kin replace it by a setting of their configuration
+            inputs["logits_to_keep"] = keep
         if inputs.get("position_ids", positions) is None:  # EXAONE 4.5 counts the whole cache, with free slots
             inputs["position_ids"] = positions
         following: Any = nullcontext()
