@@ -704,6 +704,7 @@ def test_batch_pauses_drafts_that_take_longer_than_they_save() -> None:
     assert share_of_drafts(1, 2.0, 200) > 0.9
     assert share_of_drafts(1, 4.0, 200) < 0.15
     assert share_of_drafts(8, 4.0, 200) < 0.15
+    assert share_of_drafts(8, 4.0, 30) * 30 == 2  # each step shows the gains of eight rows
 
 
 def test_speed_of_drafts_is_the_mean_of_skewed_gains() -> None:

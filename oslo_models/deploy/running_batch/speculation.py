@@ -29,8 +29,9 @@ SIZES = (3, 2)
 WEIGHT, LEAST_ACCEPTED, RETRY, REST = 0.2, 0.15, 0.6, 32
 """Weight of the newest draft in the share of accepted tokens; the share below which a row pauses; the share after the
 pause; tokens of the first pause. Each pause is twice as long as the one before."""
-WITH, WITHOUT, NEWEST = 8, 3, 32
-"""Steps with and without drafts that are timed before their speeds are compared, and the newest of each that count."""
+WITH, LEAST_WITH, WITHOUT, NEWEST = 8, 2, 3, 32
+"""Before the speeds of steps are compared: drafts of rows that are timed, the minimum steps with them, and the steps
+without drafts. The newest steps of each kind that count."""
 LEAST_FILLED = 0.5
 """Smallest share of computed positions with tokens in a step with drafts. The others are padding."""
 
@@ -165,8 +166,9 @@ class DraftSpeed:
         if self._pause.get(size):
             self._pause[size] -= 1
             return False
-        if len(drafted) < WITH or len(plain) < WITHOUT:
-            return len(drafted) < WITH
+        trials = max(LEAST_WITH, WITH // max(1, count))
+        if len(drafted) < trials or len(plain) < WITHOUT:
+            return len(drafted) < trials
         if _speed(drafted) >= _speed(plain):
             return True
         self._pause[size] = self._next[size]
