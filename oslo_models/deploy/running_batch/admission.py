@@ -26,7 +26,6 @@ from oslo_models.deploy.running_batch.prompt_images import (
 from oslo_models.deploy.running_batch.slot_states import BLOCKS, INDEXED, has_states
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
-_UNCUT = "some of its blocks keep a state of all tokens, which cannot drop the drafted tokens that are wrong"
 _KINDS = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"), ""),
     **dict.fromkeys(("moe", "mlp", *INDEXED), ""),
@@ -300,7 +299,7 @@ def reason_against_drafts(config: Any, length: int) -> str | None:
     if getattr(type(config), "is_encoder_decoder", False):
         return "its decoder counts positions from the columns of the cache, and drafts leave empty columns"
     if has_states(config) and (_kind(config) in WITHOUT_DRAFTS or _kind(config) not in WITH_STATES):
-        return _UNCUT
+        return "some of its blocks keep a state of all tokens, which cannot drop the drafted tokens that are wrong"
     text = config.get_text_config(decoder=True)
     window = _smallest_window(text)
     if window is not None and window < columns(length):
@@ -324,8 +323,6 @@ def reason_against_draft_model(config: Any, draft: Any, length: int) -> str | No
     sizes = [each.get_text_config(decoder=True).vocab_size for each in (draft, config)]
     if sizes[0] != sizes[1]:
         return f"its vocabulary has {sizes[0]} tokens, and the vocabulary of the model {sizes[1]}"
-    if has_states(draft):
-        return _UNCUT
     return reason_against_drafts(draft, length)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oslo_models.deploy.running_batch.admission import with_states
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.speculation import Acceptance, AgreedSpeed, Drafts, DraftSpeed
 from oslo_models.deploy.running_batch.static_step import to_device, to_host
@@ -39,7 +40,8 @@ class DraftModel(Drafts):
 
     def __init__(self, model: ShardedModel, limits: BatchLimits, speed: DraftSpeed | AgreedSpeed | None = None) -> None:
         super().__init__(limits.drafted, speed)
-        self._runner, self._chunk = StepRunner(model, replace(limits, reuse=False)), limits.chunk
+        own = with_states(model.config, replace(limits, reuse=False))
+        self._runner, self._chunk = StepRunner(model, own), own.chunk if own.splits else own.length
         text = model.config.get_text_config(decoder=True)
         self._positions = getattr(text, "max_position_embeddings", None) or math.inf
         self._rows: list[Any] = []  # by slot
@@ -78,6 +80,7 @@ class DraftModel(Drafts):
 
     def _draft(self, rows: Sequence[Any], most: int) -> list[list[int]]:
         """Return ``most`` drafted tokens of each row, by slot."""
+        self._drop_wrong()
         self._leave(rows)
         for row in rows:
             if not any(own is row for own in self._rows):
@@ -96,6 +99,7 @@ class DraftModel(Drafts):
             for draft, token in zip(drafted, to_host(logits_BV.argmax(-1)).tolist(), strict=True):
                 draft.append(token)
             if place + 1 < most:
+                self._runner.remember()
                 logits_BV = self._run(Step(0, tokens=[draft[-1] for draft in drafted]))
         for held, draft in zip(self._held, drafted, strict=True):
             held += draft[:-1]
@@ -124,18 +128,23 @@ class DraftModel(Drafts):
         self._rows.append(row)
         self._held.append(tokens)
 
-    def _catch_up(self) -> list[list[int]]:
-        """Drop the wrong tokens from the cache. Return the tokens that each row lacks, at least its newest one."""
-        late, wrong = list[list[int]](), list[int]()
-        for slot, row in enumerate(self._rows):
-            known, held = [*row.prompt, *row.new], self._held[slot]
-            pairs = zip(held, known[:-1], strict=False)
-            most = min(len(held), len(known) - 1)
-            right = next((place for place, (one, other) in enumerate(pairs) if one != other), most)
+    def _drop_wrong(self) -> None:
+        """Drop the wrong tokens from the cache."""
+        wrong = []
+        for row, held in zip(self._rows, self._held, strict=True):
+            known = [*row.prompt, *row.new[:-1]]
+            pairs = enumerate(zip(held, known, strict=False))
+            right = next((place for place, (one, other) in pairs if one != other), min(len(held), len(known)))
             wrong.append(len(held) - right)
-            late.append(known[right:])
-            self._held[slot] = known
+            del held[right:]
         self._runner.rows.cut(wrong)
+
+    def _catch_up(self) -> list[list[int]]:
+        """Return the tokens that the cache lacks of each row, at least its newest one."""
+        late = []
+        for row, held in zip(self._rows, self._held, strict=True):
+            late.append([*row.prompt, *row.new][len(held) :])
+            held += late[-1]
         return late
 
 

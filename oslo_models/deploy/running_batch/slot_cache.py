@@ -121,6 +121,8 @@ class SlotCache(Cache):
     def clear(self) -> None:
         """Remove all rows, including former rows."""
         self.lengths, self.lags, self.stop, self.kept = [], {}, 0, {}
+        for state in self._states():
+            state.settle([])
 
     def columns_of_positions(self, more: int) -> Tensor:
         """Return the column of each position of each row, with ``more`` new positions, [B, L].
@@ -167,10 +169,16 @@ class SlotCache(Cache):
 
     def show_states(self) -> None:
         """Show the states of the rows to the next forward."""
-        if self._has_states:
-            for layer in self.layers:
-                if isinstance(layer, StateLayer):
-                    layer.show(continues=self.window > 0)
+        for state in self._states():
+            state.show(continues=self.window > 0)
+
+    def remember(self) -> None:
+        """Keep the states of the rows until `settle` or `cut`. Call it before each token that may be dropped."""
+        for state in self._states():
+            state.remember()
+
+    def _states(self) -> list[StateLayer]:
+        return [layer for layer in self.layers if isinstance(layer, StateLayer)] if self._has_states else []
 
     def mask(self, more: int, lengths_B: Tensor) -> Tensor | None:
         """Return the attention mask of the rows and ``more`` new positions, [B, L]; ``None`` if it hides nothing.
@@ -223,9 +231,8 @@ class SlotCache(Cache):
             for layer in self.layers:
                 if layer.is_initialized:  # else, another stage holds it
                     layer.draw_back(lags_N2, most)
-        for layer in self.layers if self._has_states else ():
-            if isinstance(layer, StateLayer):
-                layer.settle(counts)
+        for state in self._states():
+            state.settle(counts)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         gained = [count - self.lags.get(slot, 0) for slot, count in enumerate(counts)]
         self.stop += max(gained)
@@ -250,6 +257,8 @@ class SlotCache(Cache):
 
     def cut(self, counts: Sequence[int]) -> None:
         """Drop the last positions of each row: ``counts[slot]`` of them."""
+        for state in self._states():
+            state.cut(counts)
         for slot, count in enumerate(counts):
             if count:
                 self.lengths[slot] -= count

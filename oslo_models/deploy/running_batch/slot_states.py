@@ -120,24 +120,28 @@ class StateLayer(LinearAttentionLayer):
         """
         self._show_rows()
         self.has_previous_state = dict.fromkeys(range(self.number_of_states), continues)
-        self._before = []
 
     def _show_rows(self) -> None:
         for (name, index), entries in self._entries.items():
             getattr(self, name)[index] = entries[: len(self._slots.lengths)]
 
     def remember(self) -> None:
-        """Keep the present states of the rows until `settle`."""
+        """Keep the present states of the rows until `settle` or `cut`."""
         rows = len(self._slots.lengths)
         self._before.append({key: entries[:rows].clone() for key, entries in self._entries.items()})
 
     def settle(self, counts: Sequence[int]) -> None:
         """Return to the states after the first ``counts[slot]`` tokens of each row that `remember` has seen."""
-        before, self._before = self._before, []
         for slot, count in enumerate(counts):
-            if count < len(before):
-                for key, states in before[count].items():
+            if count < len(self._before):
+                for key, states in self._before[count].items():
                     self._entries[key][slot] = states[slot]
+        self._before = []
+
+    def cut(self, counts: Sequence[int]) -> None:
+        """Return to the states before the last ``counts[slot]`` tokens of each row that `remember` has seen."""
+        if self._before:
+            self.settle([len(self._before) - count for count in counts])
 
     # As in `slot_cache`. Columns mean nothing here.
 

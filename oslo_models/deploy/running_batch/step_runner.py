@@ -241,6 +241,11 @@ class StepRunner:
         if self._heads is not None:
             self._heads.fork(slot, count)
 
+    def remember(self) -> None:
+        """See `SlotCache.remember`."""
+        if isinstance(self.rows, SlotCache):
+            self.rows.remember()
+
     def free(self, leaving: Sequence[int]) -> None:
         """Remove the rows in the slots that a step frees."""
         for slot in leaving:
