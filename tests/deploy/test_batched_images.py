@@ -34,13 +34,10 @@ from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import reference_model
 
-pytestmark = [
-    pytest.mark.stacks,
-    pytest.mark.skipif(
-        "mm_encoder_outputs" not in zoo.parameters_of_forward("LlavaForConditionalGeneration"),
-        reason="this transformers does not take encoded images",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    "mm_encoder_outputs" not in zoo.parameters_of_forward("LlavaForConditionalGeneration"),
+    reason="this transformers does not take encoded images",
+)
 INSTALLED = [kind for kind in zoo.WITH_IMAGES if zoo.fault_of_release(kind) is None]
 JOINING = [kind for kind in INSTALLED if kind not in TEXT_ONLY and reason_against(zoo.config(kind)) is None]
 LIMITS = BatchLimits(3, 64, 4)
@@ -113,7 +110,13 @@ def running_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.drawn(8)
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.stacks, id="tp"),
+        pytest.param({"pipeline_parallel_size": 2}, id="pp"),
+    ],
+)
 @pytest.mark.parametrize("model_type", JOINING)
 def test_rows_with_images_get_their_own_tokens(
     pool: Pool, tmp_path: Path, seed: int, model_type: str, sizes: dict[str, int]
@@ -135,6 +138,7 @@ def test_rows_with_images_and_drafts_get_their_own_tokens(
     compare(pool, model_type, tmp_path, seed, 4, tensor_parallel_size=2)
 
 
+@pytest.mark.stacks
 def test_most_types_with_images_join() -> None:
     assert {"llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "internvl", "idefics3"} <= {*JOINING}
     assert not {"molmo2", "paligemma"} & {*JOINING}
@@ -165,6 +169,7 @@ def expect(application: Application, number: int, whole: Any, call: dict[str, An
     assert application.answer(number).result.tolist() == whole.generate(**call).tolist()
 
 
+@pytest.mark.stacks
 @TYPES
 @torch.no_grad()
 def test_prefixes_are_found_by_the_pixels_too(model_type: str, seed: int) -> None:
@@ -183,6 +188,7 @@ def test_prefixes_are_found_by_the_pixels_too(model_type: str, seed: int) -> Non
     assert [each.tokens for each in application.sent if isinstance(each, Reused)] == [length - 1]
 
 
+@pytest.mark.stacks
 @TYPES
 @torch.no_grad()
 def test_answer_about_an_image_is_part_of_the_next_prompt(model_type: str, seed: int) -> None:
@@ -207,6 +213,7 @@ def test_answer_about_an_image_is_part_of_the_next_prompt(model_type: str, seed:
     assert [each.tokens for each in application.sent if isinstance(each, Reused)] == [answer.shape[1] - 1]
 
 
+@pytest.mark.stacks
 @TYPES
 @torch.no_grad()
 def test_prompt_that_ends_with_an_image_is_computed_from_its_first_token(model_type: str, seed: int) -> None:
@@ -224,6 +231,7 @@ def test_prompt_that_ends_with_an_image_is_computed_from_its_first_token(model_t
     assert [each.tokens for each in application.sent if isinstance(each, Reused)] == [end - 4]
 
 
+@pytest.mark.stacks
 @TYPES
 @torch.no_grad()
 def test_rows_get_tokens_while_images_are_encoded(model_type: str, seed: int) -> None:
@@ -255,6 +263,7 @@ def test_rows_get_tokens_while_images_are_encoded(model_type: str, seed: int) ->
     assert all(former == "rows" or kind == "rows" for former, kind in zip(kinds, kinds[1:], strict=False))
 
 
+@pytest.mark.stacks
 @TYPES
 @torch.no_grad()
 def test_images_that_fail_end_their_call_only(model_type: str, seed: int) -> None:
@@ -272,6 +281,7 @@ def test_images_that_fail_end_their_call_only(model_type: str, seed: int) -> Non
     expect(application, 2, whole, images)
 
 
+@pytest.mark.stacks
 @TYPES
 @torch.no_grad()
 def test_images_of_several_rows_that_fail_end_their_call_once(model_type: str, seed: int) -> None:
@@ -288,6 +298,7 @@ def test_images_of_several_rows_that_fail_end_their_call_once(model_type: str, s
     expect(application, 1, whole, both)
 
 
+@pytest.mark.stacks
 @TYPES
 @torch.no_grad()
 def test_images_of_calls_that_end_early_are_dropped(model_type: str, seed: int) -> None:
@@ -331,6 +342,7 @@ def some_images(spans: list[tuple[int, int]], length: int) -> PromptImages:
 PIECES = st.lists(st.tuples(st.booleans(), st.integers(1, 9)), min_size=1, max_size=8)
 
 
+@pytest.mark.stacks
 @given(PIECES, st.integers(1, 7), st.integers(0, 60))
 def test_chunks_hold_whole_images(pieces: list[tuple[bool, int]], size: int, reused: int) -> None:
     """Every token is in one chunk, every image is encoded once and before its chunk, and none is cut."""
@@ -370,6 +382,7 @@ def test_chunks_hold_whole_images(pieces: list[tuple[bool, int]], size: int, reu
     assert whole == min(reused, length) or any(first == whole < min(reused, length) for first, _ in spans)
 
 
+@pytest.mark.stacks
 def test_digests_tell_pixels_sizes_and_order_apart(seed: int) -> None:
     name, config = zoo.main_head("qwen2_5_vl"), zoo.config("qwen2_5_vl")
     batch = {key: value for key, value in zoo.batch(name, config, seed).items() if key != "labels"}
@@ -385,6 +398,7 @@ def test_digests_tell_pixels_sizes_and_order_apart(seed: int) -> None:
     assert [key for key in first.reuse_keys() if key >= 0] == first.ids[first.ids != config.image_token_id].tolist()
 
 
+@pytest.mark.stacks
 def test_calls_that_do_not_fit_are_left_to_generate(seed: int) -> None:
     """Their images do not fit the tokens, or the model takes no encoded images."""
     name, config = zoo.main_head("llava"), zoo.config("llava")
