@@ -71,24 +71,54 @@ def computing_by_tokens(modules: list[Any], cache: Any) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for module in modules:
-            layer = cache.layers[module.layer_idx]
-            forward = partial(_by_tokens, module.forward, _forward(module), layer)
+            forward = partial(_by_tokens, module, module.forward, cache.layers[module.layer_idx])
             stack.enter_context(override_attributes(module, {"forward": forward}))
         yield
 
 
-def _by_tokens(forward: Callable[..., Tensor], original: Any, layer: StateLayer, *args: Any, **kwargs: Any) -> Tensor:
+def _by_tokens(module: Any, forward: Callable[..., Tensor], layer: StateLayer, *args: Any, **kwargs: Any) -> Tensor:
     """Return the output [B, L, D] of a mixer that computes one token after the other.
 
     Args:
-        original: transformers' forward of the mixer, with names of arguments.
         args, kwargs: hidden states [B, L, D], and further arguments of the mixer.
     """
     hidden_BLD, *more = args or (kwargs.pop("hidden_states"),)
+    original: Any = _forward(module)
     given = named_arguments(original, tuple(more), kwargs)
     given["attention_mask"] = None  # it hides padding, which is not among new tokens
-    outputs = []
-    for hidden_B1D in hidden_BLD.split(1, 1):
-        layer.remember()
-        outputs.append(forward(hidden_B1D, **given))
+    tokens, outputs = _Tokens(hidden_BLD), []
+    with ExitStack() as stack:
+        for child in module.children():
+            stack.enter_context(override_attributes(child, {"forward": partial(tokens.project, child.forward)}))
+        for hidden_B1D in tokens:
+            layer.remember()
+            outputs.append(forward(hidden_B1D, **given))
     return torch.cat(outputs, 1)
+
+
+class _Tokens:
+    """The hidden states of tokens, one after the other, and their projections by the layers of a mixer.
+
+    The first token computes the projections of all tokens, so weights are read once.
+
+    Args:
+        hidden_BLD: the hidden states.
+    """
+
+    def __init__(self, hidden_BLD: Tensor) -> None:
+        self._hidden_BLD = self._token_B1D = hidden_BLD
+        self._place = 0
+        self._projected: dict[Callable[..., Tensor], Sequence[Tensor]] = {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for place, token_B1D in enumerate(self._hidden_BLD.split(1, 1)):
+            self._place, self._token_B1D = place, token_B1D
+            yield token_B1D
+
+    def project(self, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output of a layer. Inputs other than the hidden states of the present token are computed."""
+        if x is not self._token_B1D or args or kwargs:
+            return forward(x, *args, **kwargs)
+        if forward not in self._projected:
+            self._projected[forward] = forward(self._hidden_BLD).split(1, 1)
+        return self._projected[forward][self._place]
