@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import oslo_models
+from oslo_models.deploy.running_batch.admission import reason_against_drafts
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -115,8 +116,9 @@ def check_rows(given: tuple[Any, ...], folder: Path, tp: int, pp: int, rows: tup
         with lifted_casts():
             found = model.generate_batch(prompts, adapter_names=names, max_batch_size=most, **options)
         assert [each.generated_tokens for each in found.values()] == expected, most
+    drafted = None if reason_against_drafts(model.config, 64) else 3
     with short_parts(), lifted_casts():
-        found = model.generate_batch(prompts, adapter_names=names, **options)
+        found = model.generate_batch(prompts, adapter_names=names, speculative_tokens=drafted, **options)
     assert [each.generated_tokens for each in found.values()] == expected
     assert not any("forward" in vars(module) for module in model.modules())
     keeps = SimpleNamespace(return_logprobs=True)
