@@ -135,6 +135,11 @@ CONTRACTS: tuple[Contract, ...] = (
         "self inputs_tensor model_kwargs",
     ),
     _contract(
+        "transformers.models.whisper.generation_whisper.WhisperGenerationMixin.generate_with_fallback",
+        "deploy.windows",
+        "self segment_input decoder_input_ids temperatures generation_config logits_processor attention_mask kwargs",
+    ),
+    _contract(
         f"{_GENERATION}.utils.GenerationMixin._prepare_cache_for_generation",
         "modeling.fusing.FusableModel",
         "self generation_config model_kwargs generation_mode batch_size max_cache_length",

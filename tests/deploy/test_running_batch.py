@@ -32,11 +32,12 @@ from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.messages import Failure, Request, Reused
 from oslo_models.deploy.running_batch import admission
 from oslo_models.deploy.running_batch.admission import SINCE, TEXT_ONLY
-from oslo_models.deploy.running_batch.encoder_decoders import EncoderDecoderRunner, runner_of
+from oslo_models.deploy.running_batch.encoder_decoders import EncoderDecoderRunner
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import SharedMemoryChannel
 from oslo_models.deploy.running_batch.prompt_images import BOTH_WAYS
+from oslo_models.deploy.running_batch.runners import runner_of
 from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,13 @@ from oslo_models.deploy.decoding import Decoding
 from oslo_models.deploy.running_batch.nucleus import faster
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.prompt_images import PromptImages
+from oslo_models.deploy.running_batch.prompt_sounds import PromptSound, media_of_rows, reads_sounds
 from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 from oslo_models.deploy.running_batch.sampling import CommonDraws, warp_of
 from oslo_models.deploy.running_batch.static_step import to_device
 from oslo_models.distributed.stopping import of_one_rank
 from oslo_models.layers.invariant_sums import log_probabilities
+from oslo_models.modeling.window_encoding import WindowEncoding
 from oslo_models.pipeline.sharded_model import ShardedModel
 
 _KEY_BITS = 256
@@ -42,11 +45,12 @@ class Row:
         ids_BL: [1, L], including the padding of the call. Processors see it, as in `generate`. Of an encoder-decoder,
             the first token of the decoder.
         prompt: the tokens without padding. Of an encoder-decoder, the first token of the decoder comes before those of
-            the encoder.
+            the encoder. With a sound, the first tokens of the decoder.
+        seed: of the random generator, or its state.
         settings: processors, criteria and configuration of `generate`, and the function that computes a streamer's
             log-probabilities from scores and a token; ``None`` without log-probabilities.
         device: on which tokens are chosen.
-        images: of the prompt.
+        images: of the prompt, or its sound.
         adapter: see `row_adapters`.
         tenant: see `Request`.
 
@@ -73,17 +77,17 @@ class Row:
         number: int,
         ids_BL: Tensor,
         prompt: list[int],
-        seed: int,
+        seed: int | Tensor,
         settings: Any,
         device: torch.device,
         keeps_logprobs: bool = False,
-        images: PromptImages | None = None,
+        images: PromptImages | PromptSound | None = None,
         adapter: int = 0,
         tenant: int = 0,
     ) -> None:
         self.tenant = tenant
         self.number, self.prompt, self.seed, self._device = number, prompt, seed, device
-        self.images, self.keys = images, prompt if images is None else images.reuse_keys()
+        self.images, self.keys = images, images.reuse_keys() if isinstance(images, PromptImages) else prompt
         assert len(self.keys) == len(prompt)
         self.adapter = adapter
         if adapter:
@@ -101,7 +105,8 @@ class Row:
         self.is_exact = False
         self.generator: torch.Generator | None = None
         if self._config.do_sample:
-            self.generator = torch.Generator(device).manual_seed(seed)
+            self.generator = torch.Generator(device)
+            self.generator.set_state(seed) if isinstance(seed, Tensor) else self.generator.manual_seed(seed)
         self.logprobs: list[float] | None = [] if keeps_logprobs else None
         self.is_plain = not self._processors and self.generator is None and not self.reads_scores
 
@@ -224,17 +229,22 @@ class Call:
 
     Args:
         streams: send tokens as they are generated. Such a call has one row.
+        goes_on: see `Request`.
     """
 
-    def __init__(self, number: int, streams: bool, rows: list[Row]) -> None:
-        self.number, self.streams, self.rows = number, streams, rows
+    def __init__(self, number: int, streams: bool, rows: list[Row], goes_on: bool = False) -> None:
+        self.number, self.streams, self.rows, self._goes_on = number, streams, rows, goes_on
 
     @property
     def ended(self) -> bool:
         return all(row.ended for row in self.rows)
 
-    def result(self) -> Tensor:
-        """Return the result of `generate`: prompts and new tokens, [B, L]."""
+    def result(self) -> Any:
+        """Return the result of `generate`: prompts and new tokens, [B, L]. See `Request.goes_on` for a second value."""
+        tokens_BL, generator = self._tokens(), self.rows[0].generator
+        return (tokens_BL, None if generator is None else generator.get_state()) if self._goes_on else tokens_BL
+
+    def _tokens(self) -> Tensor:
         if len(self.rows) == 1:
             return self.rows[0].host_ids_BL
         longest = max(len(row.new) for row in self.rows)
@@ -260,21 +270,52 @@ def prepare(
     ids_BL = kwargs.pop("input_ids", None)
     ids_BL = kwargs.pop("inputs", None) if ids_BL is None else ids_BL
     mask_BL = kwargs.pop("attention_mask", None)
-    images = {each.row: each for each in map(PromptImages._make, request.images)}
     known = known or PlainSettings(model)
     vocabulary = known.vocabulary
+    if reads_sounds(model.config):
+        return _prepare_sounds(model, request, kwargs, decoding, known, adapters)
+    images = {each.row: each for each in media_of_rows(request.images, model.config)}
     rows, prompts = [], ids_BL.tolist()
     numbers = (adapters or ModelAdapters(model)).numbers(kwargs.pop("adapter_names", None), len(prompts))
     for row, prompt in enumerate(prompts):
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            wrong = next(token for token in prompt if not 0 <= token < vocabulary)
-            raise IndexError(f"index out of range: input_ids has the token {wrong}; the vocabulary has {vocabulary}")
+        _check_tokens("input_ids", prompt, vocabulary)
         given = {"input_ids": ids_BL[row : row + 1].long(), **kwargs}
         if mask_BL is not None:
             given["attention_mask"] = mask_BL[row : row + 1]
         own = {"images": images.get(row), "adapter": numbers[row]}
         rows.append(_make_row(model, request, given, prompt, decoding, known, own))
     return Call(request.number, request.stream, rows)
+
+
+def _prepare_sounds(
+    model: ShardedModel,
+    request: Any,
+    kwargs: dict[str, Any],
+    decoding: Decoding | None,
+    known: PlainSettings,
+    adapters: ModelAdapters | None,
+) -> Call:
+    """Return the call of a request with sounds. Its prompts are the first tokens of the decoder."""
+    sounds, first_BL = media_of_rows(request.images, model.config), kwargs.pop("decoder_input_ids", None)
+    numbers = (adapters or ModelAdapters(model)).numbers(kwargs.pop("adapter_names", None), len(sounds))
+    rows = []
+    for row, sound in enumerate(sounds):
+        given = dict(kwargs)
+        if first_BL is not None:
+            _check_tokens("decoder_input_ids", first_BL[row].tolist(), known.vocabulary)
+            given["decoder_input_ids"] = first_BL[row : row + 1].long()
+        states_1LD = torch.empty(1, sound.encoder_positions, 0)
+        ids_1L, prompt, settings = _prepare_row(model, request, given, decoding, states_1LD)
+        own = {"images": sound, "adapter": numbers[row], "tenant": request.tenant}
+        rows.append(Row(request.number, ids_1L, prompt, request.seed, settings, known.device, **own))
+    return Call(request.number, request.stream, rows, request.goes_on)
+
+
+def _check_tokens(name: str, tokens: list[int], vocabulary: int) -> None:
+    """Raise ``IndexError`` if a token is outside the vocabulary."""
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise IndexError(f"index out of range: {name} has the token {wrong}; the vocabulary has {vocabulary}")
 
 
 def rows_of_prompt(
@@ -335,11 +376,20 @@ def _make_row(
 
 
 def _prepare_row(
-    model: ShardedModel, request: Any, given: dict[str, Any], decoding: Decoding | None
+    model: ShardedModel,
+    request: Any,
+    given: dict[str, Any],
+    decoding: Decoding | None,
+    states_1LD: Tensor | None = None,
 ) -> tuple[Tensor, list[int], Any]:
-    """Return the tokens of a row with and without padding, and its settings; see `Row`."""
+    """Return the tokens of a row with and without padding, and its settings; see `Row`.
+
+    Args:
+        states_1LD: a tensor in the shape of an encoded sound.
+    """
     prepared: list[tuple[Tensor, list[int], Any]] = []
-    encodes, given_BL = model.config.is_encoder_decoder, given["input_ids"]
+    hears = states_1LD is not None
+    encodes = model.config.is_encoder_decoder and not hears
 
     def capture(
         model: ShardedModel,
@@ -351,8 +401,8 @@ def _prepare_row(
     ) -> Any:
         """Record the prepared arguments, in place of transformers' decoding loop."""
         mask_BL = rest.get("attention_mask")
-        ids_BL = given_BL.to(input_ids.device) if encodes else input_ids
-        prompt = ids_BL[0] if mask_BL is None else ids_BL[0, mask_BL[0].bool()]
+        ids_BL = given["input_ids"].to(input_ids.device) if encodes else input_ids
+        prompt = ids_BL[0] if mask_BL is None or hears else ids_BL[0, mask_BL[0].bool()]
         front = [] if decoding is None else decoding.processors()
         logits_processor[:0] = front
         scored = decoding.scored if decoding is not None and decoding.logprobs is not None and request.stream else None
@@ -360,10 +410,14 @@ def _prepare_row(
         prepared.append((input_ids, [*(input_ids[0].tolist() if encodes else ()), *prompt.tolist()], settings))
         return input_ids
 
-    if encodes:  # else `generate` would run the encoder
-        given = {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=torch.empty(*given_BL.shape, 0))}
+    if encodes:
+        states_1LD = torch.empty(*given["input_ids"].shape, 0)
+    if states_1LD is not None:  # else `generate` would run the encoder
+        given = {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=states_1LD.to(model.device))}
+    # Whisper's own `generate` runs in the application, see `windows`
+    generate = partial(WindowEncoding.generate, model) if isinstance(model, WindowEncoding) else model.generate
     with model.generating():
-        model.generate(**{**_on_device(given, model.device), "use_cache": False}, custom_generate=capture)
+        generate(**{**_on_device(given, model.device), "use_cache": False}, custom_generate=capture)
     return prepared[0]
 
 
