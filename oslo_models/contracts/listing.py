@@ -164,6 +164,15 @@ CONTRACTS: tuple[Contract, ...] = (
         "fusion.ngram_processors",
         is_copied=True,
     ),
+    *(
+        _contract(
+            f"{_GENERATION}.logits_process.{name}LogitsProcessor.__call__",
+            "deploy.running_batch.suppressed_tokens",
+            "self input_ids scores",
+            is_copied=True,
+        )
+        for name in ("SuppressTokens", "SuppressTokensAtBegin")
+    ),
     _contract(f"{_CACHES}.DynamicLayer.update", "fusion.growing_cache.GrowingLayer", is_copied=True),
     _contract(f"{_CACHES}.DynamicLayer.reset", "fusion.growing_cache.GrowingLayer", is_copied=True),
     # transformers: layers
