@@ -198,6 +198,22 @@ FAST: list[Row] = [
 """Mutants in this process."""
 
 SLOW: list[Row] = [
+    (
+        f"{BATCH}.position_tables:looking_up",
+        "positions_BL.reshape(-1, 1)",
+        "positions_BL.flip(0).reshape(-1, 1)",
+        POOLED,
+        OWN_PROMPTS,
+        {"variant": "pegasus_x"},
+    ),
+    (
+        f"{ENCODING}._forward",
+        'inputs["decoder_position_ids"] = positions',
+        "pass",
+        POOLED,
+        OWN_PROMPTS,
+        {"variant": "t5gemma"},
+    ),
     (f"{BATCH}.prompt_sounds:sounds_of_call", "features[row : row + 1]", "features[:1]", HEARD, OWN_SOUNDS, HEARING),
     (f"{CROSS}.join", "row, tokens, tokens", "row, tokens, 1", HEARD, OWN_SOUNDS, HEARING),
     (

@@ -102,11 +102,20 @@ SINCE = frozenset() if registry.INSTALLED >= (5, 24) else _SINCE_5_24 | TEXT_ONL
 ENCODER_DECODERS = frozenset(
     (
         *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "mvp", "pegasus", "plbart"),
-        *("t5", "umt5"),
+        *("longt5", "pegasus_x", "t5", "t5gemma", "umt5"),
     )
 )
 """Encoder-decoder types that join. Padding on the right does not change the states of their encoders, and positions of
-their decoders are relative, or come from a table; see `position_tables`."""
+their decoders are relative, are given, or come from a table; see `position_tables`."""
+CANNOT_JOIN: Mapping[str, str] = {
+    "led": "its decoder reads no mask when it computes one token",
+    **dict.fromkeys(
+        ("nllb-moe", "switch_transformers"),
+        "its experts have a capacity, which the tokens of all rows of a batch share",
+    ),
+    "bigbird_pegasus": "the blocks of its encoder depend on the length of a batch",
+}
+"""Encoder-decoder types that cannot join, with the reason. Others were not tested."""
 READ_PADDING: Mapping[str, str] = {
     "trocr": "its positions count the padding",
     "minimax": "its blocks of tokens are counted from the padding",
@@ -267,7 +276,7 @@ def reason_against(config: Any) -> str | None:
         return "older releases than transformers 5.24 compute it in other ways"
     if config.is_encoder_decoder:
         joins = kind in ENCODER_DECODERS or reads_sounds(config)
-        return None if joins else "rows of encoder-decoders of its type were not tested"
+        return None if joins else CANNOT_JOIN.get(kind, "rows of encoder-decoders of its type were not tested")
     if getattr(type(config), "is_encoder_decoder", False) and kind not in ENCODER_DECODERS:
         return "the decoder alone of an encoder-decoder of its type was not tested"
     if getattr(config, "is_decoder", True) is False:

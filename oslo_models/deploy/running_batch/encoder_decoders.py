@@ -12,6 +12,7 @@ Legend:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -42,6 +43,7 @@ class EncoderDecoderRunner(StepRunner):
         super().__init__(model, *args, **kwargs)
         self._cache_name = name_in_model(model.forward, {}) or self._cache_name
         self._is_encoded = False
+        self._takes_decoder_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
 
     def run(self, step: Step) -> Tensor | None:
         self._is_encoded = False
@@ -129,6 +131,8 @@ class EncoderDecoderRunner(StepRunner):
             **states,
             self._cache_name: self.rows.argument,
         }
+        if self._takes_decoder_positions:
+            inputs["decoder_position_ids"] = positions
         with self._positions_of_rows(positions):
             return self._logits(inputs, keep)
 

@@ -40,7 +40,6 @@ class SoundRunner(EncoderDecoderRunner):
         self._type = model.config.model_type
         self._sound: PromptSound | None = None
         self._heard: Any = None  # the output of the encoder for the prompt in prefill
-        self._positions_BL: Tensor
 
     def rest(self) -> None:
         super().rest()
@@ -114,7 +113,6 @@ class SoundRunner(EncoderDecoderRunner):
         keep: int = 1,
         before_BD: Tensor | None = None,
     ) -> Tensor:
-        self._positions_BL = positions
         with self._masks_of_positions():
             return super()._forward(cache, ids_BL, positions, options, features, keep, before_BD)
 
@@ -132,7 +130,7 @@ class SoundRunner(EncoderDecoderRunner):
         hidden_BLD = states["encoder_outputs"].last_hidden_state
         empty = dict.fromkeys(("hidden_states", "attentions"))
         outputs = SimpleNamespace(last_hidden_state=hidden_BLD, attention_mask=mask_BL, **empty)
-        return {"encoder_outputs": outputs, "decoder_position_ids": self._positions_BL}
+        return {"encoder_outputs": outputs}
 
     def _probe(self) -> EncoderDecoderCache:
         frames = _PROBED.get(self._type) or 2 * most_positions(self.model.config)
