@@ -146,7 +146,7 @@ CONTRACTS: tuple[Contract, ...] = (
     ),
     _contract(
         f"{_GENERATION}.utils.GenerationMixin._sample",
-        "modeling.fusing.FusableModel fusion.decoding deploy.running_batch.row",
+        "modeling.fusing.FusableModel fusion.decoding deploy.running_batch.row deploy.running_batch.preparation",
         "self input_ids logits_processor stopping_criteria generation_config synced_gpus streamer",
         is_copied=True,
     ),

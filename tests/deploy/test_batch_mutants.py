@@ -18,6 +18,7 @@ TOGETHER = "test_short_prompts_are_computed_together"
 OWN, FAIR = "test_calls_are_answered_with_their_own_tokens", "test_schedule_is_fair_and_bounded"
 ENDS, CANCELLED = "test_rows_end_at_their_own_tokens_and_are_padded", "test_cancelled_call_leaves_at_once"
 PLAIN, KNOWN = f"{BATCH}.plain_settings:PlainSettings", "deploy/test_plain_settings.py"
+PREPARED = f"{BATCH}.preparation"
 PADDING, DEFAULTS = "test_padding_is_seen", "test_changes_of_the_defaults_and_the_model_are_followed"
 BETWEEN, RAISES = (
     "test_other_calls_are_answered_between_steps_and_changes_after_the_rows",
@@ -430,9 +431,9 @@ SLOW: list[Row] = [
     ),
     (f"{RUNNER}._begin", "prompt.lengths = [0]", "prompt.lengths = [1]", LOOP, OWN, CHUNKS),
     (f"{RUNNER}.free", "self.rows.free(slot)", "pass", LOOP, OWN, CHUNKS),
-    (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, CHUNKS),
-    (f"{ROW}:_check_tokens", "max(tokens) >= vocabulary", "False", LOOP, REJECTED, {}),
-    (f"{ROW}:_prepare_row", "ids_BL[0, mask_BL[0].bool()]", "ids_BL[0]", LOOP, OWN, CHUNKS),
+    (f"{PREPARED}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, CHUNKS),
+    (f"{PREPARED}:_check_tokens", "max(tokens) >= vocabulary", "False", LOOP, REJECTED, {}),
+    (f"{PREPARED}:_prepare_row", "ids_BL[0, mask_BL[0].bool()]", "ids_BL[0]", LOOP, OWN, CHUNKS),
     (f"{PLAIN}.find", "if any(token in prompt for token in padding)", "if False", KNOWN, PADDING, {}),
     (f"{PLAIN}.key", "bool(mask_BL.all())", "True", KNOWN, PADDING, {}),
     (f"{PLAIN}._follow_defaults", "self.forget()", "pass", KNOWN, DEFAULTS, {}),

@@ -19,9 +19,10 @@ from oslo_models.deploy.running_batch.admission import Admission, reason_against
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.prefixes import Prefixes
+from oslo_models.deploy.running_batch.preparation import prepare
 from oslo_models.deploy.running_batch.prompt_images import PromptImages
 from oslo_models.deploy.running_batch.prompt_sounds import PromptSound, media_of_rows
-from oslo_models.deploy.running_batch.row import Call, prepare
+from oslo_models.deploy.running_batch.row import Call
 from oslo_models.deploy.running_batch.runners import runner_of
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.scheduler import Scheduler

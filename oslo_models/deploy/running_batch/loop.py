@@ -20,9 +20,10 @@ from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
+from oslo_models.deploy.running_batch.preparation import prepare
 from oslo_models.deploy.running_batch.prompt_images import ImagesError, PromptImages
 from oslo_models.deploy.running_batch.prompt_sounds import PromptSound, media_of_rows
-from oslo_models.deploy.running_batch.row import Call, Row, prepare
+from oslo_models.deploy.running_batch.row import Call, Row
 from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 from oslo_models.deploy.running_batch.runners import runner_of
 from oslo_models.deploy.running_batch.sampling import choose_tokens

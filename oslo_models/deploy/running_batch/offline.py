@@ -29,7 +29,8 @@ from oslo_models.deploy.running_batch.head_drafts import HeadDrafts
 from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
-from oslo_models.deploy.running_batch.row import Row, rows_of_prompt
+from oslo_models.deploy.running_batch.preparation import rows_of_prompt
+from oslo_models.deploy.running_batch.row import Row
 from oslo_models.deploy.running_batch.runners import runner_of
 from oslo_models.deploy.running_batch.sampling import CommonDraws, choose_tokens
 from oslo_models.deploy.running_batch.speculation import AgreedSpeed, Drafts, DraftSpeed, going_on
