@@ -135,13 +135,18 @@ CONTRACTS: tuple[Contract, ...] = (
         "self inputs_tensor model_kwargs",
     ),
     _contract(
+        "transformers.models.whisper.generation_whisper.WhisperGenerationMixin.generate_with_fallback",
+        "deploy.windows",
+        "self segment_input decoder_input_ids temperatures generation_config logits_processor attention_mask kwargs",
+    ),
+    _contract(
         f"{_GENERATION}.utils.GenerationMixin._prepare_cache_for_generation",
         "modeling.fusing.FusableModel",
         "self generation_config model_kwargs generation_mode batch_size max_cache_length",
     ),
     _contract(
         f"{_GENERATION}.utils.GenerationMixin._sample",
-        "modeling.fusing.FusableModel fusion.decoding deploy.running_batch.row",
+        "modeling.fusing.FusableModel fusion.decoding deploy.running_batch.row deploy.running_batch.preparation",
         "self input_ids logits_processor stopping_criteria generation_config synced_gpus streamer",
         is_copied=True,
     ),
@@ -158,6 +163,15 @@ CONTRACTS: tuple[Contract, ...] = (
         f"{_GENERATION}.logits_process.EncoderNoRepeatNGramLogitsProcessor.__call__",
         "fusion.ngram_processors",
         is_copied=True,
+    ),
+    *(
+        _contract(
+            f"{_GENERATION}.logits_process.{name}LogitsProcessor.__call__",
+            "deploy.running_batch.suppressed_tokens",
+            "self input_ids scores",
+            is_copied=True,
+        )
+        for name in ("SuppressTokens", "SuppressTokensAtBegin")
     ),
     _contract(f"{_CACHES}.DynamicLayer.update", "fusion.growing_cache.GrowingLayer", is_copied=True),
     _contract(f"{_CACHES}.DynamicLayer.reset", "fusion.growing_cache.GrowingLayer", is_copied=True),

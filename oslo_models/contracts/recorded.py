@@ -45,6 +45,12 @@ RECORDED: dict[str, dict[str, str]] = {
         "175ccabe5a7ac8bd": "5.18.0 5.19.0 5.20.0 5.21.0 5.22.0 5.23.0 5.24.0",
         "40ee67cc88430dca": "5.17.0",
     },
+    "transformers.generation.logits_process.SuppressTokensAtBeginLogitsProcessor.__call__": {
+        "c9934c5651b67824": "5.17.0 5.18.0 5.19.0 5.20.0 5.21.0 5.22.0 5.23.0 5.24.0",
+    },
+    "transformers.generation.logits_process.SuppressTokensLogitsProcessor.__call__": {
+        "83f0df9fd56a57ca": "5.17.0 5.18.0 5.19.0 5.20.0 5.21.0 5.22.0 5.23.0 5.24.0",
+    },
     "transformers.generation.utils.GenerationMixin._sample": {
         "7edfaaeacb1211e9": "5.17.0 5.18.0 5.19.0 5.20.0 5.21.0 5.22.0 5.23.0",
         "d37b3983e64d7975": "5.24.0",

@@ -200,7 +200,7 @@ class Engine:
         *,
         streamer: Any = None,
         timeout: float | None = None,
-        seed: int | None = None,
+        seed: Any = None,
         generation_config: Any = None,
         gather: bool = False,
         cancellation: Cancellation | None = None,
@@ -208,6 +208,7 @@ class Engine:
         gives_way: bool = False,
         images: tuple[tuple[Any, ...], ...] = (),
         tenant: int = 0,
+        goes_on: bool = False,
     ) -> Any:
         """Call a method of the model on all ranks.
 
@@ -218,7 +219,7 @@ class Engine:
             cancellation: cancels the call from another thread.
             joins: compute the call in the running batch.
             gives_way: run steps of the running batch between the tokens of the call.
-            images, tenant: of a call that joins; see `Request`.
+            images, tenant, goes_on: of a call that joins; see `Request`.
 
         Raises:
             TimeoutError: it took longer. The call is cancelled.
@@ -232,7 +233,7 @@ class Engine:
         seed = self._seeds.getrandbits(32) if seed is None else seed
         number = next(self._numbers)
         streams = streamer is not None
-        options = (gather, generation_config, joins, gives_way, images, tenant)
+        options = (gather, generation_config, joins, gives_way, images, tenant, goes_on)
         request = Request(number, method, args, kwargs or {}, seed, streams, *options)
         try:
             data = encode(request, number)

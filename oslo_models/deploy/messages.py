@@ -46,21 +46,24 @@ class Request(NamedTuple):
     """To every worker: call a method of the model.
 
     Attributes:
-        seed: for all random generators, set before the call.
+        seed: for all random generators, set before the call; of a call that joins, also the state of its generator.
         stream: send the tokens as they are generated.
         gather: every rank returns its result.
         generation_config: replaces the model's generation configuration, if the application has changed it.
         joins: compute this call of `generate` in the running batch.
         gives_way: run steps of the running batch between the tokens of this call of `generate`.
-        images: of each row of a call that joins; see `PromptImages`. Plain tuples, whose tensors are sent as bytes.
+        images: of each row of a call that joins; see `PromptImages` and `PromptSound`. Plain tuples, whose tensors are
+            sent as bytes.
         tenant: a call reuses prefixes of calls with the same number only.
+        goes_on: another call that joins goes on with the random numbers of this one. The result has a second value, the
+            state of the generator of its first row; ``None`` without a generator.
     """
 
     number: int
     method: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    seed: int
+    seed: Any
     stream: bool = False
     gather: bool = False
     generation_config: Any = None
@@ -68,6 +71,7 @@ class Request(NamedTuple):
     gives_way: bool = False
     images: tuple[tuple[Any, ...], ...] = ()
     tenant: int = 0
+    goes_on: bool = False
 
 
 class Cancel(NamedTuple):

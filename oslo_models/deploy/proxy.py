@@ -72,6 +72,10 @@ class Deployment(DeployedAdapters, RemoteModule):
         admission = Admission(self.config, self._engine.limits, "mm_encoder_outputs" in names)
         if self.config.is_encoder_decoder and "decoder_input_ids" not in names:  # the workers change the configuration
             admission.reason = f"{type(self).__name__} has no decoder, or no encoder, and its configuration has both"
+        elif admission.reason is None and admission.sounds is not None and admission.sounds.by_windows:
+            from oslo_models.deploy.windows import reason_against_windows
+
+            admission.reason = reason_against_windows(type(self))
         return admission
 
     # Calls ------------------------------------------------------------------------------------------------------------
@@ -117,9 +121,22 @@ class Deployment(DeployedAdapters, RemoteModule):
         options |= {"cancellation": cancellation, "tenant": tenant}
         options["joins"] = self._admission.joins(kwargs, self.generation_config, streamer is not None)
         options["gives_way"] = not options["joins"] and self._admission.reason is None
+        if options["joins"] and self._admission.sounds is not None and self._admission.sounds.by_windows:
+            return self._generate_by_windows(kwargs, options)
         if options["joins"]:
             kwargs, options["images"] = self._admission.separate_images(kwargs)
         return self._engine.call("generate", (), kwargs, **options)
+
+    def _generate_by_windows(self, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
+        """Run Whisper's `generate` here. Its windows join. Otherwise the workers compute the call by itself."""
+        from oslo_models.deploy.windows import LeavesBatchError, generate_by_windows
+
+        shared = {name: options[name] for name in ("timeout", "seed", "generation_config", "cancellation", "tenant")}
+        own = (self.config, self.generation_config, self._admission)
+        try:
+            return generate_by_windows(self._engine.call, self.forward, *own, kwargs, shared)
+        except LeavesBatchError:
+            return self._engine.call("generate", (), kwargs, **{**options, "joins": False, "gives_way": True})
 
     def can_join(self, streams: bool = False, **kwargs: Any) -> bool:
         """Return whether a call of `generate` with these arguments can join the running batch.
@@ -258,6 +275,11 @@ class Deployment(DeployedAdapters, RemoteModule):
     def accepted_tokens(self) -> int:
         """The number of drafted tokens that became tokens of an answer."""
         return self._engine.accepted_tokens
+
+    @property
+    def batch_rows(self) -> int:
+        """The maximum number of rows of the running batch; 1 if calls of this model cannot join."""
+        return 1 if self._admission.reason is not None else self._engine.limits.rows
 
     def describe_batch(self) -> str:
         """Describe the limits of the running batch and its allocated memory, or why there is no running batch."""

@@ -22,6 +22,7 @@ from oslo_models.deploy.running_batch.admission import (
     unsupported_setting,
 )
 from oslo_models.deploy.running_batch.limits import DEFAULT_DRAFTED, BatchLimits, check_drafted
+from oslo_models.deploy.running_batch.prompt_sounds import reads_sounds
 from oslo_models.deploy.running_batch.sampling import CommonDraws
 from oslo_models.deploy.running_batch.slot_states import has_index, has_states
 from oslo_models.distributed.object_exchange import agree, require_equal
@@ -232,6 +233,7 @@ def _checked(
     """
     name, instead = type(model).__name__, "call generate"
     reason = reason_against(model.config) if model.can_generate() else "it generates no text"
+    reason = "its prompts are sounds" if reason is None and reads_sounds(model.config) else reason
     if model.mesh.has_experts_over_replicas:
         reason = "its experts are divided over ranks with other tokens, which would compute different numbers of steps"
     if reason is None and model.token_division is not None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from oslo_models.deploy.running_batch.admission import Admission, with_states
-from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, BatchLimits
+from oslo_models.deploy.running_batch.runners import runner_of
 from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.pipeline.sharded_model import ShardedModel

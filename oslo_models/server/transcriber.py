@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -44,8 +45,8 @@ def transcribes(processor: Any, config: Any) -> bool:
 class Transcriber:
     """Transcribes sounds in separate threads.
 
-    A sound is decoded when its turn has come, since a long one takes much more memory than its file. One thread decodes
-    while the model computes for another.
+    There is a thread for each row of the running batch, so that several sounds share its steps. A sound is decoded when
+    its turn has come, since a long one takes much more memory than its file, and `DECODERS` sounds at once.
 
     Args:
         model: a deployed model.
@@ -59,7 +60,8 @@ class Transcriber:
         self._reader = SoundReader(self._rate, limits, whole)
         self._dtype = model.config.dtype or torch.get_default_dtype()
         self._opening = ThreadPoolExecutor(1, "oslo-headers")  # an MP3 has a header in each of its frames
-        self._threads = ThreadPoolExecutor(DECODERS, "oslo-transcribe")
+        self._threads = ThreadPoolExecutor(max(DECODERS, getattr(model, "batch_rows", 1)), "oslo-transcribe")
+        self._decoders = threading.BoundedSemaphore(DECODERS)
         self._languages = _Languages(model.generation_config) if self._type in WHISPER else None
 
     async def transcribe(self, file: bytes, request: TranscriptionRequest, task: str) -> Transcript:
@@ -146,7 +148,8 @@ class Transcriber:
         cancellation: Cancellation,
     ) -> Transcript:
         """Compute a transcript in this thread."""
-        inputs = self._inputs(sound)
+        with self._decoders:
+            inputs = self._inputs(sound)
         if self._type in CTC:
             ids = self._model(**inputs).logits[0].argmax(-1).tolist()
             return Transcript(self._processor.tokenizer.decode(ids), sound.seconds)
@@ -173,9 +176,9 @@ class Transcriber:
         if "language" not in options:
             features = inputs["input_features"][..., : 2 * self._model.config.max_source_positions]
             once: dict[str, Any] = {name: value for name, value in options.items() if name == "task"}
-            once |= {"force_unique_generate_call": True, "return_dict_in_generate": True, "max_new_tokens": 1}
-            found: Any = self._model.generate(input_features=features, **once, **given)
-            token = next(token for token in found.sequences[0].tolist() if token in self._languages.codes)
+            once |= {"force_unique_generate_call": True, "return_dict_in_generate": False, "max_new_tokens": 1}
+            found: Any = self._model.generate(input_features=features, **once, **given)  # with the first tokens
+            token = next(token for token in found[0].tolist() if token in self._languages.codes)
             options = {**options, "language": self._languages.codes[token]}
         return options["language"].strip("<|>"), options
 

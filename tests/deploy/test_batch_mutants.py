@@ -18,6 +18,7 @@ TOGETHER = "test_short_prompts_are_computed_together"
 OWN, FAIR = "test_calls_are_answered_with_their_own_tokens", "test_schedule_is_fair_and_bounded"
 ENDS, CANCELLED = "test_rows_end_at_their_own_tokens_and_are_padded", "test_cancelled_call_leaves_at_once"
 PLAIN, KNOWN = f"{BATCH}.plain_settings:PlainSettings", "deploy/test_plain_settings.py"
+PREPARED = f"{BATCH}.preparation"
 PADDING, DEFAULTS = "test_padding_is_seen", "test_changes_of_the_defaults_and_the_model_are_followed"
 BETWEEN, RAISES = (
     "test_other_calls_are_answered_between_steps_and_changes_after_the_rows",
@@ -94,7 +95,35 @@ KEEPS, LAGGING = "test_cache_keeps_the_positions_of_each_row", "test_steps_of_fi
 GUESSED = "test_calls_get_their_own_tokens"
 FILLED, LLAMA = "test_step_has_drafts_if_half_of_its_positions_have_tokens", {"variant": "llama", "fused": False}
 
+SOUNDS, HEARD = f"{BATCH}.sound_runner:SoundRunner", "deploy/test_batched_sounds.py"
+OWN_SOUNDS, AFTER_SOUND = "test_rows_with_sounds_get_their_own_tokens", "test_rows_get_a_token_between_two_sounds"
+HEARING, WINDOWS = {"model_type": "whisper", "sizes": {"tensor_parallel_size": 2}}, "test_windows_of_whisper_join"
+
 FAST: list[Row] = [
+    (
+        f"{BATCH}.loop:RunningBatch._run",
+        "self._images.pop((step.number, step.row))",
+        "self._images.pop(max(self._images))",  # the sound of another row, which waits, too
+        HEARD,
+        AFTER_SOUND,
+        {},
+    ),
+    (
+        f"{SOUNDS}._encode_media",
+        "failure = error",
+        "raise",
+        HEARD,
+        "test_sound_that_fails_ends_its_call_only",
+        {"model_type": "whisper"},
+    ),
+    (
+        f"{SCHEDULER}._encoder_positions",
+        "int(prompt.images.encoder_positions)",
+        "0",
+        HEARD,
+        AFTER_SOUND,
+        {},
+    ),
     (
         f"{DRAFTS}:going_on",
         "rows[index].new[-1] == drafts[index][place]",
@@ -186,6 +215,40 @@ FAST: list[Row] = [
 """Mutants in this process."""
 
 SLOW: list[Row] = [
+    (
+        f"{BATCH}.position_tables:looking_up",
+        "positions_BL.reshape(-1, 1)",
+        "positions_BL.flip(0).reshape(-1, 1)",
+        POOLED,
+        OWN_PROMPTS,
+        {"variant": "pegasus_x"},
+    ),
+    (
+        f"{ENCODING}._forward",
+        'inputs["decoder_position_ids"] = positions',
+        "pass",
+        POOLED,
+        OWN_PROMPTS,
+        {"variant": "t5gemma"},
+    ),
+    (f"{BATCH}.prompt_sounds:sounds_of_call", "features[row : row + 1]", "features[:1]", HEARD, OWN_SOUNDS, HEARING),
+    (f"{CROSS}.join", "row, tokens, tokens", "row, tokens, 1", HEARD, OWN_SOUNDS, HEARING),
+    (
+        f"{SOUNDS}._length",
+        "if mask_1L is None",
+        "if True",
+        HEARD,
+        OWN_SOUNDS,
+        {**HEARING, "model_type": "speech_to_text"},
+    ),
+    (
+        "deploy.windows:generate_by_windows",
+        "random if state is None else state",
+        "random",
+        HEARD,
+        WINDOWS,
+        {"sizes": HEARING["sizes"]},
+    ),
     (f"{DRAFTS}:Drafts.draft", "row.room - 1", "row.room", SPECULATED, FILLED, {}),
     (f"{DRAFTS}:Drafts.draft", "positions < LEAST_FILLED", "positions < 0 * LEAST_FILLED", SPECULATED, FILLED, {}),
     (
@@ -384,15 +447,15 @@ SLOW: list[Row] = [
     ),
     (f"{RUNNER}._begin", "prompt.lengths = [0]", "prompt.lengths = [1]", LOOP, OWN, CHUNKS),
     (f"{RUNNER}.free", "self.rows.free(slot)", "pass", LOOP, OWN, CHUNKS),
-    (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, CHUNKS),
-    (f"{ROW}:prepare", "max(prompt) >= vocabulary", "False", LOOP, REJECTED, {}),
-    (f"{ROW}:_prepare_row", "ids_BL[0, mask_BL[0].bool()]", "ids_BL[0]", LOOP, OWN, CHUNKS),
+    (f"{PREPARED}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, CHUNKS),
+    (f"{PREPARED}:_check_tokens", "max(tokens) >= vocabulary", "False", LOOP, REJECTED, {}),
+    (f"{PREPARED}:_prepare_row", "ids_BL[0, mask_BL[0].bool()]", "ids_BL[0]", LOOP, OWN, CHUNKS),
     (f"{PLAIN}.find", "if any(token in prompt for token in padding)", "if False", KNOWN, PADDING, {}),
     (f"{PLAIN}.key", "bool(mask_BL.all())", "True", KNOWN, PADDING, {}),
     (f"{PLAIN}._follow_defaults", "self.forget()", "pass", KNOWN, DEFAULTS, {}),
     (f"{ROW}:Row.take", "self.processed(logits_V)", "logits_V", LOOP, OWN, CHUNKS),
     (f"{ROW}:Row.ids_BL.fget", "= held_BL[:, : self._written]", "= 0", LOOP, OWN, CHUNKS),
-    (f"{ROW}:Call.result", "value=row.pad", "value=0", LOOP, ENDS, {}),
+    (f"{ROW}:Call._tokens", "value=row.pad", "value=0", LOOP, ENDS, {}),
     (f"{ROW}:Call.ended.fget", "all(", "any(", LOOP, ENDS, {}),
     (f"{SCHEDULER}._next_step", "self._done += len(chunk)", "self._done = len(chunk)", POOLED, FAIR, {}),
     (f"{SCHEDULER}._next_step", "self.waiting.popleft()", "self.waiting.pop()", POOLED, FAIR, {}),

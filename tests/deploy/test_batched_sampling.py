@@ -19,7 +19,8 @@ from oslo_models.deploy.messages import Failure, Request
 from oslo_models.deploy.running_batch import sampling, static_step
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import Penalty, TokenTable
-from oslo_models.deploy.running_batch.row import Row, prepare
+from oslo_models.deploy.running_batch.preparation import prepare
+from oslo_models.deploy.running_batch.row import Row
 from oslo_models.deploy.running_batch.sampling import choose_tokens, warp_of
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 

@@ -1,4 +1,4 @@
-"""The running batch's top-p has the bits of transformers'."""
+"""Top-p and suppressed tokens in the running batch have the bits of transformers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import TopPLogitsWarper
+from transformers import (
+    MinLengthLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TopPLogitsWarper,
+)
 
 from oslo_models.deploy.running_batch.nucleus import Nucleus, faster
+from oslo_models.deploy.running_batch.suppressed_tokens import suppression
 
 IDS = torch.zeros(1, 3, dtype=torch.long)
 
@@ -49,3 +55,26 @@ def test_other_processors_and_logits_are_left_to_transformers() -> None:
     assert faster(own) is own and isinstance(faster(warper), Nucleus)
     for scores in (torch.randn(2, 9), torch.randn(1, 9, dtype=torch.float64)):
         assert torch.equal(faster(warper)(IDS, scores), warper(IDS, scores))
+
+
+@given(st.lists(st.integers(-3, 12), max_size=6), st.booleans(), st.integers(0, 4), st.booleans())
+def test_suppressed_tokens_have_the_bits_of_transformers(
+    tokens: list[int], at_begin: bool, length: int, has_nan: bool
+) -> None:
+    """Tokens outside of the vocabulary suppress none."""
+    own = SuppressTokensAtBeginLogitsProcessor(tokens, 2) if at_begin else SuppressTokensLogitsProcessor(tokens)
+    scores = torch.randn(1, 10)
+    scores[0, :2] = float("nan") if has_nan else -float("inf")
+    ids = torch.zeros(1, length, dtype=torch.long)
+    fast = suppression(own)
+    for _ in range(2):
+        assert repr(fast(ids, scores).tolist()) == repr(own(ids, scores).tolist())
+    own.begin_index = 3
+    assert repr(fast(ids, scores).tolist()) == repr(own(ids, scores).tolist())
+
+
+def test_other_processors_are_not_replaced() -> None:
+    class Other(SuppressTokensLogitsProcessor):
+        pass
+
+    assert suppression(Other([1])) is None and suppression(MinLengthLogitsProcessor(2, 1)) is None

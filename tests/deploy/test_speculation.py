@@ -624,7 +624,7 @@ def test_other_numbers_are_refused(count: Any) -> None:
         ("mpt", {}, "its biases count the columns"),
         ("minimax", {}, "some of its blocks keep a state of all tokens"),
         ("t5", {}, "its decoder counts positions from the columns of the cache"),
-        ("led", {}, "do not join the running batch: rows of encoder-decoders of its type were not tested"),
+        ("led", {}, "do not join the running batch: its decoder reads no mask when it computes one token"),
     ],
 )
 def test_models_with_other_caches_are_refused(variant: str, changes: dict[str, Any], reason: str) -> None:

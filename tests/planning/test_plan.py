@@ -20,8 +20,8 @@ from transformers import LlamaConfig, MistralConfig, Qwen3MoeConfig, T5Config
 import oslo_models
 from oslo_models import registry
 from oslo_models.cli import main as cli
-from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.runners import runner_of
 from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
 from oslo_models.planning.dry_run import dry_run
 from oslo_models.planning.memory import estimate_job, make_job

@@ -238,6 +238,49 @@ def test_command_serves_transcripts(model_type: str, sizes: str, tmp_path: Path)
         assert (status, "only transcribes sounds" in answer.decode()) == (400, True)
 
 
+@pytest.mark.stacks
+def test_clients_share_the_running_batch(stand: Any, tmp_path: Path) -> None:
+    """Several clients transcribe at once. Their windows are calls that join, with the texts of one client alone."""
+    model, processor = transcribing_model("whisper")
+    samples = [tone(seed, 0.4 + 0.9 * seed) for seed in range(6)]
+    fields: list[list[tuple[str, str]]] = [
+        *([], [("language", "de")], [("response_format", "verbose_json")], [("prompt", "w7")]),
+        *([("response_format", "srt")], [("language", "en"), ("response_format", "verbose_json")]),
+    ]
+    alone = application(LocalModel(model), processor, "model")
+    bodies = [form(own, wav(each)) for own, each in zip(fields, samples, strict=True)]
+    with lifted_casts():
+        expected = [asyncio.run(call(alone, "POST", PATH, *each))[2] for each in bodies]
+    save_transcribing_model(model, processor, tmp_path)
+    cls: Any = registry.find("WhisperForConditionalGeneration")
+    options: dict[str, Any] = {"dtype": torch.float64, "deploy": True, "tensor_parallel_size": 2}
+    with cls.from_pretrained_with_parallel(tmp_path, **options) as deployed:
+        app, inner, lock = application(deployed, processor, "model"), deployed._engine.call, threading.Lock()
+        running, most, joined = 0, 0, list[bool]()
+
+        def noted(method: str, *args: Any, **given: Any) -> Any:
+            nonlocal running, most
+            if method != "generate":
+                return inner(method, *args, **given)
+            with lock:
+                running, most = running + 1, max(most, running + 1)
+                joined.append(given.get("joins", False))
+            try:
+                return inner(method, *args, **given)
+            finally:
+                with lock:
+                    running -= 1
+
+        async def ask_all() -> list[Any]:
+            return list(await asyncio.gather(*(call(app, "POST", PATH, *each) for each in bodies)))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(deployed._engine, "call", noted)
+            answers = asyncio.run(ask_all())
+    assert [(status, body) for status, _, body in answers] == [(200, each) for each in expected]
+    assert all(joined) and most > 2
+
+
 def test_cancelled_sounds_end_before_their_next_window(whisper: Any) -> None:
     model, processor = whisper
     cls: Any = registry.find("WhisperForConditionalGeneration")

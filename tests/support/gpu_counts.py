@@ -33,6 +33,7 @@ from oslo_models.deploy.messages import Request  # noqa: E402
 from oslo_models.deploy.running_batch import row as rows_of_batch  # noqa: E402
 from oslo_models.deploy.running_batch import step_runner  # noqa: E402
 from oslo_models.deploy.running_batch.limits import BatchLimits  # noqa: E402
+from oslo_models.deploy.running_batch.preparation import prepare  # noqa: E402
 from oslo_models.deploy.running_batch.step import Step, WholePrompt  # noqa: E402
 from oslo_models.distributed import collectives  # noqa: E402
 from oslo_models.distributed.mesh import Axis  # noqa: E402
@@ -98,7 +99,7 @@ def running_batch() -> None:
                 runner = step_runner.StepRunner(model, BatchLimits(count, 64, 4096))
                 given = {"max_new_tokens": 30, "pad_token_id": 0, **way}
                 made = [
-                    rows_of_batch.prepare(
+                    prepare(
                         model,
                         Request(number, "generate", (), {"input_ids": torch.tensor([[5, 6, 7 + number]]), **given}, 0),
                     ).rows[0]

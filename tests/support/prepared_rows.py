@@ -9,7 +9,8 @@ import torch
 
 from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
-from oslo_models.deploy.running_batch.row import Row, prepare
+from oslo_models.deploy.running_batch.preparation import prepare
+from oslo_models.deploy.running_batch.row import Row
 
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": 7}
 

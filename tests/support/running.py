@@ -16,12 +16,14 @@ from torch import Tensor
 from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch import slot_parts, step_runner
 from oslo_models.deploy.running_batch.admission import Admission, reason_against_padding, with_states
-from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.prefixes import Prefixes
+from oslo_models.deploy.running_batch.preparation import prepare
 from oslo_models.deploy.running_batch.prompt_images import PromptImages
-from oslo_models.deploy.running_batch.row import Call, prepare
+from oslo_models.deploy.running_batch.prompt_sounds import PromptSound, media_of_rows
+from oslo_models.deploy.running_batch.row import Call
+from oslo_models.deploy.running_batch.runners import runner_of
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.slot_states import has_index
@@ -169,7 +171,7 @@ def _scheduled(
     prefixes = Prefixes(limits.rows, 2, limits.has_states) if limits.reuse else None
     scheduler = Scheduler.of(limits, prefixes, drafts)
     admission = Admission(model.config, limits, takes_features=True)
-    seen: dict[tuple[int, int], PromptImages] = {}
+    seen: dict[tuple[int, int], PromptImages | PromptSound] = {}
     results: list[Tensor | None] = [None] * len(given)
     left = list(range(len(given)))
     dropped = {number for number in left if rng.random() < 0.15}
@@ -181,7 +183,7 @@ def _scheduled(
             options, images = admission.separate_images(options)
             request = Request(number, "generate", (), options, given[number]["seed"], images=images)
             calls[number] = prepare(model, request)
-            seen |= {(number, each.row): each for each in map(PromptImages._make, images)}
+            seen |= {(number, each.row): each for each in media_of_rows(images, model.config)}
             for row in calls[number].rows:
                 scheduler.add(row)
         for number in [number for number in calls if number in dropped and rng.random() < 0.3]:

@@ -23,7 +23,9 @@ from oslo_models.deploy.running_batch.prompt_images import (
     arguments_of,
     images_of_call,
 )
+from oslo_models.deploy.running_batch.prompt_sounds import most_positions, reads_sounds
 from oslo_models.deploy.running_batch.slot_states import BLOCKS, INDEXED, has_states
+from oslo_models.deploy.running_batch.sound_calls import SoundCalls
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
 _KINDS = {
@@ -107,11 +109,20 @@ SINCE = frozenset() if registry.INSTALLED >= (5, 24) else _SINCE_5_24 | TEXT_ONL
 ENCODER_DECODERS = frozenset(
     (
         *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mt5", "mvp", "pegasus", "plbart"),
-        *("t5", "umt5"),
+        *("longt5", "pegasus_x", "t5", "t5gemma", "umt5"),
     )
 )
 """Encoder-decoder types that join. Padding on the right does not change the states of their encoders, and positions of
-their decoders are relative, or come from a table; see `position_tables`."""
+their decoders are relative, are given, or come from a table; see `position_tables`."""
+CANNOT_JOIN: Mapping[str, str] = {
+    "led": "its decoder reads no mask when it computes one token",
+    **dict.fromkeys(
+        ("nllb-moe", "switch_transformers"),
+        "its experts have a capacity, which the tokens of all rows of a batch share",
+    ),
+    "bigbird_pegasus": "the blocks of its encoder depend on the length of a batch",
+}
+"""Encoder-decoder types that cannot join, with the reason. Others were not tested."""
 _WITHOUT_WINDOW = (BLOCKS - {"hybrid_sliding"}) | INDEXED | {"full_attention", "moe", "mlp"}
 """Kinds of blocks that attend to all tokens, or to none."""
 READ_PADDING: Mapping[str, str] = {
@@ -171,6 +182,7 @@ class Admission:
 
     Attributes:
         reason: why no call can join; ``None`` if calls can join.
+        sounds: decides for a model whose encoder reads sounds; ``None`` for other models.
     """
 
     def __init__(self, config: Any, limits: BatchLimits, takes_features: bool = False) -> None:
@@ -184,6 +196,7 @@ class Admission:
         self._encodes = config.is_encoder_decoder
         # a step has the first token of the decoder beside those of the encoder
         self._most_encoded = min(self._longest, limits.length - 1)
+        self.sounds = SoundCalls(config, limits.rows, self._longest) if reads_sounds(config) else None
 
     def joins(self, kwargs: Mapping[str, Any], defaults: Any, streams: bool) -> bool:
         """Return whether a call can join.
@@ -195,6 +208,9 @@ class Admission:
         """
         if self.reason is not None or defaults is None:
             return False
+        if self.sounds is not None:
+            decides = self.sounds.hears if self.sounds.by_windows else self.sounds.joins
+            return unsupported_setting(kwargs, defaults) is None and decides(kwargs, defaults, streams)
         names = kwargs.keys() - _NOT_SETTINGS - self._of_images
         if not all(hasattr(defaults, name) and not name.startswith("_") for name in names):
             return False
@@ -219,6 +235,11 @@ class Admission:
             return False
         return length < total <= self._longest and self._fits(kwargs, ids_BL)
 
+    def joins_window(self, kwargs: Mapping[str, Any], defaults: Any) -> bool:
+        """Return whether the inner call for a window of a sound can join; see `windows`."""
+        assert self.sounds is not None
+        return unsupported_setting(kwargs, defaults) is None and self.sounds.joins(kwargs, defaults, False)
+
     def _fits(self, kwargs: Mapping[str, Any], ids_BL: Tensor) -> bool:
         """Return whether the images of a call fit its placeholder tokens. Otherwise, `generate` raises."""
         if not kwargs.keys() & ARGUMENTS:
@@ -233,7 +254,10 @@ class Admission:
         return images_of_call({**kwargs, "input_ids": ids_BL}, self._config, identified)
 
     def separate_images(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[Any, ...], ...]]:
-        """Return the arguments of a call that joins without its images, and the images of its rows; see `Request`."""
+        """Return the arguments of a call that joins, and the images or sounds of its rows apart; see `Request`."""
+        if self.sounds is not None:
+            rest, sounds = self.sounds.separate(kwargs)
+            return rest, tuple(map(tuple, sounds))
         rest = {name: value for name, value in kwargs.items() if name not in ARGUMENTS}
         if len(rest) == len(kwargs):
             return rest, ()
@@ -260,7 +284,8 @@ def reason_against(config: Any) -> str | None:
     if kind in SINCE:
         return "older releases than transformers 5.24 compute it in other ways"
     if config.is_encoder_decoder:
-        return None if kind in ENCODER_DECODERS else "rows of encoder-decoders of its type were not tested"
+        joins = kind in ENCODER_DECODERS or reads_sounds(config)
+        return None if joins else CANNOT_JOIN.get(kind, "rows of encoder-decoders of its type were not tested")
     if getattr(type(config), "is_encoder_decoder", False) and kind not in ENCODER_DECODERS:
         return "the decoder alone of an encoder-decoder of its type was not tested"
     if getattr(config, "is_decoder", True) is False:
@@ -348,6 +373,8 @@ def bounds(config: Any) -> list[tuple[str, int]]:
     text = config.get_text_config(decoder=True)
     positions = getattr(text, "max_position_embeddings", None)
     found = [("max_position_embeddings", positions)]
+    if reads_sounds(config):
+        found.append(("max_target_positions", getattr(config, "max_target_positions", None)))
     if text.model_type == "inkling_text":  # beyond, it scales queries by the number of columns of the longest row
         found.append(("log_scaling_n_floor", text.log_scaling_n_floor))
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -397,8 +424,10 @@ def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
     """
     if not gpus:
         return DEFAULT_LIMITS
-    size, rows = bytes_of_token(config), GPU_LIMITS.rows
-    while rows > DEFAULT_LIMITS.rows and (size is None or (rows + 1) * columns(length) * size > gpus * MOST_CACHE):
+    size, rows, held = bytes_of_token(config), GPU_LIMITS.rows, columns(length)
+    if reads_sounds(config):  # the columns of the decoder, and the ones of the encoder
+        held = (held + columns(most_positions(config))) // 2
+    while rows > DEFAULT_LIMITS.rows and (size is None or (rows + 1) * held * size > gpus * MOST_CACHE):
         rows //= 2
     return BatchLimits(rows, chunk=GPU_LIMITS.chunk)
 

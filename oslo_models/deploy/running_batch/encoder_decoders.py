@@ -12,6 +12,7 @@ Legend:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -33,12 +34,6 @@ from oslo_models.distributed.stopping import OtherRankError
 from oslo_models.pipeline.sharded_model import ShardedModel
 
 
-def runner_of(model: ShardedModel, *args: Any, **kwargs: Any) -> StepRunner:
-    """Return the runner of a model with the arguments of `StepRunner`."""
-    runner = EncoderDecoderRunner if model.config.is_encoder_decoder else StepRunner
-    return runner(model, *args, **kwargs)
-
-
 class EncoderDecoderRunner(StepRunner):
     """Computes the steps of an encoder-decoder on one rank."""
 
@@ -48,6 +43,7 @@ class EncoderDecoderRunner(StepRunner):
         super().__init__(model, *args, **kwargs)
         self._cache_name = name_in_model(model.forward, {}) or self._cache_name
         self._is_encoded = False
+        self._takes_decoder_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
 
     def run(self, step: Step) -> Tensor | None:
         self._is_encoded = False
@@ -57,13 +53,20 @@ class EncoderDecoderRunner(StepRunner):
             self._is_encoded = False
 
     def skip(self, step: Step) -> None:
-        rows, length = step.shape
-        pipeline = self.model.pipeline
-        if rows and step.chunk and pipeline is not None and self._keeps_logits and not self._is_encoded:
-            ids_BL, error = torch.zeros(rows, length - 1, dtype=torch.long), OtherRankError("another step has failed")
-            with suppress(Exception):  # every stage raises
-                pipeline.encode((), {"input_ids": ids_BL}, error)
+        self._skip_encoder(step)
         super().skip(step)
+
+    def _skip_encoder(self, step: Step) -> None:
+        """Let every stage raise that encodes prompts with this one, unless this one has taken part."""
+        pipeline, prompts = self.model.pipeline, self._zeros_to_encode(step)
+        if prompts is not None and pipeline is not None and self._keeps_logits and not self._is_encoded:
+            with suppress(Exception):
+                pipeline.encode((), prompts, OtherRankError("another step has failed"))
+
+    def _zeros_to_encode(self, step: Step) -> dict[str, Tensor] | None:
+        """Return zeros in the shape of the prompts that a step encodes; ``None`` if it encodes none."""
+        rows, length = step.shape
+        return {"input_ids": torch.zeros(rows, length - 1, dtype=torch.long)} if rows and step.chunk else None
 
     def _shape(self, step: Step) -> tuple[int, int]:
         rows, length = step.shape
@@ -121,18 +124,25 @@ class EncoderDecoderRunner(StepRunner):
         """Return the logits of the last positions of each row, as `StepRunner`. The rows have begun."""
         cross = self.rows.cross
         lengths_B = to_device(cross.lengths, self._device)
-        # only their shape is read: the keys and values of cross-attention are in the cache
-        zero = torch.zeros((), dtype=self.model.dtype, device=self._device)
-        states_BLD = zero.expand(len(lengths_B), cross.window, self._config.hidden_size)
+        states = self._encoded_states(cross.mask(0, lengths_B))
         inputs = {
             "decoder_input_ids": ids_BL,
             "decoder_attention_mask": options["attention_mask"],
-            "encoder_outputs": BaseModelOutput(last_hidden_state=states_BLD),
-            "attention_mask": cross.mask(0, lengths_B),
+            **states,
             self._cache_name: self.rows.argument,
         }
+        if self._takes_decoder_positions:
+            inputs["decoder_position_ids"] = positions
         with self._positions_of_rows(positions):
             return self._logits(inputs, keep)
+
+    def _encoded_states(self, mask_BL: Tensor | None) -> dict[str, Any]:
+        """Return the arguments for cross-attention of rows that have begun."""
+        cross = self.rows.cross
+        # only their shape is read: the keys and values of cross-attention are in the cache
+        zero = torch.zeros((), dtype=self.model.dtype, device=self._device)
+        states_BLD = zero.expand(len(cross.lengths), cross.window, self._config.hidden_size)
+        return {"encoder_outputs": BaseModelOutput(last_hidden_state=states_BLD), "attention_mask": mask_BL}
 
     def _logits(self, inputs: Mapping[str, Any], keep: int = 1) -> Tensor:
         logits_BLV: Tensor = self._output({**inputs, "use_cache": True}).logits

@@ -14,16 +14,18 @@ from torch import Tensor
 from oslo_models.deploy.errors import RanksDisagree
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Speculated, Stepped
 from oslo_models.deploy.running_batch.draft_model import DraftModel
-from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.head_drafts import HeadDrafts
 from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
+from oslo_models.deploy.running_batch.preparation import prepare
 from oslo_models.deploy.running_batch.prompt_images import ImagesError, PromptImages
-from oslo_models.deploy.running_batch.row import Call, Row, prepare
+from oslo_models.deploy.running_batch.prompt_sounds import PromptSound, media_of_rows
+from oslo_models.deploy.running_batch.row import Call, Row
 from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
+from oslo_models.deploy.running_batch.runners import runner_of
 from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
 from oslo_models.deploy.running_batch.speculation import Drafts, DraftSpeed, going_on
@@ -92,7 +94,7 @@ class RunningBatch:
         self._messages: Messages | None = None  # while the batch runs
         self._others: deque[Any] = deque()  # messages that cannot join
         self._joined: set[int] = set()  # on a follower: the calls that have joined
-        self._images: dict[tuple[int, int], PromptImages] = {}  # of waiting prompts, by call and row
+        self._images: dict[tuple[int, int], PromptImages | PromptSound] = {}  # of waiting prompts, by call and row
         self._forgotten: deque[int] = deque()  # calls whose images the followers may drop
         self._failed, self._skipped = False, 0  # on a follower: a step failed, and the steps skipped since
 
@@ -233,7 +235,7 @@ class RunningBatch:
                 self._send(Reply(number), number)
 
     def _keep_images(self, request: Request) -> None:
-        for images in map(PromptImages._make, request.images):
+        for images in media_of_rows(request.images, self._model.config):
             self._images[request.number, images.row] = images
 
     def _drop_images(self, number: int) -> bool:

@@ -25,12 +25,13 @@ from torch import Tensor
 
 from oslo_models.deploy.running_batch.admission import bytes_of_token, with_states
 from oslo_models.deploy.running_batch.draft_model import DraftModel, SharedDrafts
-from oslo_models.deploy.running_batch.encoder_decoders import runner_of
 from oslo_models.deploy.running_batch.head_drafts import HeadDrafts
 from oslo_models.deploy.running_batch.limits import GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 from oslo_models.deploy.running_batch.penalties import TokenTable
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
-from oslo_models.deploy.running_batch.row import Row, rows_of_prompt
+from oslo_models.deploy.running_batch.preparation import rows_of_prompt
+from oslo_models.deploy.running_batch.row import Row
+from oslo_models.deploy.running_batch.runners import runner_of
 from oslo_models.deploy.running_batch.sampling import CommonDraws, choose_tokens
 from oslo_models.deploy.running_batch.speculation import AgreedSpeed, Drafts, DraftSpeed, going_on
 from oslo_models.deploy.running_batch.step import Step, WholePrompt

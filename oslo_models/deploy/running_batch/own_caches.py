@@ -12,7 +12,7 @@ Legend:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +22,15 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from oslo_models.cache_argument import NAMES
+from oslo_models.deploy.running_batch.prompt_sounds import most_positions, reads_sounds
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 from oslo_models.layers.function_overrides import override_attributes
 
 
-def slots_of(config: Any) -> type[SlotCache]:
-    """Return the slots of a model."""
+def slots_of(config: Any) -> Callable[..., SlotCache]:
+    """Return the class of the slots of a model."""
+    if reads_sounds(config):
+        return functools.partial(CrossSlots, encoded=most_positions(config))
     if config.is_encoder_decoder:
         return CrossSlots
     if config.model_type == "minimax":
@@ -151,14 +154,17 @@ class XlstmSlots(SlotCache):
 class CrossSlots(SlotCache):
     """Slots of an encoder-decoder.
 
+    Args:
+        encoded: maximum number of encoder positions of a row; ``None``: ``length``.
+
     Attributes:
         cross: keys and values of cross-attention, with a slot for each row. Its rows are as long as their encoder
             prompts, and right-aligned, too.
     """
 
-    def __init__(self, rows: int, length: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, rows: int, length: int, *args: Any, encoded: int | None = None, **kwargs: Any) -> None:
         super().__init__(rows, length, *args, **kwargs)
-        self.cross = SlotCache(rows, length)
+        self.cross = SlotCache(rows, encoded or length)
 
     @property
     def argument(self) -> EncoderDecoderCache:
@@ -175,13 +181,14 @@ class CrossSlots(SlotCache):
     def tensors(self) -> list[Tensor]:
         return [*super().tensors, *self.cross.tensors]
 
-    def join(self, cache: EncoderDecoderCache, row: int, length: int) -> None:
-        """Copy a row with one decoder token from another cache into the slot after the last row.
+    def join(self, cache: EncoderDecoderCache, row: int, length: int, tokens: int = 1) -> None:
+        """Copy a row from another cache into the slot after the last row.
 
         Args:
             length: number of its encoder positions, which are the first ones in the cache.
+            tokens: number of its decoder positions.
         """
-        self.append(cache.self_attention_cache.layers, row, 1, 1)
+        self.append(cache.self_attention_cache.layers, row, tokens, tokens)
         self.cross.append(cache.cross_attention_cache.layers, row, length, length)
 
     def fork(self, slot: int, count: int) -> None:

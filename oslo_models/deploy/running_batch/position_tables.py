@@ -34,6 +34,11 @@ def position_table(model: Any) -> nn.Module | None:
     return table if _takes_positions(table) or hasattr(table, _COUNTING) else None
 
 
+def _computes(table: nn.Module) -> bool:
+    """Return whether a table computes the embeddings of positions in a column: of Pegasus-X."""
+    return _takes_positions(table) and not hasattr(table, "weight") and not hasattr(table, "weights")
+
+
 def _takes_positions(table: nn.Module) -> bool:
     return _ARGUMENT in inspect.signature(table.forward).parameters
 
@@ -54,7 +59,13 @@ def looking_up(table: nn.Module, positions_BL: Tensor) -> Iterator[None]:
         found: Tensor = module.weights[places_BL]
         return found
 
-    if _takes_positions(table):
+    def compute(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        row_1LD = args[0].new_empty(1, positions_BL.numel(), args[0].shape[-1])
+        return (row_1LD,), {_ARGUMENT: positions_BL.reshape(-1, 1)}
+
+    if _computes(table):
+        handles = [table.register_forward_pre_hook(compute, with_kwargs=True), table.register_forward_hook(divide)]
+    elif _takes_positions(table):
         handles = [table.register_forward_pre_hook(give, with_kwargs=True), table.register_forward_hook(divide)]
     else:
         handles = [table.register_forward_hook(replace)]

@@ -67,6 +67,11 @@ class PromptImages(NamedTuple):
     digests: list[int]
     token: int
 
+    @property
+    def encoder_positions(self) -> int:
+        """The number of encoded positions beside the tokens. The ones of images are among the tokens."""
+        return 0
+
     def reuse_keys(self) -> list[int]:
         """Return the tokens of the prompt, with the digest of the image in place of each placeholder token.
 

@@ -8,9 +8,7 @@ Legend:
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,18 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.modeling_outputs import BaseModelOutput
 
-from oslo_models.deploy.decoding import Decoding
 from oslo_models.deploy.running_batch.nucleus import faster
-from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.prompt_images import PromptImages
-from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
+from oslo_models.deploy.running_batch.prompt_sounds import PromptSound
 from oslo_models.deploy.running_batch.sampling import CommonDraws, warp_of
 from oslo_models.deploy.running_batch.static_step import to_device
+from oslo_models.deploy.running_batch.suppressed_tokens import suppression
 from oslo_models.distributed.stopping import of_one_rank
 from oslo_models.layers.invariant_sums import log_probabilities
-from oslo_models.pipeline.sharded_model import ShardedModel
 
 _KEY_BITS = 256
 """More bits than a key of a token or an image has."""
@@ -42,11 +37,12 @@ class Row:
         ids_BL: [1, L], including the padding of the call. Processors see it, as in `generate`. Of an encoder-decoder,
             the first token of the decoder.
         prompt: the tokens without padding. Of an encoder-decoder, the first token of the decoder comes before those of
-            the encoder.
+            the encoder. With a sound, the first tokens of the decoder.
+        seed: of the random generator, or its state.
         settings: processors, criteria and configuration of `generate`, and the function that computes a streamer's
             log-probabilities from scores and a token; ``None`` without log-probabilities.
         device: on which tokens are chosen.
-        images: of the prompt.
+        images: of the prompt, or its sound.
         adapter: see `row_adapters`.
         tenant: see `Request`.
 
@@ -73,24 +69,24 @@ class Row:
         number: int,
         ids_BL: Tensor,
         prompt: list[int],
-        seed: int,
+        seed: int | Tensor,
         settings: Any,
         device: torch.device,
         keeps_logprobs: bool = False,
-        images: PromptImages | None = None,
+        images: PromptImages | PromptSound | None = None,
         adapter: int = 0,
         tenant: int = 0,
     ) -> None:
         self.tenant = tenant
         self.number, self.prompt, self.seed, self._device = number, prompt, seed, device
-        self.images, self.keys = images, prompt if images is None else images.reuse_keys()
+        self.images, self.keys = images, images.reuse_keys() if isinstance(images, PromptImages) else prompt
         assert len(self.keys) == len(prompt)
         self.adapter = adapter
         if adapter:
             first = -(abs(self.keys[0]) + (adapter << _KEY_BITS))  # negative, as it is no token
             self.keys = [first, *self.keys[1:]]
         processors, criteria, self._config, self.scored = settings
-        self._processors, self.warp = LogitsProcessorList(map(faster, processors)), warp_of(processors)
+        self._processors, self.warp = LogitsProcessorList(map(_fast, processors)), warp_of(processors)
         self.given_BL = self._buffer_BL = ids_BL
         self._written = self._length = ids_BL.shape[1]
         self._ends = _Ends(criteria)
@@ -101,7 +97,8 @@ class Row:
         self.is_exact = False
         self.generator: torch.Generator | None = None
         if self._config.do_sample:
-            self.generator = torch.Generator(device).manual_seed(seed)
+            self.generator = torch.Generator(device)
+            self.generator.set_state(seed) if isinstance(seed, Tensor) else self.generator.manual_seed(seed)
         self.logprobs: list[float] | None = [] if keeps_logprobs else None
         self.is_plain = not self._processors and self.generator is None and not self.reads_scores
 
@@ -195,6 +192,11 @@ class Row:
         return token
 
 
+def _fast(processor: Any) -> Any:
+    """Return a faster logits processor with the same result, or ``processor`` itself."""
+    return suppression(processor) or faster(processor)
+
+
 class _Ends:
     """transformers' stopping criteria for one row. Checks the most common ones without tensors.
 
@@ -224,148 +226,23 @@ class Call:
 
     Args:
         streams: send tokens as they are generated. Such a call has one row.
+        goes_on: see `Request`.
     """
 
-    def __init__(self, number: int, streams: bool, rows: list[Row]) -> None:
-        self.number, self.streams, self.rows = number, streams, rows
+    def __init__(self, number: int, streams: bool, rows: list[Row], goes_on: bool = False) -> None:
+        self.number, self.streams, self.rows, self._goes_on = number, streams, rows, goes_on
 
     @property
     def ended(self) -> bool:
         return all(row.ended for row in self.rows)
 
-    def result(self) -> Tensor:
-        """Return the result of `generate`: prompts and new tokens, [B, L]."""
+    def result(self) -> Any:
+        """Return the result of `generate`: prompts and new tokens, [B, L]. See `Request.goes_on` for a second value."""
+        tokens_BL, generator = self._tokens(), self.rows[0].generator
+        return (tokens_BL, None if generator is None else generator.get_state()) if self._goes_on else tokens_BL
+
+    def _tokens(self) -> Tensor:
         if len(self.rows) == 1:
             return self.rows[0].host_ids_BL
         longest = max(len(row.new) for row in self.rows)
         return torch.cat([F.pad(row.host_ids_BL, (0, longest - len(row.new)), value=row.pad) for row in self.rows])
-
-
-def prepare(
-    model: ShardedModel, request: Any, known: PlainSettings | None = None, adapters: ModelAdapters | None = None
-) -> Call:
-    """Return the call of a request, with all settings that `generate` prepares before its first forward.
-
-    Args:
-        known: settings of former calls of the same model.
-        adapters: of the model.
-
-    Raises:
-        IndexError: a prompt has a token outside the vocabulary.
-        ValueError: see `ModelAdapters.numbers`.
-        Exception: `generate` rejects its arguments.
-    """
-    kwargs = dict(request.kwargs)
-    decoding: Decoding | None = kwargs.pop("decoding", None)
-    ids_BL = kwargs.pop("input_ids", None)
-    ids_BL = kwargs.pop("inputs", None) if ids_BL is None else ids_BL
-    mask_BL = kwargs.pop("attention_mask", None)
-    images = {each.row: each for each in map(PromptImages._make, request.images)}
-    known = known or PlainSettings(model)
-    vocabulary = known.vocabulary
-    rows, prompts = [], ids_BL.tolist()
-    numbers = (adapters or ModelAdapters(model)).numbers(kwargs.pop("adapter_names", None), len(prompts))
-    for row, prompt in enumerate(prompts):
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            wrong = next(token for token in prompt if not 0 <= token < vocabulary)
-            raise IndexError(f"index out of range: input_ids has the token {wrong}; the vocabulary has {vocabulary}")
-        given = {"input_ids": ids_BL[row : row + 1].long(), **kwargs}
-        if mask_BL is not None:
-            given["attention_mask"] = mask_BL[row : row + 1]
-        own = {"images": images.get(row), "adapter": numbers[row]}
-        rows.append(_make_row(model, request, given, prompt, decoding, known, own))
-    return Call(request.number, request.stream, rows)
-
-
-def rows_of_prompt(
-    model: ShardedModel,
-    prompt: list[int],
-    seeds: Sequence[tuple[int, int]],
-    kwargs: dict[str, Any],
-    known: PlainSettings,
-    keeps_logprobs: bool = False,
-) -> list[Row]:
-    """Return rows with the same prompt, each with its number and seed from ``seeds``.
-
-    Args:
-        kwargs: arguments of `generate`.
-        known: settings of former rows of the same model.
-        keeps_logprobs: see `Row`.
-    """
-    encodes = model.config.is_encoder_decoder
-    given = {"input_ids": torch.tensor([prompt[encodes:]]), **kwargs}
-    given["attention_mask"] = torch.ones_like(given["input_ids"])
-    key = known.key(given)
-    ids_BL, settings = torch.tensor([prompt[:1]]) if encodes else given["input_ids"], known.find(key, prompt)
-    if settings is None:
-        ids_BL, _, settings = _prepare_row(model, None, given, None)
-        known.keep(key, settings)
-    processors, *others = settings
-    is_stateless = warp_of(processors) is not None
-    rows = []
-    for number, seed in seeds:
-        own = processors if is_stateless else copy.deepcopy(processors)
-        rows.append(Row(number, ids_BL, prompt, seed, (own, *others), known.device, keeps_logprobs))
-    return rows
-
-
-def _make_row(
-    model: ShardedModel,
-    request: Any,
-    given: dict[str, Any],
-    prompt: list[int],
-    decoding: Decoding | None,
-    known: PlainSettings,
-    own: dict[str, Any],
-) -> Row:
-    """Make a row. Reuse the settings of a former row if `generate` would prepare the same ones.
-
-    Args:
-        own: further arguments of `Row`.
-    """
-    key = known.key(given) if decoding is None else None
-    ids_BL, settings = given["input_ids"], known.find(key, prompt)
-    if settings is None:
-        ids_BL, prompt, settings = _prepare_row(model, request, given, decoding)
-        known.keep(key, settings)
-    elif model.config.is_encoder_decoder:
-        ids_BL = settings[2]._decoder_start_token_tensor.reshape(1, 1).cpu()
-        prompt = [int(ids_BL), *prompt]
-    return Row(request.number, ids_BL, prompt, request.seed, settings, known.device, tenant=request.tenant, **own)
-
-
-def _prepare_row(
-    model: ShardedModel, request: Any, given: dict[str, Any], decoding: Decoding | None
-) -> tuple[Tensor, list[int], Any]:
-    """Return the tokens of a row with and without padding, and its settings; see `Row`."""
-    prepared: list[tuple[Tensor, list[int], Any]] = []
-    encodes, given_BL = model.config.is_encoder_decoder, given["input_ids"]
-
-    def capture(
-        model: ShardedModel,
-        input_ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **rest: Any,
-    ) -> Any:
-        """Record the prepared arguments, in place of transformers' decoding loop."""
-        mask_BL = rest.get("attention_mask")
-        ids_BL = given_BL.to(input_ids.device) if encodes else input_ids
-        prompt = ids_BL[0] if mask_BL is None else ids_BL[0, mask_BL[0].bool()]
-        front = [] if decoding is None else decoding.processors()
-        logits_processor[:0] = front
-        scored = decoding.scored if decoding is not None and decoding.logprobs is not None and request.stream else None
-        settings = (logits_processor, stopping_criteria, generation_config, scored)
-        prepared.append((input_ids, [*(input_ids[0].tolist() if encodes else ()), *prompt.tolist()], settings))
-        return input_ids
-
-    if encodes:  # else `generate` would run the encoder
-        given = {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=torch.empty(*given_BL.shape, 0))}
-    with model.generating():
-        model.generate(**{**_on_device(given, model.device), "use_cache": False}, custom_generate=capture)
-    return prepared[0]
-
-
-def _on_device(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}

@@ -137,7 +137,8 @@ class Scheduler:
             source, reused = self._find_prefix(prompt)
             self._done, self._encoded = reused, 0
         chunk = [] if prompt is None else prompt.prompt[self._done : self._chunk_end(prompt)]
-        cost = min(len(chunk), self.chunk)  # an image, or a whole prompt, may have more tokens than a chunk
+        # an image, or a whole prompt, may have more tokens than a chunk
+        cost = min(len(chunk) + self._encoder_positions(prompt), self.chunk)
         if not chunk or self._rows_wait(cost):
             return self._decode(consumed, leaving)
         if begins:
@@ -215,6 +216,10 @@ class Scheduler:
         if prompt.images is None:
             return self._done + self.chunk
         return int(prompt.images.chunk_end(self._done, self.chunk))
+
+    def _encoder_positions(self, prompt: Any) -> int:
+        """Return the number of encoder positions to compute beside the next tokens of a prompt."""
+        return 0 if prompt is None or prompt.images is None or self._encoded else int(prompt.images.encoder_positions)
 
     def _next_prompt(self) -> Any:
         return self.waiting[0] if self.waiting and len(self.rows) < self.slots else None

@@ -35,6 +35,7 @@ from oslo_models.deploy.running_batch.prompt_images import (
     PromptInProgress,
     share_failure,
 )
+from oslo_models.deploy.running_batch.prompt_sounds import PromptSound
 from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 from oslo_models.deploy.running_batch.slot_cache import SlotCache, Stored
 from oslo_models.deploy.running_batch.slot_parts import PartedSlots, Slots, reason_against_parts, sizes_of_parts
@@ -105,7 +106,7 @@ class StepRunner:
 
     Attributes:
         numbers: the call number of each row.
-        images: the images of the prompt that the next step begins; ``None`` without images.
+        images: the images, or the sound, of the prompt that the next step begins; ``None`` without them.
         static: decoding steps of fixed shapes, which CUDA graphs replay; ``None`` for eager decoding.
         eager_reason: why decoding is eager.
     """
@@ -147,7 +148,7 @@ class StepRunner:
                 self.static = StaticSteps(self._forward, rows, self._config, capture, limits.drafted)
         self.prompt = self._slots(1, limits.length, stored=stored, layers=self._layers)
         self.numbers: list[int] = []
-        self.images: PromptImages | None = None
+        self.images: PromptImages | PromptSound | None = None
         self._seen: PromptInProgress | None = None  # the images of the prompt in prefill
         self._by_slot: list[_Slot] = []
         self._adapter = 0  # of the prompt in prefill
@@ -206,9 +207,8 @@ class StepRunner:
                 return None
             with self.model.generating(), fast_head(self.model, self._packed):
                 if step.encodes:
-                    assert self._seen is not None
                     with self._adapters.selected([self._adapter]):
-                        self._seen.encode(*step.images)
+                        self._encode_media(step)
                     return None
                 if step.whole:
                     return self._prefill_whole(step)
@@ -219,6 +219,11 @@ class StepRunner:
             if not self._is_passed_on:
                 self.skip(step)
             raise
+
+    def _encode_media(self, step: Step) -> None:
+        """Encode the images of a step. A collective. Raise `ImagesError` on every rank, if any rank raises."""
+        assert self._seen is not None
+        self._seen.encode(*step.images)
 
     def skip(self, step: Step) -> None:
         """Skip a failed step so that the other ranks go on. The next stage learns of the failure."""
@@ -409,7 +414,7 @@ class StepRunner:
         if step.reused:
             prompt.begin_with(self.rows, step.source, step.reused)
         self._computed, self._adapter = {step.number}, step.adapter
-        self._seen = None if self.images is None else PromptInProgress(self.model, self.images)
+        self._seen = PromptInProgress(self.model, self.images) if isinstance(self.images, PromptImages) else None
         self.images = None
 
     def _prefill(self, step: Step) -> Tensor | None:

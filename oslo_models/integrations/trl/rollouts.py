@@ -24,7 +24,7 @@ from oslo_models.deploy.running_batch.admission import (
 from oslo_models.deploy.running_batch.offline import limits_of
 from oslo_models.deploy.running_batch.penalties import Penalty
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
-from oslo_models.deploy.running_batch.row import rows_of_prompt
+from oslo_models.deploy.running_batch.preparation import rows_of_prompt
 from oslo_models.deploy.running_batch.slot_states import has_states
 from oslo_models.integrations.accelerator import find_parallel_model
 from oslo_models.integrations.trl.head import find_on_mesh
