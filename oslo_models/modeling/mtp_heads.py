@@ -4,6 +4,10 @@ The head of depth ``k`` joins the hidden state of a token with the embedding of 
 and the language-model head predict the token after that one. Training adds the losses of the heads; generation drafts
 tokens with them. Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.2.
 
+In most models, a head reads the hidden states of the head before it, and the first head reads the normed states of the
+decoder. In MiMo-V2, every head reads the decoder's states before the final norm (SGLang's multi-layer EAGLE worker and
+its MiMo-V2 models, with code of Xiaomi).
+
 transformers leaves the heads of a checkpoint out. `class_with_mtp_heads` adds them to a model class, with the names of
 published checkpoints, so that the plan of the decoder shards them, and checkpoints are read and saved as they are.
 
@@ -17,15 +21,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.masking_utils import create_causal_mask
+from transformers.core_model_loading import WeightRenaming
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from oslo_models.cache_argument import NAMES, cache_name
 from oslo_models.fusion.lazy_logits import LazyLogits
@@ -52,16 +58,27 @@ class _Names:
 
     Attributes:
         stack: path of the list of blocks.
-        follows: whether the blocks of the decoder come first in this list. Each block then has the other modules of its
-            head inside. Otherwise they are beside the list, and all heads share them.
+        follows: whether the blocks of the decoder come first in this list.
+        inside: whether each block has the other modules of its head inside. Otherwise they are beside the list, and all
+            heads share them.
+        reads_normed: whether a head reads normed hidden states, of the head before it. Otherwise every head reads the
+            hidden states of the decoder before its norm.
+        attention: kind of attention in the blocks.
+        mlp: kind of MLP in the blocks, as in ``mlp_layer_types``.
+        renamed: names of modules inside a block in checkpoints, with their names in transformers' block.
     """
 
     stack: str
     follows: bool
+    inside: bool
     embedding_norm: str
     hidden_norm: str
     projection: str
     norm: str
+    reads_normed: bool = True
+    attention: str = "full_attention"
+    mlp: str = "sparse"
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def block(self, depth: int, config: Any) -> str:
         """Return the path of the block of a head."""
@@ -69,16 +86,45 @@ class _Names:
 
     def around(self, depth: int, config: Any) -> dict[str, str]:
         """Return the paths of the other modules of a head, by their names in `_Head`."""
-        prefix = self.block(depth, config) if self.follows else self.stack.rpartition(".")[0]
+        prefix = self.block(depth, config) if self.inside else self.stack.rpartition(".")[0]
         names = ("embedding_norm", "hidden_norm", "projection", "norm")
         return {name: f"{prefix}.{getattr(self, name)}" for name in names}
 
+    def block_entries(self, cls: Any, config: Any) -> Entries:
+        """Return the entries of a block that is not in a list of the plan.
 
-_INSIDE = _Names("model.layers", True, "enorm", "hnorm", "eh_proj", "shared_head.norm")
-_BESIDE = _Names("mtp.layers", False, "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        Raises:
+            ValueError: no block of the decoder has the attention of the heads.
+        """
+        plan = cls.plan(config)
+        if (overrides := plan.block_overrides.get("layers")) is None:
+            return dict(plan.blocks["layers"])
+        if self.attention not in config.layer_types:
+            raise ValueError(
+                f"mtp_heads=True needs the layout of {self.attention}, which the heads have, and layer_types of the "
+                f"configuration has {', '.join(sorted({*config.layer_types}))} only: leave mtp_heads out"
+            )
+        return {**plan.blocks["layers"], **overrides[config.layer_types.index(self.attention)]}
+
+    def renamings(self) -> list[WeightRenaming]:
+        """Return the renamings of weights from checkpoints to the model."""
+        path = re.escape(self.stack) + r"\.(\d+)\."
+        return [WeightRenaming(path + old, rf"{self.stack}.\1.{new}") for old, new in self.renamed.items()]
+
+
+_FOLLOWING = _Names("model.layers", True, True, "enorm", "hnorm", "eh_proj", "shared_head.norm")
+_BESIDE = _Names("mtp.layers", False, False, "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_OF_MIMO = _Names(
+    *("model.mtp.layers", False, True, "enorm", "hnorm", "eh_proj", "final_layernorm"),
+    reads_normed=False,
+    attention="sliding_attention",
+    mlp="dense",
+    renamed={"pre_mlp_layernorm": "post_attention_layernorm"},
+)
 _NAMES: Mapping[str, _Names] = {
-    **dict.fromkeys(("glm4_moe", "deepseek_v3"), _INSIDE),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), _FOLLOWING),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _BESIDE),
+    "mimo_v2_flash": _OF_MIMO,
 }
 _COPIES = r"layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
 """Copies of the embedding and the language-model head in published heads. The model shares its own with them."""
@@ -101,7 +147,7 @@ class MtpHeads:
             around = names.around(depth, config)
             entries |= {path: Replicated() if name == "projection" else Norm() for name, path in around.items()}
             if not names.follows:  # else, the plan of the decoder has entries for all blocks in its list
-                block = cls.plan(config).blocks["layers"]
+                block = names.block_entries(cls, config)
                 entries |= {f"{names.block(depth, config)}.{name}": entry for name, entry in block.items()}
         return {**super().head_entries(config), **entries}  # type: ignore[misc]
 
@@ -111,7 +157,7 @@ class MtpHeads:
         if not names.follows:
             _set_module(self, names.stack, nn.ModuleList())
         for depth in range(count := count_mtp_heads(type(self), config)):
-            with _with_full_attention(config, count):
+            with _with_further_blocks(config, names, count):
                 self.get_submodule(names.stack).append(block_class(config, config.num_hidden_layers + depth))
             for name, path in names.around(depth, config).items():
                 made = nn.Linear(2 * size, size, bias=False) if name == "projection" else _like(norm, size)
@@ -132,6 +178,10 @@ class MtpHeads:
             inside += tuple(f"{path}." for path in paths)
         return [name for name in self.state_dict() if name.startswith(inside)]
 
+    def own_renamings(self) -> list[WeightRenaming]:
+        """Return the renamings of weights from checkpoints to the model that transformers does not know."""
+        return _names_of(type(self)).renamings()
+
     def mtp_head(self: Any, depth: int) -> _Head:
         """Return the modules of a head."""
         names = _names_of(type(self))
@@ -147,24 +197,27 @@ class MtpHeads:
         cache: Any = None,
         depth: int = 0,
     ) -> Tensor:
-        """Return the hidden states [B, L, D] of a head, after its norm.
+        """Return the hidden states [B, L, D] of a head. They are normed if heads read normed states.
 
         Args:
             ids_BL: the tokens whose embeddings the head joins with the hidden states.
-            hidden_BLD: of the former head, or of the decoder, after its norm.
+            hidden_BLD: of the former head or of the decoder, normed or not as the heads read them.
             positions_BL: of the tokens.
             mask_BL: of all tokens, including tokens in the cache; ``None`` if all are read.
             cache: with the keys and values of earlier tokens, in the layer of the head's block.
         """
-        head, base = self.mtp_head(depth), self.base_model
+        head, base, names = self.mtp_head(depth), self.base_model, _names_of(type(self))
         embedded_BLD = self.get_input_embeddings()(ids_BL)
         joined = torch.cat((head.embedding_norm(embedded_BLD), head.hidden_norm(hidden_BLD)), -1)
         x = head.projection(joined)
         layer: Any = head.block
         given = {cache_name(create_causal_mask): cache, "layer_idx": layer.self_attn.layer_idx}
-        mask = create_causal_mask(
+        is_windowed = names.attention == "sliding_attention"
+        create_mask = create_sliding_window_causal_mask if is_windowed else create_causal_mask
+        mask = create_mask(
             config=self.config, inputs_embeds=x, attention_mask=mask_BL, position_ids=positions_BL, **given
         )
+        by_kind = {"layer_type": names.attention} if hasattr(base.rotary_emb, f"{names.attention}_inv_freq") else {}
         # rotations of time, height and width have the positions of tokens
         has_planes = hasattr(base.rotary_emb, "mrope_section")
         planes = positions_BL[None].expand(3, -1, -1) if has_planes else positions_BL
@@ -173,18 +226,24 @@ class MtpHeads:
             x,
             attention_mask=mask,
             position_ids=positions_BL,
-            position_embeddings=base.rotary_emb(x, position_ids=planes),
+            position_embeddings=base.rotary_emb(x, position_ids=planes, **by_kind),
             **options,
         )
-        normed: Tensor = head.norm(x[0] if isinstance(x, tuple) else x)
+        x = x[0] if isinstance(x, tuple) else x
+        normed: Tensor = head.norm(x) if names.reads_normed else x
         return normed
+
+    def mtp_logits(self: Any, hidden: Tensor, depth: int = 0) -> Any:
+        """Return the logits after hidden states [..., D] of a head, as `mtp_hidden_states` returns them."""
+        normed = hidden if _names_of(type(self)).reads_normed else self.mtp_head(depth).norm(hidden)
+        return self.get_output_embeddings()(normed)
 
     def mtp_loss(self: Any, given: Any, hidden_BLD: Tensor) -> Tensor:
         """Return the mean loss of the heads.
 
         Args:
             given: arguments of the forward, by their names.
-            hidden_BLD: of the decoder, after its norm.
+            hidden_BLD: of the decoder, as the heads read them.
 
         Raises:
             ValueError: the rows are packed, or are no tokens.
@@ -204,14 +263,17 @@ class MtpHeads:
             if mask_BL is not None:
                 mask_BT = mask_BL[:, ahead:] * mask_BL[:, :-ahead]
                 labels_BT = torch.where(F.pad(mask_BT, (1, -1)) == 0, _IGNORED, labels_BT)
-            shifted = ids_BL[:, ahead:], hidden_BLD[:, :-1], positions_BL[:, ahead:], mask_BT
-            hidden_BLD = self.mtp_hidden_states(*shifted, depth=depth)
+            read_BTD = hidden_BLD[:, : ids_BL.shape[1] - ahead]
+            made_BTD = self.mtp_hidden_states(
+                ids_BL[:, ahead:], read_BTD, positions_BL[:, ahead:], mask_BT, depth=depth
+            )
+            hidden_BLD = made_BTD if _names_of(type(self)).reads_normed else hidden_BLD
             items = given.get("num_items_in_batch")
             if items is None:
                 items = (labels_BT[:, 1:] != _IGNORED).sum().clamp(min=1)
             losses.append(
                 self.loss_function(
-                    logits=self.get_output_embeddings()(hidden_BLD),
+                    logits=self.mtp_logits(made_BTD, depth),
                     labels=labels_BT,
                     vocab_size=self.config.vocab_size,
                     num_items_in_batch=items,
@@ -228,16 +290,19 @@ class MtpHeads:
     def mtp_tokens(self: Any, hidden_BD: Tensor) -> list[int]:
         """Return the most probable tokens after hidden states of a head, equal on all ranks."""
         with within_model(self), self._invariant_functions():
-            logits_BV: Any = self.get_output_embeddings()(hidden_BD)
+            logits_BV: Any = self.mtp_logits(hidden_BD)
         full: Any = logits_BV.full() if isinstance(logits_BV, VocabParallelLogits | LazyLogits) else logits_BV
         tokens: list[int] = full.argmax(-1).tolist()
         return tokens
 
     @contextmanager
     def seeing_hidden_states(self: Any) -> Iterator[list[Tensor]]:
-        """Context that appends the hidden states of each forward of the decoder to a list."""
+        """Context that appends the hidden states of each forward of the decoder to a list, as the heads read them."""
         seen: list[Tensor] = []
-        handle = self.base_model.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+        if _names_of(type(self)).reads_normed:
+            handle = self.base_model.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+        else:
+            handle = self.base_model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         try:
             yield seen
         finally:
@@ -292,11 +357,13 @@ def _names_of(cls: type[Any]) -> _Names:
 
 
 @contextmanager
-def _with_full_attention(config: Any, count: int) -> Iterator[None]:
-    """Context in which ``count`` blocks after the last one are created with full attention and experts."""
+def _with_further_blocks(config: Any, names: _Names, count: int) -> Iterator[None]:
+    """Context in which ``count`` blocks after the last one are created with the kinds of the heads' blocks."""
     former = dict[str, Any]()
-    if (kinds := getattr(config, "layer_types", None)) is not None:
-        former["layer_types"], config.layer_types = kinds, [*kinds, *["full_attention"] * count]
+    for name, kind in (("layer_types", names.attention), ("mlp_layer_types", names.mlp)):
+        if (kinds := getattr(config, name, None)) is not None:
+            former[name] = kinds
+            setattr(config, name, [*kinds, *[kind] * count])
     if (step := getattr(config, "decoder_sparse_step", None)) is not None:
         former["decoder_sparse_step"], config.decoder_sparse_step = step, 1
     try:
