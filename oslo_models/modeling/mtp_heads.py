@@ -23,23 +23,27 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import WeightRenaming
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from oslo_models.cache_argument import NAMES, cache_name
+from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion.lazy_logits import LazyLogits
 from oslo_models.layers.entries import Entries, Norm, Replicated
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.layers.vocab_parallel import VocabParallelLogits
 from oslo_models.modeling.forward import within_model
 from oslo_models.registry import MTP_HEADS, count_mtp_heads, model_type_of
+from oslo_models.sharding.plan import Plan
 
 
 class _Head(NamedTuple):
@@ -141,6 +145,13 @@ class MtpHeads:
     """
 
     @classmethod
+    def plan(cls: Any, config: Any) -> Plan:
+        """Return the plan of the decoder. The last stage has the heads, and embeds their tokens."""
+        following = {"layers": count_mtp_heads(cls, config)} if _names_of(cls).follows else {}
+        plan: Plan = super().plan(config)  # type: ignore[misc]
+        return plan.with_rules(kept_on_last_stage=tuple(plan.embed), blocks_of_head=following)
+
+    @classmethod
     def head_entries(cls: Any, config: Any) -> Entries:
         names, entries = _names_of(cls), dict[str, Replicated]()
         for depth in range(count_mtp_heads(cls, config)):
@@ -162,6 +173,16 @@ class MtpHeads:
             for name, path in names.around(depth, config).items():
                 made = nn.Linear(2 * size, size, bias=False) if name == "projection" else _like(norm, size)
                 _set_module(self, path, made)
+
+    def _shard(self: Any, *args: Any, **kwargs: Any) -> None:
+        super()._shard(*args, **kwargs)  # type: ignore[misc]
+        names = _names_of(type(self))
+        if self.stage is not None and self.stage.is_last and not names.follows:
+            for depth in range(count_mtp_heads(type(self), self.config)):  # a cache has layers of local blocks only
+                self.mtp_head(depth).block.self_attn.layer_idx -= self.stage.stacks[-1].blocks_before
+
+    def _forward_of_stage(self) -> Callable[..., Any]:
+        return _with_loss_of_stage(type(self).forward.__wrapped__.__wrapped__)  # type: ignore[attr-defined]
 
     def start_mtp_heads(self: Any, loss_weight: float) -> None:
         """Set the weight of the heads' loss. Freeze them if it is 0."""
@@ -205,8 +226,16 @@ class MtpHeads:
             positions_BL: of the tokens.
             mask_BL: of all tokens, including tokens in the cache; ``None`` if all are read.
             cache: with the keys and values of earlier tokens, in the layer of the head's block.
+
+        Raises:
+            ValueError: FSDP2 shards the block of the head apart, and its other modules are inside.
         """
         head, base, names = self.mtp_head(depth), self.base_model, _names_of(type(self))
+        if names.inside and isinstance(head.block, FSDPModule):  # it gathers their weights for the block's forward only
+            raise ValueError(
+                f"fully_shard of {names.block(depth, self.config)} does not work: the block has the other modules of "
+                "an MTP head inside, which run before and after it. Leave it out, and wrap the model around it"
+            )
         embedded_BLD = self.get_input_embeddings()(ids_BL)
         joined = torch.cat((head.embedding_norm(embedded_BLD), head.hidden_norm(hidden_BLD)), -1)
         x = head.projection(joined)
@@ -238,52 +267,61 @@ class MtpHeads:
         normed = hidden if _names_of(type(self)).reads_normed else self.mtp_head(depth).norm(hidden)
         return self.get_output_embeddings()(normed)
 
-    def mtp_loss(self: Any, given: Any, hidden_BLD: Tensor) -> Tensor:
-        """Return the mean loss of the heads.
+    def mtp_items(self: Any, given: Any) -> Tensor:
+        """Return the number of labels by which the loss of each head is divided, [heads].
 
         Args:
             given: arguments of the forward, by their names.
-            hidden_BLD: of the decoder, as the heads read them.
 
         Raises:
             ValueError: the rows are packed, or are no tokens.
         """
-        ids_BL, mask_BL, labels_BL = given.get("input_ids"), given.get("attention_mask"), given["labels"]
+        ids_BL = given.get("input_ids")
         for name in ("inputs_embeds", "position_ids", *NAMES):
             if given.get(name) is not None:
                 raise ValueError(
                     f"{name} is not supported with mtp_loss_weight={self.mtp_loss_weight}: the heads read whole rows "
                     "of input_ids, with an attention_mask for padding. Set mtp_loss_weight=0"
                 )
+        depths = range(min(count_mtp_heads(type(self), self.config), ids_BL.shape[1] - 2))
+        if (items := given.get("num_items_in_batch")) is not None:
+            return torch.as_tensor(items, device=ids_BL.device).expand(len(depths))
+        counts = [(_labels_of_head(given, depth)[:, 1:] != _IGNORED).sum().clamp(min=1) for depth in depths]
+        return torch.stack(counts) if counts else ids_BL.new_zeros(0)
+
+    def mtp_loss(self: Any, given: Any, hidden_BLD: Tensor, items: Tensor) -> Tensor:
+        """Return the mean loss of the heads.
+
+        Args:
+            given: arguments of the forward, by their names.
+            hidden_BLD: of the decoder, as the heads read them.
+            items: of `mtp_items`, for the whole batch if these arguments are a micro-batch.
+        """
+        ids_BL, mask_BL = given.get("input_ids"), given.get("attention_mask")
         positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None]
         losses = []
-        for depth in range(min(count_mtp_heads(type(self), self.config), ids_BL.shape[1] - 2)):
+        for depth, count in enumerate(items):
             ahead = depth + 1
-            mask_BT, labels_BT = None, labels_BL[:, ahead:]
-            if mask_BL is not None:
-                mask_BT = mask_BL[:, ahead:] * mask_BL[:, :-ahead]
-                labels_BT = torch.where(F.pad(mask_BT, (1, -1)) == 0, _IGNORED, labels_BT)
+            mask_BT = None if mask_BL is None else mask_BL[:, ahead:] * mask_BL[:, :-ahead]
             read_BTD = hidden_BLD[:, : ids_BL.shape[1] - ahead]
             made_BTD = self.mtp_hidden_states(
                 ids_BL[:, ahead:], read_BTD, positions_BL[:, ahead:], mask_BT, depth=depth
             )
             hidden_BLD = made_BTD if _names_of(type(self)).reads_normed else hidden_BLD
-            items = given.get("num_items_in_batch")
-            if items is None:
-                items = (labels_BT[:, 1:] != _IGNORED).sum().clamp(min=1)
             losses.append(
                 self.loss_function(
                     logits=self.mtp_logits(made_BTD, depth),
-                    labels=labels_BT,
+                    labels=_labels_of_head(given, depth),
                     vocab_size=self.config.vocab_size,
-                    num_items_in_batch=items,
+                    num_items_in_batch=count,
                 )
             )
         return torch.stack(losses).mean() if losses else hidden_BLD.new_zeros(())
 
     def mtp_step(self: Any, *args: Any) -> Tensor:
         """Return `mtp_hidden_states` of the first head, for generation."""
-        with within_model(self), self._invariant_functions():
+        own_layers = nullcontext() if self.stage is None else self.stage.reading_own_layers(self)
+        with within_model(self), own_layers, self._invariant_functions():
             found: Tensor = gathered(self.mtp_hidden_states(*args))
         return found
 
@@ -317,20 +355,55 @@ def _with_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
     def with_mtp_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         weight = getattr(self, "mtp_loss_weight", 0)
-        if not (weight and self.training and given.get("labels") is not None):
+        if not (weight and self.training and given.get("labels") is not None) or "mtp_items" in given:
             return forward(self, *args, **kwargs)
+        items = self.mtp_items(given)
+        if self.pipeline is not None:  # the last stage adds the loss to that of each micro-batch
+            return forward(self, *args, **kwargs, mtp_items=items)
         with self.seeing_hidden_states() as seen:
             output = forward(self, *args, **kwargs)
         device = seen[-1].device
         given = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in given.items()}
         with within_model(self, kwargs), self._invariant_functions():
-            added = weight * self.mtp_loss(given, seen[-1])
+            added = weight * self.mtp_loss(given, seen[-1], items.to(device))
         if isinstance(output, tuple):
             return output[0] + added, *output[1:]
         output.loss = output.loss + added
         return output
 
     return with_mtp_loss
+
+
+def _with_loss_of_stage(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the forward of a stage: add the weighted loss of the heads to the loss of a micro-batch."""
+
+    @functools.wraps(forward)
+    def with_loss_of_stage(self: Any, **given: Any) -> Any:
+        items = given.pop("mtp_items", None)
+        if not self.stage.is_last or given.get("labels") is None:
+            return forward(self, **given)
+        if items is None:
+            output, weight = forward(self, **given), self.get_input_embeddings().weight
+            if self.mesh.dp.size > 1 and not isinstance(weight, DTensor):
+                with without_override():  # DDP waits for the gradient of the embedding, which frozen heads do not read
+                    output.loss = output.loss + 0.0 * weight.flatten()[:1].sum()
+            return output
+        with self.seeing_hidden_states() as seen:
+            output = forward(self, **given)
+        output.loss = output.loss + self.mtp_loss_weight * self.mtp_loss(given, seen[-1], items)
+        return output
+
+    return with_loss_of_stage
+
+
+def _labels_of_head(given: Any, depth: int) -> Tensor:
+    """Return the labels [B, L - depth - 1] of a head. Labels of positions that read padding are ignored."""
+    ahead, mask_BL = depth + 1, given.get("attention_mask")
+    labels_BT: Tensor = given["labels"][:, ahead:]
+    if mask_BL is None:
+        return labels_BT
+    mask_BT = mask_BL[:, ahead:] * mask_BL[:, :-ahead]
+    return torch.where(F.pad(mask_BT, (1, -1)) == 0, _IGNORED, labels_BT)
 
 
 def _like(norm: nn.Module, size: int) -> nn.Module:
@@ -386,14 +459,15 @@ def class_with_mtp_heads(cls: type[Any]) -> Any:
     return type(cls.__name__, (MtpHeads, cls), {**namespace, "forward": _with_loss(cls.forward)})
 
 
-def check_stored(model: Any, stored: Mapping[str, Any]) -> None:
+def check_stored(mapping: Any, stored: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if a checkpoint lacks weights of the heads.
 
     Args:
-        model: the full model.
-        stored: the tensors of the checkpoint, by their names in the model.
+        mapping: the `WeightMapping` of the model.
+        stored: the tensors of the checkpoint, by their names on this rank.
     """
-    if missing := [name for name in model.mtp_names() if name not in stored]:
+    heads = {*mapping.model.mtp_names()}
+    if missing := [name for own, name in mapping.names.items() if name in heads and own not in stored]:
         raise ValueError(
             f"mtp_heads=True needs the weights of the heads, and the checkpoint has no {missing[0]}"
             f"{f' and {len(missing) - 1} others' * (len(missing) > 1)}: leave mtp_heads out, or load a checkpoint that "
