@@ -65,7 +65,8 @@ class PlainHead(nn.Module):
         self.of_mimo = config.model_type == "mimo_v2_flash"
         if self.of_mimo:  # sliding attention and a dense MLP
             config = copy.deepcopy(config)
-            config.layer_types, config.mlp_layer_types = ["sliding_attention"] * 2, ["dense"] * 2
+            config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+            config.mlp_layer_types = ["dense"] * config.num_hidden_layers
         self.block = type(whole.model.layers[-1])(config, config.num_hidden_layers - 1)
 
     def forward(self, whole: Any, ids_BL: Tensor, hidden_BLD: Tensor, first: int, mask_BL: Any = None) -> Tensor:
@@ -417,7 +418,8 @@ def train_plainly(whole: Any, heads: list[PlainHead], seed: int, items: int | No
 def check_training_on_stages(
     folder: Path, variant: str, tp: int, expected: Trained, fuses: bool, options: dict[str, Any]
 ) -> None:
-    model = load(folder, variant, tp, pipeline_parallel_size=2, mtp_loss_weight=WEIGHT, **options).train()
+    options = {"pipeline_parallel_size": 2, "mtp_loss_weight": WEIGHT, **options}
+    model = load(folder, variant, tp, **options).train()
     model = model.fuse() or model if fuses else model
     optimizer = make_optimizer("AdamW", model.parameters())
     lines = []
@@ -463,6 +465,28 @@ def test_training_on_stages_equals_one_process(
     )
     for name in stored.keys() & wanted.keys():
         torch.testing.assert_close(stored[name], wanted[name], rtol=0, atol=TOLERANCE, msg=name)
+
+
+DEEP: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"num_hidden_layers": 3},
+    "mimo_v2_flash": {
+        **{"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+}
+
+
+@pytest.mark.parametrize("variant", DEEP)
+def test_three_stages_train_and_draft(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
+    """The stage in the middle has neither the embedding nor the heads."""
+    whole, heads = model_with_heads(variant, seed, damped=True, **{**UNBOUND, **DEEP[variant]})
+    save(tmp_path, whole, heads)
+    prompts = drawn_prompts(whole.config.vocab_size, seed)
+    first, *others = pool.run(3, check_generation, tmp_path, variant, (1, 3), prompts, *generated(whole, prompts))
+    assert all(other == first for other in others)
+    assert_are_drafts_of(whole, heads[0], first)
+    expected = train_plainly(whole, heads, seed, None)
+    pool.run(3, check_training_on_stages, tmp_path, variant, 1, expected, False, {"pipeline_parallel_size": 3})
 
 
 def with_ddp(model: Any) -> Any:
