@@ -270,7 +270,6 @@ class Arguments:
         if weight and not self.mtp_heads:
             raise ValueError(f"mtp_loss_weight={weight} is the weight of the heads of mtp_heads=True: pass it, too")
         others = {
-            f"pipeline_parallel_size={self.pipeline_parallel_size}": self.pipeline_parallel_size > 1,
             self.token_division or "": self.token_division is not None,
             "plan": self.plan is not None,
             "quantization_config": kwargs.get("quantization_config") is not None,

@@ -327,10 +327,13 @@ _ONE_TOKEN = "one token per row, without gradients, in two calls in C++"
 def _following_norm(s: ModuleContext) -> tuple[nn.Module, ...]:
     """Return the first norm of the next block, or the norm after the last block. Empty if another stage has it."""
     around, _, index = s.name.rpartition(".")
-    blocks = s.model.get_submodule(around)
-    if int(index) + 1 < len(blocks):
-        norm = getattr(blocks[int(index) + 1], "input_layernorm", None)
-    else:
+    blocks: Any = s.model.get_submodule(around)
+    of_head = s.model.plan(s.model.config).under(s.model._prefix()).pipeline.blocks_of_head.get(around, 0)
+    count, following = getattr(blocks, "full_count", len(blocks) - of_head), int(index) + 1
+    norm = None
+    if following < count:  # the blocks keep their numbers on every stage
+        norm = getattr(blocks._modules.get(str(following)), "input_layernorm", None)
+    elif following == count:
         norm = getattr(s.model.get_submodule(around.rpartition(".")[0]), "norm", None)
     return (norm,) if isinstance(norm, nn.Module) and layer_name(norm) in norms.ON_GPU else ()
 

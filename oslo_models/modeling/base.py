@@ -223,8 +223,13 @@ class ParallelModel(
             are_random: whether each stage initialised its weights randomly. Tied weights are then broadcast.
         """
         if self.stage is not None:
-            self.pipeline = Pipeline(self, self.stage, with_full_stage_outputs(type(self).forward.__wrapped__))
+            self.pipeline = Pipeline(self, self.stage, with_full_stage_outputs(self._forward_of_stage()))
             self.pipeline.broadcast_tied() if are_random else self.pipeline.check_tied()
+
+    def _forward_of_stage(self) -> Callable[..., Any]:
+        """Return the forward of a stage, with sharded outputs: transformers' forward."""
+        forward: Callable[..., Any] = type(self).forward.__wrapped__
+        return forward
 
     def _prefix(self) -> str:
         """Return the path prefix of the plan's base model in this model."""

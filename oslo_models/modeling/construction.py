@@ -191,7 +191,7 @@ def _from_pretrained(
             key_mapping=key_mapping,
         )
         if arguments.mtp_heads:
-            check_stored(mapping.model, slices)
+            check_stored(mapping, slices)
         devices = device_map(mesh.device)
         if devices is not None and quantization is None and on_the_fly is None:
             buffers = pinned_buffers(mesh.device)

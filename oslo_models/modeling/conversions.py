@@ -45,9 +45,10 @@ from oslo_models.pipeline.sharded_model import ShardedModel
 def conversion_mapping(model: Any, *args: Any, **kwargs: Any) -> list[Any]:
     """Return transformers' renamings and conversions of a model, so that each name is renamed by itself.
 
-    transformers renames the later names of a group, such as the second norm of Kimi K2.5, only after the first.
+    transformers renames the later names of a group, such as the second norm of Kimi K2.5, only after the first. Modules
+    that a parallel class adds have renamings of their own.
     """
-    found = []
+    found = [] if (own := getattr(model, "own_renamings", None)) is None else own()
     for each in get_model_conversion_mapping(model, *args, **kwargs):
         if type(each).__name__ == "GroupWeightRename":  # the later names first, since they become the earlier ones
             pairs = zip(each._original_source_patterns, each._original_target_patterns, strict=True)

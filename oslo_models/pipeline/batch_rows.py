@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache
 
 OF_ALL_ROWS = {
-    *("logits_to_keep", "num_items_in_batch", "cache_position"),
+    *("logits_to_keep", "num_items_in_batch", "mtp_items", "cache_position"),
     *("head_mask", "decoder_head_mask", "cross_attn_head_mask", "vision_feature_layer"),
 }
 """Arguments that apply to every row, regardless of their sizes."""

@@ -13,6 +13,7 @@ from oslo_models.pipeline.placeholders import (
     OutputKind,
     Placeholder,
     make_placeholder,
+    receiving,
     zeros_without_memory,
 )
 from oslo_models.pipeline.stage import Stage, stack_of
@@ -37,7 +38,8 @@ def place_boundaries(
         if stage.index == stack.first:
             continue
         output = _output(entry, _find(model, prefix + key), embeds_tokens=stack.input_positions is None)
-        replacement = _replace(model, prefix + key, device, output)
+        is_kept = stage.is_last and key in plan.pipeline.kept_on_last_stage
+        replacement = receiving(model, prefix + key) if is_kept else _replace(model, prefix + key, device, output)
         is_stacks_own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
         if is_stacks_own and replacement is not None and output is OutputKind.ZEROS:
             stack.receiver = replacement  # the last one wins: its output is the input of the blocks

@@ -90,6 +90,28 @@ class Placeholder(nn.Module):
         return self
 
 
+class Receiver(nn.Module):
+    """Mixin of an embedding that the last stage has, too: it also returns the hidden states that have arrived.
+
+    After ``arrived`` is set, the next call returns these hidden states. Other calls embed their tokens.
+    """
+
+    arrived: Tensor | None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arrived, self.arrived = self.arrived, None
+        return super().forward(*args, **kwargs) if arrived is None else arrived.clone()
+
+
+def receiving(model: nn.Module, path: str) -> Receiver:
+    """Make a module a `Receiver` in place, and return it."""
+    module: Any = model.get_submodule(path)
+    cls: Any = type(module)
+    module.__class__, module.arrived = _receiving_class(cls), None
+    found: Receiver = module
+    return found
+
+
 def make_placeholder(module: nn.Module, device: torch.device, output: OutputKind = OutputKind.ZEROS) -> Placeholder:
     """Create the placeholder of ``module``. ``module`` is not changed.
 
@@ -137,6 +159,12 @@ def _placeholder_class(cls: type[nn.Module]) -> type[nn.Module]:
     if issubclass(cls, PreTrainedModel):  # Qwen2-Audio reads the device of its encoder, which has no parameters here
         members["device"] = property(_device_of)
     return type(cls.__name__, (Placeholder, cls), members)
+
+
+@cache
+def _receiving_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass with the name of ``cls``, as of placeholders."""
+    return type(cls.__name__, (Receiver, cls), {"__module__": cls.__module__})
 
 
 def _device_of(placeholder: nn.Module) -> torch.device:

@@ -56,18 +56,18 @@ def split_stage(
             task head has no base model or no hidden size.
     """
     plan.check_stages(type(model).__name__, count)
-    blocks = [
-        (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
-    ]
+    blocks, of_head = _blocks_of(model, plan, prefix)
     _check_counts(type(model).__name__, plan, prefix, blocks, count, blocks_per_stage)
     continued = plan.pipeline.continued_blocks
     starts = [i for i, (stack, name) in enumerate(blocks) if int(name) not in continued.get(stack, ())]
     _check_starts(type(model).__name__, starts, count, blocks_per_stage)
     buffers = dict(model.named_buffers())
     parameters = {name: layout for name, layout in layouts.items() if name not in buffers}
-    active = _active_parameters(model.config, plan, prefix, blocks, parameters)
-    ranges = _block_ranges(active, prefix, plan.modules_of_towers(), head, blocks, starts, count, blocks_per_stage)
+    active = _active_parameters(model.config, plan, prefix, head, [*blocks, *of_head], parameters)
+    after = [*head, *(f"{prefix}{stack}.{name}" for stack, name in of_head)]
+    ranges = _block_ranges(active, prefix, plan.modules_of_towers(), after, blocks, starts, count, blocks_per_stage)
     stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
+    stage_of |= dict.fromkeys(of_head, count - 1)
     stacks = _stacks(plan, prefix, blocks, stage_of, index)
     if not all(stack.name for stack in stacks) and "labels" in inspect.signature(type(model).forward).parameters:
         raise ValueError(
@@ -88,7 +88,7 @@ def split_stage(
     _count_routers(model, stage, plan, prefix, blocks, layouts)
     for each in stacks:
         each.attentions_before = _count_attentions(model, each)
-    for stack, name in blocks:
+    for stack, name in stage_of:
         if stage_of[stack, name] != index:
             del model.get_submodule(prefix + stack)._modules[name]
     for each in stacks:
@@ -104,6 +104,17 @@ def split_stage(
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
     model.all_tied_weights_keys = _local_tied_keys(model, stage.tied_names)
     return stage
+
+
+def _blocks_of(model: nn.Module, plan: Plan, prefix: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return the stack and the name of each block that stages share, and of each block of the task head."""
+    shared, of_head = list[tuple[str, str]](), list[tuple[str, str]]()
+    for stack in plan.blocks:
+        blocks = [(stack, name) for name, _ in model.get_submodule(prefix + stack).named_children()]
+        count = len(blocks) - plan.pipeline.blocks_of_head.get(stack, 0)
+        shared += blocks[:count]
+        of_head += blocks[count:]
+    return shared, of_head
 
 
 def _check_counts(
@@ -193,7 +204,12 @@ def _local_tied_keys(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str
 
 
 def _active_parameters(
-    config: Any, plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], layouts: Mapping[str, Layout]
+    config: Any,
+    plan: Plan,
+    prefix: str,
+    head: Entries,
+    blocks: Sequence[tuple[str, str]],
+    layouts: Mapping[str, Layout],
 ) -> dict[str, float]:
     """Return the number of elements of each parameter that compute a token. Experts count by the chosen share.
 
@@ -201,11 +217,12 @@ def _active_parameters(
     """
     active = {name: float(prod(layout.shape)) for name, layout in layouts.items()}
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", None)
-    for stack, block in blocks:
-        for entry in plan.expert_entries(stack):
-            for name in layouts:
-                if isinstance(chosen, int) and name.startswith(f"{prefix}{stack}.{block}.{entry}."):
-                    active[name] *= min(1.0, chosen / layouts[name].shape[0])
+    experts = [f"{prefix}{stack}.{block}.{entry}" for stack, block in blocks for entry in plan.expert_entries(stack)]
+    experts += [entry for entry, kind in head.items() if kind.stacks_experts]
+    for entry in experts:
+        for name in layouts:
+            if isinstance(chosen, int) and name.startswith(f"{entry}."):
+                active[name] *= min(1.0, chosen / layouts[name].shape[0])
     return active
 
 
@@ -213,7 +230,7 @@ def _block_ranges(
     sizes: Mapping[str, float],
     prefix: str,
     towers: Iterable[str],
-    head: Entries,
+    head: Iterable[str],
     blocks: Sequence[tuple[str, str]],
     starts: Sequence[int],
     count: int,
@@ -272,7 +289,8 @@ def _stages_of(
     if entry_of(inner, plan.pipeline.on_every_stage):
         return set(stage_of.values())
     if entry := entry_of(inner, plan.embed):
-        return {stack_of(entry, prefix, stacks, 0).first}
+        first, kept = stack_of(entry, prefix, stacks, 0).first, entry in plan.pipeline.kept_on_last_stage
+        return {first, max(stage_of.values())} if kept else {first}
     if entry_of(inner, dict.fromkeys(plan.modules_of_towers(), Replicated())):
         return {stacks[0].first}
     return {stack_of(entry_of(inner, plan.head) or inner, prefix, stacks, -1).last}
@@ -415,7 +433,8 @@ def _own_layer_lists(
         if not stack.is_local or not isinstance(config, PreTrainedConfig):
             continue
         per_block, count = plan.pipeline.cache_layers_per_block, counts[stack.blocks]
-        here = len(model.get_submodule(stack.blocks))
+        names = (int(name) for name, _ in model.get_submodule(stack.blocks).named_children())
+        here = sum(name < counts[stack.blocks] for name in names)  # without blocks of the task head
         for scale in {1, per_block}:
             start, stop = stack.blocks_before * scale, (stack.blocks_before + here) * scale
             lists = {name: list(value[start:stop]) for name, value in layer_lists(config, count * scale).items()}

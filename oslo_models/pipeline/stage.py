@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oslo_models.pipeline.caches import CacheLayers
-from oslo_models.pipeline.placeholders import Placeholder
+from oslo_models.pipeline.placeholders import Placeholder, Receiver
 from oslo_models.sharding.layer_lists import replaced_values
 from oslo_models.sharding.layout import Range
 from oslo_models.sharding.model_protocol import TransformersModel
@@ -26,8 +26,8 @@ class Stack:
         is_local: whether this stage runs blocks of the stack.
         blocks_before: number of its blocks on earlier stages.
         attentions_before: number of attention weights that its blocks on earlier stages output.
-        receiver: placeholder of the embedding, which outputs the hidden states received from the previous stage.
-            ``None`` on the first stage.
+        receiver: placeholder of the embedding, or its copy on the last stage, which outputs the hidden states received
+            from the previous stage. ``None`` on the first stage.
         input_positions: see `PipelineRules`. ``None`` for a stack that embeds tokens.
     """
 
@@ -38,7 +38,7 @@ class Stack:
     is_local: bool
     blocks_before: int = 0
     attentions_before: int = 0
-    receiver: Placeholder | None = None
+    receiver: Placeholder | Receiver | None = None
     input_positions: InputPositions | None = None
 
 

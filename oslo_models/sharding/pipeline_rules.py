@@ -36,6 +36,8 @@ class PipelineRules:
         cache_layers_per_block: number of key-value cache layers that each block fills, one per attention.
         keeps_layer_numbers: whether blocks keep their numbers on every stage. Their cache creates a layer when its
             block uses it, and counts the positions in the first layer.
+        kept_on_last_stage: modules before the blocks that the last stage has, too: its task head reads them.
+        blocks_of_head: for each stack, the number of blocks at the end of its list that belong to the task head.
         single_stage_reason: why the blocks cannot be split into stages. Empty if they can be split.
     """
 
@@ -49,6 +51,8 @@ class PipelineRules:
     outputs_per_block: Mapping[str, str] = field(default_factory=dict)
     cache_layers_per_block: int = 1
     keeps_layer_numbers: bool = False
+    kept_on_last_stage: Collection[str] = ()
+    blocks_of_head: Mapping[str, int] = field(default_factory=dict)
     single_stage_reason: str = ""
 
     def renamed(self, rename: Callable[[str], str]) -> PipelineRules:
@@ -56,10 +60,12 @@ class PipelineRules:
         by_name = ("on_every_stage", "disabled_after_first_stage", "input_positions", "early_outputs")
         changed: dict[str, Any] = {
             each: {rename(key): value for key, value in getattr(self, each).items()}
-            for each in (*by_name, "continued_blocks")
+            for each in (*by_name, "continued_blocks", "blocks_of_head")
         }
+        for each in ("embedding_dropouts", "kept_on_last_stage"):
+            changed[each] = tuple(map(rename, getattr(self, each)))
         changed["outputs_per_block"] = {rename(key): rename(of) for key, of in self.outputs_per_block.items()}
-        return replace(self, **changed, embedding_dropouts=tuple(map(rename, self.embedding_dropouts)))
+        return replace(self, **changed)
 
     def __or__(self, other: PipelineRules) -> PipelineRules:
         return replace(self, **joined_fields(self, other))

@@ -6,6 +6,8 @@ own hidden state and the drafted token, and so on. The keys and values of the he
 cache. After each forward of the model, the head computes them again from the hidden states of the model, so that
 drafted tokens leave none of theirs.
 
+The heads are on the last pipeline stage. It broadcasts the drafted tokens, since the first stage embeds them.
+
 Legend:
     B: rows.
     L: positions.
@@ -16,12 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from oslo_models.deploy.running_batch.speculation import Acceptance, Drafts
+from oslo_models.distributed.collectives import broadcast
+from oslo_models.pipeline.stage_runner import OtherStageError
 
 UNKNOWN = -1
 """Placeholder of a drafted token."""
@@ -47,6 +52,7 @@ class HeadStates:
     Attributes:
         prompt_1D: after the last computed token of the prompt in prefill.
         seen_BLD: of the last forward.
+        is_shared: whether the stages have exchanged the drafts of the step in progress.
     """
 
     def __init__(self, model: Any) -> None:
@@ -55,6 +61,7 @@ class HeadStates:
         self._drafted_BLD: Tensor | None = None  # of a step with drafts, until it is settled
         self.prompt_1D: Tensor | None = None
         self.seen_BLD: Tensor
+        self.is_shared = False
 
     def clear(self) -> None:
         self._by_slot, self._drafted_BLD, self.prompt_1D = [], None, None
@@ -123,3 +130,53 @@ class HeadStates:
         """Return the drafted tokens after hidden states of the head."""
         found: list[int] = self._model.mtp_tokens(hidden_BD)
         return found
+
+    @contextmanager
+    def sharing(self, drafts: Sequence[list[int]]) -> Iterator[None]:
+        """Context that fills in drafts on the last stage. Afterwards, all stages have them. A collective."""
+        failure = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  raised when the other stages know of it
+            failure = error
+        self.share(drafts, failure)
+        if failure is not None:
+            raise failure
+
+    def share(self, drafts: Sequence[list[int]], failure: Exception | None = None) -> None:
+        """Copy the drafts of the last stage to the other stages, in place, unless this step has done so. A collective.
+
+        Raises:
+            OtherStageError: the last stage has failed, on the other stages.
+        """
+        if self._model.pipeline is None or self.is_shared:
+            return
+        self.is_shared, axis = True, self._model.mesh.pp
+        values = [*(token for draft in drafts for token in draft), failure is not None]
+        sent = torch.tensor(values, dtype=torch.int64, device=self._model.device)
+        *tokens, failed = broadcast(axis, sent, axis.size - 1).tolist()
+        if failed and failure is None:
+            raise OtherStageError("the last stage of the pipeline raised while it drafted tokens")
+        remaining = iter(tokens)
+        for draft in drafts:
+            draft[:] = islice(remaining, len(draft))
+
+
+class RemoteHeadStates(HeadStates):
+    """The states on a stage without heads: empty ones, so that its rows have the places of the last stage's rows."""
+
+    @contextmanager
+    def following(self, cache: Any, window: int, ids_BL: Tensor, *_: Any) -> Iterator[None]:
+        yield
+        self.seen_BLD = ids_BL.new_empty(*ids_BL.shape, 0)
+
+    def compute(self, cache: Any, window: int, ids_BL: Tensor, *_: Any) -> Tensor:
+        return ids_BL.new_empty(*ids_BL.shape, 0)
+
+    def tokens(self, hidden_BD: Tensor) -> list[int]:
+        return [0] * len(hidden_BD)
+
+
+def head_states(model: Any) -> HeadStates:
+    """Return the states of the heads on this rank."""
+    return HeadStates(model) if model.stage is None or model.stage.is_last else RemoteHeadStates(model)

@@ -76,7 +76,8 @@ class RunningBatch:
         stages: int = 1,
         draft_model: ShardedModel | None = None,
     ) -> None:
-        each = limits_of_groups(limits, stages)
+        # the last stage drafts the tokens of a step when it begins it, so the steps of groups would not overlap
+        each = limits_of_groups(limits, 1 if limits.by_heads else stages)
         self._packed, self._adapters = PackedHead(), ModelAdapters(model)
         self.runners = [runner_of(model, own, True, self._packed, self._adapters) for own in each]
         drafts, speeds = HeadDrafts if limits.by_heads else Drafts, [DraftSpeed(time.perf_counter) for _ in each]

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from oslo_models.cache_argument import generation_name, name_in_model
 from oslo_models.deploy.running_batch.graphs import CaptureError, capture_of
-from oslo_models.deploy.running_batch.head_drafts import HeadStates
+from oslo_models.deploy.running_batch.head_drafts import HeadStates, head_states
 from oslo_models.deploy.running_batch.head_product import PackedHead, fast_head
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.own_caches import slots_of
@@ -46,6 +46,7 @@ from oslo_models.deploy.running_batch.token_states import computing_by_tokens, m
 from oslo_models.fusion.attention_parts import attending_by_parts, layers_by_parts
 from oslo_models.layers.invariant_sums import rounded_states
 from oslo_models.pipeline.sharded_model import ShardedModel
+from oslo_models.pipeline.stage_runner import OtherStageError
 
 PASS_POSITIONS = frozenset(("moss_transcribe_diarize",))
 """Types whose forward passes ``position_ids`` to a decoder without naming them."""
@@ -127,7 +128,7 @@ class StepRunner:
         self._position_table = None if self._takes_positions else position_table(model)
         self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
         capture, self.eager_reason = capture_of(model)
-        self._heads = HeadStates(model) if limits.by_heads else None
+        self._heads = head_states(model) if limits.by_heads else None
         if self._heads is not None:
             capture, self.eager_reason = None, "the model's MTP heads draft tokens"
         stored, self._layers = stored_states(model), layers_with_states(model)
@@ -195,6 +196,8 @@ class StepRunner:
             ImagesError: on every rank, if a rank cannot encode the images of a prompt. The rows go on.
         """
         self._is_passed_on = False
+        if self._heads is not None:
+            self._heads.is_shared = False
         try:
             if step.settled:
                 self.rows.settle(step.settled)
@@ -230,6 +233,11 @@ class StepRunner:
         if step.encodes:
             with suppress(ImagesError):
                 share_failure(self.model, RuntimeError("another step has failed"))
+        if self._heads is not None:
+            if step.drafts:
+                with suppress(OtherStageError):
+                    self._heads.share(step.drafts, RuntimeError("another step has failed"))
+            self._heads.is_shared = False
         rows, length = self._shape(step)
         if rows and self._keeps_logits and self.model.pipeline is not None:
             self.model.pipeline.skip_generation_step(rows, length)
@@ -265,7 +273,8 @@ class StepRunner:
         rows = self.rows
         assert len(tokens) == len(rows.lengths)
         if drafts and self._heads is not None:
-            self._draft(self._heads, tokens, drafts)
+            with self._heads.sharing(drafts):
+                self._draft(self._heads, tokens, drafts)
         new = [[token, *draft] for token, draft in zip(tokens, drafts or [[]] * len(tokens), strict=True)]
         logits_BLV = self._replay(new)
         is_static = logits_BLV is not None

@@ -57,7 +57,7 @@ from oslo_models.modeling.adapters.layouts import (
 from oslo_models.modeling.adapters.peft_model import become_sharded
 from oslo_models.modeling.adapters.state import register_state_hooks
 from oslo_models.modeling.adapters.support import check_config, check_layer
-from oslo_models.pipeline.placeholders import Placeholder
+from oslo_models.pipeline.placeholders import Placeholder, Receiver
 from oslo_models.pipeline.sharded_model import ShardedModel
 from oslo_models.sharding.layout import Layout
 
@@ -82,6 +82,7 @@ def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
             check_config(name, model.peft_config[name])
         for path, tuner in tuners.items():
             check_layer(path, tuner, names)
+        _refuse_copies(model)
     for name in names:
         if rng_state is not None:
             for tuner in tuners.values():
@@ -122,6 +123,17 @@ def _restore_placeholders(model: nn.Module) -> None:
             inner = unwrapped(child)
             if inner is not child and isinstance(inner, Placeholder):
                 setattr(module, leaf, inner)
+
+
+def _refuse_copies(model: nn.Module) -> None:
+    """Raise ``ValueError`` if an adapter wraps the copy of an embedding, which receives hidden states on a stage."""
+    for path, module in model.named_modules():
+        inner = unwrapped(module)
+        if inner is not module and isinstance(inner, Receiver):
+            raise ValueError(
+                f"adapters of {path} do not work on pipeline stages with mtp_heads=True, since the last stage has a "
+                "copy of it: leave it out of target_modules and modules_to_save, or use pipeline_parallel_size=1"
+            )
 
 
 def unwrapped(module: Any) -> Any:
