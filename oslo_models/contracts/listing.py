@@ -134,10 +134,13 @@ CONTRACTS: tuple[Contract, ...] = (
         "deploy.running_batch.prompt_images",
         "self inputs_tensor model_kwargs",
     ),
-    _contract(
-        "transformers.models.whisper.generation_whisper.WhisperGenerationMixin.generate_with_fallback",
-        "deploy.windows",
-        "self segment_input decoder_input_ids temperatures generation_config logits_processor attention_mask kwargs",
+    *(
+        _contract(
+            f"transformers.models.whisper.generation_whisper.WhisperGenerationMixin.{name}",
+            "deploy.windows",
+            is_copied=True,
+        )
+        for name in ("generate", "generate_with_fallback")
     ),
     _contract(
         f"{_GENERATION}.utils.GenerationMixin._prepare_cache_for_generation",
@@ -167,7 +170,7 @@ CONTRACTS: tuple[Contract, ...] = (
     *(
         _contract(
             f"{_GENERATION}.logits_process.{name}LogitsProcessor.__call__",
-            "deploy.running_batch.suppressed_tokens",
+            "fusion.suppressed_tokens",
             "self input_ids scores",
             is_copied=True,
         )

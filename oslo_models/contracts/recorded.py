@@ -300,6 +300,20 @@ RECORDED: dict[str, dict[str, str]] = {
     "transformers.models.t5.modeling_t5.T5LayerNorm.forward": {
         "60d7001cd8bfbd63": "5.17.0 5.18.0 5.19.0 5.20.0 5.21.0 5.22.0 5.23.0 5.24.0",
     },
+    "transformers.models.whisper.generation_whisper.WhisperGenerationMixin.generate": {
+        "52fec8f9be02b4aa": "5.17.0 5.18.0 5.19.0 5.20.0 5.21.0 5.22.0 5.23.0 5.24.0",
+    },
+    "transformers.models.whisper.generation_whisper.WhisperGenerationMixin.generate _get_attr_from_logit_processors": {
+        "9667cbba1d66208d": "5.17.0 5.18.0 5.19.0 5.20.0 5.21.0 5.22.0 5.23.0 5.24.0",
+    },
+    "transformers.models.whisper.generation_whisper.WhisperGenerationMixin.generate _pad_to_max_length": {
+        "e374bd944a3e4107": "5.17.0 5.18.0 5.19.0 5.20.0 5.21.0 5.22.0 5.23.0 5.24.0",
+    },
+    "transformers.models.whisper.generation_whisper.WhisperGenerationMixin.generate_with_fallback": {
+        "58cbd78ad348da01": "5.22.0 5.23.0",
+        "662abfd751fdda56": "5.17.0 5.18.0 5.19.0 5.20.0 5.21.0",
+        "66871f971563b830": "5.24.0",
+    },
     "transformers.pytorch_utils.Conv1D.forward": {
         "33a322376435eb57": "5.17.0 5.18.0 5.19.0 5.20.0 5.21.0 5.22.0 5.23.0 5.24.0",
     },

@@ -20,7 +20,7 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 from oslo_models.contracts import broken
 from oslo_models.deploy.running_batch.admission import Admission
 
-_GENERATE = "transformers.models.whisper.generation_whisper.WhisperGenerationMixin.generate_with_fallback"
+_GENERATION = "transformers.models.whisper.generation_whisper.WhisperGenerationMixin"
 _KNOWN_PACKAGES = ("oslo_models", "transformers", "torch", "builtins")
 _OPTIONAL = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "synced_gpus")
 """Arguments that transformers passes to each inner call, also without a value."""
@@ -38,7 +38,7 @@ def reason_against_windows(cls: type[Any]) -> str | None:
         return f"{cls.__name__} is a class of the application, which may change the windows of Whisper"
     if not issubclass(cls, WhisperGenerationMixin):
         return f"{cls.__name__} does not transcribe"
-    return broken(_GENERATE)
+    return broken(f"{_GENERATION}.generate") or broken(f"{_GENERATION}.generate_with_fallback")
 
 
 class _Window(GenerationMixin):

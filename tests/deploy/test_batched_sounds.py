@@ -24,6 +24,7 @@ from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import SharedMemoryChannel
 from oslo_models.deploy.running_batch.prompt_sounds import FEATURES, most_positions
+from oslo_models.deploy.running_batch.sound_calls import FRAME_MASKS
 from oslo_models.deploy.windows import reason_against_windows
 
 from support import running, zoo
@@ -363,6 +364,22 @@ def test_classes_of_applications_and_other_heads_do_not_join() -> None:
 
     assert "is a class of the application" in str(reason_against_windows(Own))
     assert "does not transcribe" in str(reason_against_windows(registry.find("WhisperForAudioClassification")))
+
+
+def test_other_releases_of_transformers_compute_sounds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that generates in another way, or makes masks in another way, is named."""
+    import transformers
+    from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
+
+    def generate_with_fallback(self: Any, **kwargs: Any) -> Any:
+        return kwargs
+
+    cls: Any = registry.find("WhisperForConditionalGeneration")
+    monkeypatch.setattr(WhisperGenerationMixin, "generate_with_fallback", generate_with_fallback)
+    assert "changed WhisperGenerationMixin.generate_with_fallback" in str(reason_against_windows(cls))
+    assert Admission(config_of("speech_to_text"), LIMITS).reason is None
+    monkeypatch.setattr(transformers.Speech2TextModel, FRAME_MASKS, lambda self, mask: mask)
+    assert "no Speech2TextModel._get_feature" in str(Admission(config_of("speech_to_text"), LIMITS).reason)
 
 
 def test_default_rows_count_the_columns_of_both_caches() -> None:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from oslo_models.deploy.running_batch.nucleus import Nucleus, faster
-from oslo_models.deploy.running_batch.suppressed_tokens import suppression
+from oslo_models.fusion.suppressed_tokens import suppression
 
 IDS = torch.zeros(1, 3, dtype=torch.long)
 

@@ -22,6 +22,7 @@ from oslo_models import (
     LlamaForCausalLM,
     MiniMaxForCausalLM,
     T5ForConditionalGeneration,
+    WhisperForConditionalGeneration,
     XLNetLMHeadModel,
 )
 from oslo_models.deploy.running_batch import offline
@@ -569,6 +570,9 @@ def check_refusals(given: Case) -> None:
     with pytest.raises(ValueError, match=r"decoder_start_token_id=\[0, 0\]: generate_batch needs the token with which"):
         t5.generate_batch([[1, 2]], max_new_tokens=2, decoder_start_token_id=[0, 0])
     led: Any = LEDForConditionalGeneration.from_config_with_parallel(zoo.config("led"), 2, seed=0)
+    hears: Any = WhisperForConditionalGeneration.from_config_with_parallel(zoo.config("whisper"), 2, seed=0)
+    with pytest.raises(ValueError, match=r"run WhisperFor.*: its prompts are sounds; call generate"):
+        hears.generate_batch([[5]])
     with pytest.raises(ValueError, match=r"run LEDFor.*: its decoder reads no mask when it computes one token; call"):
         led.generate_batch([[1, 2]], max_new_tokens=2)
     xlnet: Any = XLNetLMHeadModel.from_config_with_parallel(zoo.config("xlnet"), 2, seed=0)

@@ -10,7 +10,7 @@ other ranks are followers: they run the steps that the leader plans. In the orde
 * `slot_cache`, `static_step`, `graphs`, `head_product`, `step_runner`: the key-value cache of the batch and the model's
   forward on it, on every rank, replayed from CUDA graphs where possible;
 * `encoder_decoders`, `sound_runner`, `runners`: the same for models with an encoder of tokens or of sounds;
-* `nucleus`, `suppressed_tokens`, `sampling`, `row`, `preparation`: sampling and stopping of each row, on the leader;
+* `nucleus`, `sampling`, `row`, `preparation`: sampling and stopping of each row, on the leader;
 * `speculation`, `draft_model`: drafted tokens of the rows, on the leader;
 * `prefixes`, `scheduler`, `slot_groups`: prefix reuse and scheduling, on the leader;
 * `loop`: the worker loop that runs all of them.

@@ -25,7 +25,7 @@ from oslo_models.deploy.running_batch.prompt_images import (
 )
 from oslo_models.deploy.running_batch.prompt_sounds import most_positions, reads_sounds
 from oslo_models.deploy.running_batch.slot_states import BLOCKS, INDEXED, has_states
-from oslo_models.deploy.running_batch.sound_calls import SoundCalls
+from oslo_models.deploy.running_batch.sound_calls import SoundCalls, reason_against_masks
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
 _KINDS = {
@@ -187,6 +187,8 @@ class Admission:
 
     def __init__(self, config: Any, limits: BatchLimits, takes_features: bool = False) -> None:
         reason = reason_against(config)
+        if reason is None and reads_sounds(config):
+            reason = reason_against_masks(config)
         self._config, kind = config, _kind(config)
         taken = takes_features and kind not in TEXT_ONLY
         self._of_images = arguments_of(kind) if taken else frozenset()

@@ -22,8 +22,8 @@ from oslo_models.deploy.running_batch.prompt_images import PromptImages
 from oslo_models.deploy.running_batch.prompt_sounds import PromptSound
 from oslo_models.deploy.running_batch.sampling import CommonDraws, warp_of
 from oslo_models.deploy.running_batch.static_step import to_device
-from oslo_models.deploy.running_batch.suppressed_tokens import suppression
 from oslo_models.distributed.stopping import of_one_rank
+from oslo_models.fusion.suppressed_tokens import suppression
 from oslo_models.layers.invariant_sums import log_probabilities
 
 _KEY_BITS = 256

@@ -11,6 +11,7 @@ Legend:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ from oslo_models.deploy.running_batch.prompt_sounds import (
     sounds_of_call,
 )
 
+FRAME_MASKS = "_get_feature_vector_attention_mask"
+"""Method by which Speech2Text turns masks of frames into masks of encoder positions."""
 DECODER_IDS, DECODER_MASK = "decoder_input_ids", "decoder_attention_mask"
 _USER_CODE = frozenset(("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "decoding"))
 _NOT_SETTINGS = frozenset((DECODER_IDS, DECODER_MASK, MASK, "inputs", "generation_config", "adapter_names"))
@@ -45,6 +48,18 @@ _READ_BY_ENCODER = {"encoder_repetition_penalty": (None, 1, 1.0), "encoder_no_re
 """Settings that read the tokens of an encoder, with the values that turn them off. Sounds have no tokens."""
 _NEW_TOKENS = 20
 """Default number of new tokens of `generate`."""
+
+
+def reason_against_masks(config: Any) -> str | None:
+    """Return why the encoder positions of a row cannot be hidden; ``None`` if they can, see `sound_runner`."""
+    if config.model_type != "speech_to_text":
+        return None
+    from transformers import Speech2TextModel
+
+    method = getattr(Speech2TextModel, FRAME_MASKS, None)
+    if method is not None and [*inspect.signature(method).parameters][1:] == ["feature_vector_length", MASK]:
+        return None
+    return f"this release of transformers has no Speech2TextModel.{FRAME_MASKS} that takes a length and a mask"
 
 
 class SoundCalls:

@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from oslo_models.deploy.running_batch.encoder_decoders import EncoderDecoderRunner
 from oslo_models.deploy.running_batch.prompt_images import share_failure
 from oslo_models.deploy.running_batch.prompt_sounds import FEATURES, MASK, PromptSound, most_positions, shape_of
+from oslo_models.deploy.running_batch.sound_calls import FRAME_MASKS
 from oslo_models.deploy.running_batch.static_step import to_device
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.layers.function_overrides import override_attributes
@@ -120,7 +121,7 @@ class SoundRunner(EncoderDecoderRunner):
         """Context in which masks are of encoder positions. Speech2Text takes them as masks of frames."""
         if self._type != "speech_to_text":
             return nullcontext()
-        own = {"_get_feature_vector_attention_mask": lambda length, mask_BL: mask_BL}
+        own = {FRAME_MASKS: lambda length, mask_BL: mask_BL}
         return override_attributes(self.model.base_model, own)
 
     def _encoded_states(self, mask_BL: Tensor | None) -> dict[str, Any]:
