@@ -42,12 +42,16 @@ from support.reference import TOLERANCE, differences, make_optimizer, own_part, 
 
 pytestmark = pytest.mark.drawn(8, of="file")
 
-FOLLOWING = ["glm4_moe", "deepseek_v3", "glm4_moe_lite"]
+FOLLOWING = ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"]
 """Types with the blocks of heads in the list of the decoder's blocks."""
 DRAFTING = [*FOLLOWING, "mimo_v2_flash"]
 TYPES = [*DRAFTING, "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
-WINDOW, UNBOUND = {"sliding_window": 3}, {"sliding_window": 128}
-"""Windows smaller than rows, and windows that allow drafts."""
+WINDOW, UNBOUND = {"sliding_window": 3}, {"sliding_window": 128, "index_topk": 64}
+"""Windows smaller than rows, and settings with drafts that do not depend on the columns of rows.
+
+An indexer that chooses some keys meets equal scores, mostly zeros of its ReLU, and which of them it chooses depends on
+the columns.
+"""
 CHANGES = {"tie_word_embeddings": False, "max_position_embeddings": 64}
 NEW, WEIGHT = 10, 0.3
 Records = list[tuple[list[int], list[int]]]
