@@ -499,7 +499,7 @@ NO_DIVIDED_IMAGES = {
 """Model types that ``tower_parallel="images"`` does not support, with the reason."""
 
 MTP_HEADS = {
-    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), ("num_nextn_predict_layers", 0)),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite"), ("num_nextn_predict_layers", 0)),
     "qwen3_next": ("num_nextn_predict_layers", 1),
     "mimo_v2_flash": ("num_nextn_predict_layers", 3),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ("mtp_num_hidden_layers", 1)),

@@ -24,7 +24,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +127,7 @@ _OF_MIMO = _Names(
 )
 _NAMES: Mapping[str, _Names] = {
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3"), _FOLLOWING),
+    "deepseek_v32": replace(_FOLLOWING, attention="indexed_attention"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _BESIDE),
     "mimo_v2_flash": _OF_MIMO,
 }
@@ -242,6 +243,8 @@ class MtpHeads:
         layer: Any = head.block
         given = {cache_name(create_causal_mask): cache, "layer_idx": layer.self_attn.layer_idx}
         is_windowed = names.attention == "sliding_attention"
+        if names.attention == "indexed_attention":  # the indexer reads the mask, too
+            given["allow_is_causal_skip"] = False
         create_mask = create_sliding_window_causal_mask if is_windowed else create_causal_mask
         mask = create_mask(
             config=self.config, inputs_embeds=x, attention_mask=mask_BL, position_ids=positions_BL, **given

@@ -40,15 +40,19 @@ from support.mutants import Edit, MutantPool
 from support.pool import Pool, WorkerError
 from support.reference import TOLERANCE, differences, make_optimizer, own_part, reference_model
 
-pytestmark = pytest.mark.drawn(22, of="file")
+pytestmark = pytest.mark.drawn(24, of="file")
 
-FOLLOWING = ["glm4_moe", "deepseek_v3", "glm4_moe_lite"]
+FOLLOWING = ["glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"]
 """Types with the blocks of heads in the list of the decoder's blocks."""
 SEVERAL = [*FOLLOWING, "mimo_v2_flash"]
 BESIDE = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
 TYPES = [*SEVERAL, *BESIDE]
-WINDOW, UNBOUND = {"sliding_window": 3}, {"sliding_window": 128}
-"""Windows smaller than rows, and windows that allow drafts."""
+WINDOW, UNBOUND = {"sliding_window": 3}, {"sliding_window": 128, "index_topk": 64}
+"""Windows smaller than rows, and settings with drafts that do not depend on the columns of rows.
+
+An indexer that chooses some keys meets equal scores, mostly zeros of its ReLU, and which of them it chooses depends on
+the columns.
+"""
 CHANGES = {"tie_word_embeddings": False, "max_position_embeddings": 64}
 NEW, WEIGHT = 10, 0.3
 Records = list[tuple[list[int], list[int]]]
