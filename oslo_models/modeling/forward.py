@@ -30,8 +30,8 @@ from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
 from oslo_models.modeling.context_parallel import check_attention_implementation, divides_prompts
 from oslo_models.modeling.internals import ParallelModelInternals
 from oslo_models.modeling.token_division import check_wrappers
-from oslo_models.modeling.window_encoding import WindowEncoding
 from oslo_models.pipeline.stage import Stage
+from oslo_models.pipeline.window_encoding import WindowEncoding
 
 
 class ForwardMode(Enum):

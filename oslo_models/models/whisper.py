@@ -9,9 +9,9 @@ from transformers.models.whisper import modeling_whisper as hf
 from oslo_models.layers.entries import LocalAttributes, Norm, Plan, Replicated, VocabParallel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
-from oslo_models.modeling.window_encoding import WindowEncoding
 from oslo_models.models.bart import BartParallel
 from oslo_models.models.wav2vec2 import WEIGHTED_SUM
+from oslo_models.pipeline.window_encoding import WindowEncoding
 from oslo_models.sharding.layout import EvenSplit
 
 

@@ -36,7 +36,8 @@ def test_deployed_model_reads_images(tmp_path: Path, forked: None, model_type: s
         joins = "mm_encoder_outputs" in zoo.parameters_of_forward(name)
         assert model.can_join(**prompts[0], **options) == joins and "a running batch" in model.describe_batch()
         before = model.reused_prompt_tokens
-        assert torch.equal(model.generate(**prompts[0], **options), expected[0])
+        for _ in range(2):  # other rows may have taken the slots of the first ones
+            assert torch.equal(model.generate(**prompts[0], **options), expected[0])
         assert (model.reused_prompt_tokens > before) == joins
         wrong = {**prompts[0], "pixel_values": prompts[0]["pixel_values"][:, 1:]}
         with pytest.raises((RuntimeError, ValueError)) as caught:

@@ -22,8 +22,8 @@ from oslo_models.deploy.running_batch.prompt_sounds import media_of_rows, reads_
 from oslo_models.deploy.running_batch.row import Call, Row
 from oslo_models.deploy.running_batch.row_adapters import ModelAdapters
 from oslo_models.deploy.running_batch.sampling import warp_of
-from oslo_models.modeling.window_encoding import WindowEncoding
 from oslo_models.pipeline.sharded_model import ShardedModel
+from oslo_models.pipeline.window_encoding import WindowEncoding
 
 
 def prepare(
