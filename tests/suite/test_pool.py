@@ -89,7 +89,7 @@ def _echo(value: object) -> object:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the wait for ranks that hang on purpose."""
     monkeypatch.setattr(pool_module, "TIMEOUT", 0.2)
-    monkeypatch.setattr(pool_module, "GRACE", 3.0)
+    monkeypatch.setattr(pool_module, "GRACE", 8.0)
 
 
 def test_run_returns_results_by_rank_from_distinct_processes(pool: Pool) -> None:
