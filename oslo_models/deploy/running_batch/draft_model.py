@@ -99,7 +99,7 @@ class DraftModel(Drafts):
             for draft, token in zip(drafted, to_host(logits_BV.argmax(-1)).tolist(), strict=True):
                 draft.append(token)
             if place + 1 < most:
-                self._runner.remember()
+                self._runner.remember_step()
                 logits_BV = self._run(Step(0, tokens=[draft[-1] for draft in drafted]))
         for held, draft in zip(self._held, drafted, strict=True):
             held += draft[:-1]

@@ -122,7 +122,7 @@ class SlotCache(Cache):
         """Remove all rows, including former rows."""
         self.lengths, self.lags, self.stop, self.kept = [], {}, 0, {}
         for state in self._states():
-            state.settle([])
+            state.forget()
 
     def columns_of_positions(self, more: int) -> Tensor:
         """Return the column of each position of each row, with ``more`` new positions, [B, L].
@@ -172,10 +172,10 @@ class SlotCache(Cache):
         for state in self._states():
             state.show(continues=self.window > 0)
 
-    def remember(self) -> None:
-        """Keep the states of the rows until `settle` or `cut`. Call it before each token that may be dropped."""
+    def remember_step(self) -> None:
+        """Keep the states of the rows until `cut`. Call it before each step that may be cut."""
         for state in self._states():
-            state.remember()
+            state.remember_step()
 
     def _states(self) -> list[StateLayer]:
         return [layer for layer in self.layers if isinstance(layer, StateLayer)] if self._has_states else []

@@ -83,7 +83,8 @@ class StateLayer(LinearAttentionLayer):
         super().__init__(number_of_states=count)
         self._slots, self.is_initialized = cache, False
         self._entries: dict[tuple[str, int], Tensor] = {}
-        self._before: list[dict[tuple[str, int], Tensor]] = []  # the states of the rows before each drafted token
+        self._before_tokens: list[dict[tuple[str, int], Tensor]] = []  # states of the rows, of a step with drafts
+        self._before_steps: list[dict[tuple[str, int], Tensor]] = []  # of steps without drafts
 
     @property
     def held(self) -> list[Tensor]:
@@ -125,23 +126,40 @@ class StateLayer(LinearAttentionLayer):
         for (name, index), entries in self._entries.items():
             getattr(self, name)[index] = entries[: len(self._slots.lengths)]
 
-    def remember(self) -> None:
-        """Keep the present states of the rows until `settle` or `cut`."""
-        rows = len(self._slots.lengths)
-        self._before.append({key: entries[:rows].clone() for key, entries in self._entries.items()})
+    def remember_token(self) -> None:
+        """Keep the present states of the rows until `settle`."""
+        self._before_tokens.append(self._present())
+
+    def remember_step(self) -> None:
+        """Keep the present states of the rows until `cut`. Steps that rows take meanwhile are settled as usual."""
+        self._before_steps.append(self._present())
 
     def settle(self, counts: Sequence[int]) -> None:
-        """Return to the states after the first ``counts[slot]`` tokens of each row that `remember` has seen."""
-        for slot, count in enumerate(counts):
-            if count < len(self._before):
-                for key, states in self._before[count].items():
-                    self._entries[key][slot] = states[slot]
-        self._before = []
+        """Return to the states after the first ``counts[slot]`` tokens of each row in a step with drafts."""
+        self._return_to(self._before_tokens, counts)
 
     def cut(self, counts: Sequence[int]) -> None:
-        """Return to the states before the last ``counts[slot]`` tokens of each row that `remember` has seen."""
-        if self._before:
-            self.settle([len(self._before) - count for count in counts])
+        """Return to the states before the last ``counts[slot]`` steps of each row that `remember_step` has seen."""
+        steps = self._before_steps
+        if steps:  # else, other layers are cut, of MTP heads
+            self._return_to(steps, [len(steps) - count for count in counts])
+
+    def forget(self) -> None:
+        """Drop the remembered states."""
+        self._before_tokens.clear()
+        self._before_steps.clear()
+
+    def _present(self) -> dict[tuple[str, int], Tensor]:
+        rows = len(self._slots.lengths)
+        return {key: entries[:rows].clone() for key, entries in self._entries.items()}
+
+    def _return_to(self, before: list[dict[tuple[str, int], Tensor]], counts: Sequence[int]) -> None:
+        """Return to the states after ``counts[slot]`` tokens of each row. Drop the remembered states."""
+        for slot, count in enumerate(counts):
+            if count < len(before):
+                for key, states in before[count].items():
+                    self._entries[key][slot] = states[slot]
+        before.clear()
 
     # As in `slot_cache`. Columns mean nothing here.
 

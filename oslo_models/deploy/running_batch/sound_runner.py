@@ -11,14 +11,13 @@ Legend:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from oslo_models.deploy.running_batch.encoder_decoders import EncoderDecoderRunner
 from oslo_models.deploy.running_batch.prompt_images import share_failure
@@ -104,18 +103,9 @@ class SoundRunner(EncoderDecoderRunner):
         model: Any = self.model
         return int(model._get_feat_extract_output_lengths(mask_1L.sum()))
 
-    def _forward(
-        self,
-        cache: Cache,
-        ids_BL: Tensor,
-        positions: Tensor,
-        options: dict[str, Any],
-        features: Mapping[str, Any] = MappingProxyType({}),
-        keep: int = 1,
-        before_BD: Tensor | None = None,
-    ) -> Tensor:
+    def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._masks_of_positions():
-            return super()._forward(cache, ids_BL, positions, options, features, keep, before_BD)
+            return super()._forward(*args, **kwargs)
 
     def _masks_of_positions(self) -> AbstractContextManager[None]:
         """Context in which masks are of encoder positions. Speech2Text takes them as masks of frames."""

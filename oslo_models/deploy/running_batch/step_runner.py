@@ -254,10 +254,10 @@ class StepRunner:
         if self._heads is not None:
             self._heads.fork(slot, count)
 
-    def remember(self) -> None:
-        """See `SlotCache.remember`."""
+    def remember_step(self) -> None:
+        """See `SlotCache.remember_step`."""
         if isinstance(self.rows, SlotCache):
-            self.rows.remember()
+            self.rows.remember_step()
 
     def free(self, leaving: Sequence[int]) -> None:
         """Remove the rows in the slots that a step frees."""

@@ -91,7 +91,7 @@ def _by_tokens(module: Any, forward: Callable[..., Tensor], layer: StateLayer, *
         for child in module.children():
             stack.enter_context(override_attributes(child, {"forward": partial(tokens.project, child.forward)}))
         for hidden_B1D in tokens:
-            layer.remember()
+            layer.remember_token()
             outputs.append(forward(hidden_B1D, **given))
     return torch.cat(outputs, 1)
 
